@@ -351,7 +351,10 @@ class InferenceSession:
                 rows.look_up(batch.lookup)
                 self._record_keys(batch.lookup)
                 mark("network")
-                computed = dict(zip(wanted.computed, batch.run.run(), strict=True))
+                results = batch.run.run()
+                if batch.places is not None:
+                    results = [array[batch.places] for array in results]
+                computed = dict(zip(wanted.computed, results, strict=True))
                 if self.config.unknown_keys == "reject" and batch.lookup.num_unknown.any():
                     return None
                 self._stats.count_staged(batch.lookup, batch.counts)
@@ -660,15 +663,18 @@ class InferenceSession:
     def _stage_model(self, networks: Sequence[Network]) -> StagedModel | StagedRankingModel | GatheredModel | None:
         """The object that answers `run_arrays` on the networks' device; None: nothing does."""
         network, *others = networks
-        if network.rows.device is HOST and self.spec.ranking is not None:
-            ranking = others[0] if others and not self.config.context_cache_bytes else None
-            return stage_ranking(self.spec, self._layout, (network, ranking), network.rows)
+        if self.spec.ranking is None:
+            return self._stage_network(self.spec, network)
+        ranking = others[0] if others and not self.config.context_cache_bytes else None
+        return stage_ranking(self.spec, (network, ranking), self._stage_network)
+
+    def _stage_network(self, spec: ModelSpec, network: Network) -> StagedModel | GatheredModel | None:
         if network.rows.device is HOST:
-            return stage_model(self.spec, self._layout, network, network.rows)
+            return stage_model(spec, self._layout, network, network.rows)
         # Imported where needed: the reader of HugeCTR's requests takes half a second to load.
         from inference_session.execution.gathered_model import gather_model
 
-        return gather_model(self.spec, self._layout, network)
+        return gather_model(spec, self._layout, network)
 
     def _create_engine(self, path: Path, thread: DeviceThread) -> DenseEngine:
         """The dense engine; if ONNX Runtime cannot use the GPU, and no setting requires it, it runs on the CPU."""

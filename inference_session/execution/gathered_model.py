@@ -32,7 +32,7 @@ from inference_session.kernels.cpu.gathering import (
 )
 from inference_session.kernels.cpu.staging import DIFFERING, INPUT, OPEN
 from inference_session.kernels.records import address_of
-from inference_session.model_spec import ModelSpec
+from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT, ModelSpec
 from inference_session.platform.bounded_memory import BoundedMemory
 from inference_session.requests.batch import JoinedBatch, Request, RequestLayout
 from inference_session.requests.hugectr_csr import DENSE, KEYS, OFFSETS
@@ -64,6 +64,13 @@ class _Target(NamedTuple):
     plan: RecordedPlan
     copies: NDArray[np.void]
     """COPY records."""
+    constants: list[tuple[NDArray[Any], NDArray[Any]]]
+    """Places, and what they hold in all batches of these sizes."""
+    num_blocks: int
+    num_rows: int
+    """Of all blocks."""
+    places: NDArray[np.int64] | None
+    """See JoinedBatch.places."""
 
 
 class RequestForm(ABC):
@@ -91,7 +98,7 @@ class TensorForm(RequestForm):
         self.inputs = input_records(spec, layout, frozenset())
         # Lists of different lengths have no common shape.
         self.inputs["expected"][self.inputs["expected"] == DIFFERING] = OPEN
-        self.num_open_sizes = 1 + int((self.inputs["expected"] == OPEN).sum())
+        self.num_open_sizes = 1 + int((self.inputs["expected"] == OPEN).sum()) + bool(spec.context)
 
     def check(self, items: int, num_requests: int, open_sizes: NDArray[np.int64], counts: NDArray[np.int64]) -> bool:
         """See RequestForm."""
@@ -140,6 +147,7 @@ class GatheredModel:
 
     def __init__(self, spec: ModelSpec, layout: RequestLayout, form: RequestForm, network: Network) -> None:
         self._spec, self._layout, self._form, self._network = spec, layout, form, network
+        self._ranks = bool(spec.context)
         self._targets: dict[_Case, _Target | None] = {}
         """None: batches of this kind are not recorded."""
         self._num_misses: BoundedMemory[_Case, int] = BoundedMemory(_MAX_PLANS)
@@ -163,9 +171,12 @@ class GatheredModel:
         target = self._targets[case] if case in self._targets else self._find(case, arrays)
         if target is None:
             return None
-        plan = target.plan
-        gather(items, num_requests, len(self._form.inputs), int(open_sizes[0]), counts, target.copies)
-        return StagedBatch(plan.cleared(), plan.network, counts.tolist(), int(open_sizes[0]))
+        num_blocks, num_rows = (target.num_blocks, target.num_rows) if self._ranks else (num_requests, open_sizes[0])
+        gather(items, num_requests, len(self._form.inputs), num_blocks, int(num_rows), counts, target.copies)
+        for place, values in target.constants:
+            place[...] = values
+        num_contexts = num_requests if self._ranks else int(open_sizes[0])
+        return StagedBatch(target.plan.cleared(), target.plan.network, counts.tolist(), num_contexts, target.places)
 
     def _find(self, case: _Case, arrays: Arrays) -> _Target | None:
         """The recorded batch of this shape; None: there is none, or none yet."""
@@ -175,15 +186,24 @@ class GatheredModel:
         requests = [Request(dict(zip(names, part, strict=True)), None) for part in parts]
         batch = self._layout.join([self._layout.check(request) for request in requests])
         plan = self._network.known_plan(batch, case[1])
-        copies = None
-        if isinstance(plan, RecordedPlan):
-            copies = _copies(plan, batch, self._form.sources(batch), self._spec)
-        target = _Target(plan, copies) if isinstance(plan, RecordedPlan) and copies is not None else None
+        target = self._target(plan, batch) if isinstance(plan, RecordedPlan) else None
         num_misses = 1 + (self._num_misses.get(case) or 0)
         self._num_misses.put(case, num_misses)
         if target is not None or num_misses >= _MAX_MISSES:
             self._remember(case, target)
         return target
+
+    def _target(self, plan: RecordedPlan, batch: JoinedBatch) -> _Target | None:
+        constants = [
+            (staged.array, batch.array(staged.names[0]))
+            for staged in plan.staged
+            if staged.names in ((ROW_CONTEXT,), (BLOCK_CONTEXT,))
+        ]
+        copies = _copies(plan, batch, self._form.sources(batch), self._spec)
+        if copies is None:
+            return None
+        num_blocks = len(batch.array(BLOCK_CONTEXT)) if self._ranks else 0
+        return _Target(plan, copies, constants, num_blocks, batch.num_samples, batch.places)
 
     def _remember(self, case: _Case, target: _Target | None) -> None:
         if len(self._targets) >= _MAX_PLANS:
@@ -196,7 +216,7 @@ def gather_model(spec: ModelSpec, layout: RequestLayout, network: Network) -> Ga
     if network.keys is not None or not can_read_arrays() or not spec.batched or not network.may_record:
         return None
     form: RequestForm
-    if type(layout) is TensorLayout and all(map(is_readable, spec.inputs)):
+    if isinstance(layout, TensorLayout) and all(map(is_readable, spec.inputs)):
         form = TensorForm(spec, layout)
     elif isinstance(layout, HugectrLayout):
         form = PackedForm(spec, layout)
@@ -212,6 +232,8 @@ def _copies(
     """COPY records for all places of a recorded batch; None where one holds something else than inputs."""
     copies = []
     for staged in plan.staged:
+        if staged.names in ((ROW_CONTEXT,), (BLOCK_CONTEXT,)):
+            continue
         address = address_of(staged.array)
         by_column = not staged.array.flags.c_contiguous
         for name in staged.names:
@@ -220,8 +242,10 @@ def _copies(
             if source is None or conversion is None:
                 return None
             element_bytes = np.dtype(spec.inputs[source.input].dtype).itemsize
-            copies.append((source.input, address, element_bytes, conversion, *source[1:], by_column))
-            address += batch.num_samples * source.num * staged.array.itemsize
+            is_contexts = spec.inputs[source.input].context
+            copies.append((source.input, address, element_bytes, conversion, *source[1:], by_column, is_contexts))
+            num_rows = len(batch.array(BLOCK_CONTEXT)) if is_contexts else batch.num_samples
+            address += num_rows * source.num * staged.array.itemsize
         if not staged.names:
             return None
     return np.array(copies, COPY)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,8 @@ class StagedBatch(NamedTuple):
     """The samples of each request."""
     num_contexts: int
     """Of all requests; without contexts, each sample is one."""
+    places: NDArray[np.int64] | None = None
+    """The row of each sample in the outputs; None: they stand in their order."""
 
 
 class StagedModel:
@@ -183,6 +185,16 @@ class Staging:
         return (*shapes[first.keys], *(table.row_shape or (table.embedding_dim,)))
 
 
+class ArrayModel(Protocol):
+    """What stages requests: StagedModel, or GatheredModel."""
+
+    def take(self) -> Any:
+        """An object with a method `fill`; see Staging."""
+
+    def give_back(self, staging: Any) -> None:
+        """Return it, so that another batch may use it."""
+
+
 class StagedRankingModel:
     """A model with context inputs: requests that repeat the context, and requests of one context each.
 
@@ -190,7 +202,7 @@ class StagedRankingModel:
         models: for the former and for the latter; None: such requests are not staged.
     """
 
-    def __init__(self, spec: ModelSpec, models: tuple[StagedModel | None, StagedModel | None]) -> None:
+    def __init__(self, spec: ModelSpec, models: tuple[ArrayModel | None, ArrayModel | None]) -> None:
         self._models = models
         is_contexts = [tensor.context for tensor in spec.inputs]
         self._places = is_contexts.index(True), is_contexts.index(False)
@@ -207,9 +219,9 @@ class StagedRankingModel:
 class RankingStaging:
     """The memory that a batch of either kind uses. For one batch."""
 
-    def __init__(self, places: tuple[int, int], models: tuple[StagedModel | None, StagedModel | None]) -> None:
+    def __init__(self, places: tuple[int, int], models: tuple[ArrayModel | None, ArrayModel | None]) -> None:
         self._places, self._models = places, models
-        self._taken: tuple[StagedModel, Staging] | None = None
+        self._taken: tuple[ArrayModel, Any] | None = None
 
     def fill(self, arrays: Arrays, num_requests: int, outputs: tuple[str, ...]) -> StagedBatch | None:
         """See Staging.fill. The first request shows the kind; Staging refuses others that differ."""
@@ -221,7 +233,8 @@ class RankingStaging:
         if model is None:
             return None
         self._taken = model, model.take()
-        return self._taken[1].fill(arrays, num_requests, outputs)
+        batch: StagedBatch | None = self._taken[1].fill(arrays, num_requests, outputs)
+        return batch
 
     def give_back(self) -> None:
         """Return the memory of the batch."""
@@ -231,19 +244,19 @@ class RankingStaging:
 
 
 def stage_ranking(
-    spec: ModelSpec, layout: RequestLayout, networks: tuple[Network, Network | None], rows: Rows
+    spec: ModelSpec,
+    networks: tuple[Network, Network | None],
+    stage: Callable[[ModelSpec, Network], ArrayModel | None],
 ) -> StagedRankingModel | None:
-    """As `stage_model`, for a model with context inputs.
+    """The object that stages requests to a model with context inputs; None: there is none.
 
     Args:
         networks: for requests that repeat the context, and for those that give it once.
+        stage: makes what stages the requests to one of them.
     """
     whole = replace(spec, inputs=tuple(replace(tensor, context=False) for tensor in spec.inputs))
     ranking = networks[1]
-    models = (
-        stage_model(whole, layout, networks[0], rows),
-        None if ranking is None else stage_model(ranking.spec, layout, ranking, rows),
-    )
+    models = stage(whole, networks[0]), None if ranking is None else stage(ranking.spec, ranking)
     return StagedRankingModel(spec, models) if any(models) else None
 
 

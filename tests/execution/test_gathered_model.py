@@ -12,10 +12,19 @@ from inference_session.execution.gathered_model import GatheredModel, gather_mod
 from inference_session.execution.network import Network
 from inference_session.importers.hugectr.importer import import_hugectr
 from inference_session.kernels.cpu.gathering import COPY, FROM_UINT32, SAME, gather
-from inference_session.model_spec import LookupSpec, ModelSpec, TableSpec, TensorSpec
+from inference_session.model_spec import (
+    BLOCK_CONTEXT,
+    ROW_CONTEXT,
+    LookupSpec,
+    ModelSpec,
+    RankingSpec,
+    TableSpec,
+    TensorSpec,
+)
 from inference_session.requests.batch import Request
 from inference_session.requests.layouts import layout_of
 from inference_session.requests.outputs import Outputs
+from inference_session.requests.ranking_layout import RankingLayout
 from inference_session.rows.mapped import MappedRows
 from inference_session.tables.table_file import TableFile, write_table
 from inference_session.version_directory.version import VersionDirectory
@@ -115,6 +124,85 @@ def test_arrays_of_recorded_shapes_are_answered(native: Model, vectors: NDArray[
         np.testing.assert_array_equal(found["ids"], joined["ids"])
 
 
+@pytest.fixture(scope="module")
+def ranking(tmp_path_factory: pytest.TempPathFactory, vectors: NDArray[np.float32]) -> Model:
+    """A user with clicks, and items, whose keys are narrow."""
+    folder = tmp_path_factory.mktemp("table") / "t"
+    write_table(folder, [vectors])
+    table = TableSpec("t", "t", len(vectors), 3, keys="row_number")
+    lookups = (
+        LookupSpec("t", "user", "u"),
+        LookupSpec("t", "clicks", "h", pooling="sum"),
+        LookupSpec("t", "item", "i"),
+    )
+    spec = ModelSpec(
+        inputs=(
+            TensorSpec("user", "int64", (-1,), context=True),
+            TensorSpec("item", "int32", (-1,)),
+            TensorSpec("clicks", "int64", (-1, 3), context=True),
+            TensorSpec("price", "float32", (-1, 2)),
+            TensorSpec("age", "float32", (-1, 1), context=True),
+        ),
+        outputs=(TensorSpec("price", "float32", (-1, 2)),),
+        tables=(table,),
+        lookups=lookups,
+        ranking=RankingSpec(lookups=lookups),
+    )
+    return Model(spec, [TableFile.open(folder, table)], ("price", "age", ROW_CONTEXT, BLOCK_CONTEXT))
+
+
+def ranking_request(rng: np.random.Generator, num_candidates: int) -> Inputs:
+    return {
+        "user": rng.integers(0, 50, 1),
+        "item": rng.integers(0, 50, num_candidates).astype(np.int32),
+        "clicks": rng.integers(0, 50, (1, 3)),
+        "price": rng.random((num_candidates, 2), np.float32),
+        "age": rng.random((1, 1), np.float32),
+    }
+
+
+@pytest.mark.parametrize("replayed", [(), ((1, 8),), ((4, 9),), ((3, 4), (4, 9))])
+def test_requests_of_one_context_are_answered(
+    ranking: Model, vectors: NDArray[np.float32], replayed: tuple[tuple[int, int], ...]
+) -> None:
+    """One request or several with as many candidates each, also where the batch is filled up."""
+    rng = np.random.default_rng(2)
+    assert isinstance(ranking.layout, RankingLayout)
+    ranking.layout.replayed = replayed
+    gathered = gather_model(ranking.network.spec, ranking.layout, ranking.network)
+    assert gathered is not None
+    ranking.gathered = gathered
+    for sizes in ([4], [7], [4, 4], [2, 2, 2], [9, 9, 9, 9]):
+        requests = [ranking_request(rng, size) for size in sizes]
+        ranking.record(requests)
+        for _ in range(2):
+            requests = [ranking_request(rng, size) for size in sizes]
+            arrays = [inputs[name] for inputs in requests for name in ranking.names]
+            batch = gathered.fill(arrays, len(requests), ranking.outputs)
+            assert batch is not None
+            assert (batch.counts, batch.num_contexts) == (sizes, len(sizes))
+            ranking.rows.look_up(batch.lookup)
+            assert not batch.lookup.num_unknown.any()
+            found = dict(zip(ranking.outputs, batch.run.run(), strict=True))
+            joined = {name: np.concatenate([inputs[name] for inputs in requests]) for name in ranking.names}
+            places = np.arange(sum(sizes)) if batch.places is None else batch.places
+            np.testing.assert_array_equal(found["i"][places], vectors[joined["item"]])
+            np.testing.assert_array_equal(found["price"][places], joined["price"])
+            owners = found[ROW_CONTEXT][places]
+            np.testing.assert_array_equal(owners, np.repeat(np.arange(len(sizes)), sizes))
+            np.testing.assert_array_equal(found["u"][: len(sizes)], vectors[joined["user"]])
+            np.testing.assert_allclose(found["h"][: len(sizes)], vectors[joined["clicks"]].sum(axis=1), rtol=1e-5)
+            np.testing.assert_array_equal(found["age"][: len(sizes)], joined["age"])
+            assert len(found["u"]) == len(found[BLOCK_CONTEXT])
+
+
+@pytest.mark.parametrize("sizes", [(4, 5), (0, 0), (3, 0)])
+def test_requests_of_different_numbers_take_the_other_way(ranking: Model, sizes: tuple[int, ...]) -> None:
+    """They are not blocks of one length."""
+    rng = np.random.default_rng(3)
+    assert ranking.answer([ranking_request(rng, size) for size in sizes]) is None
+
+
 @pytest.mark.parametrize(
     "changed",
     [
@@ -207,7 +295,7 @@ def test_columns_are_copied_beside_each_other_or_apart(dtype: str, conversion: i
     copy["conversion"], copy["by_column"] = conversion, by_column
     copy["row_elements"], copy["first"], copy["num"] = 5, 1, 3
 
-    gather(id(matrices), 2, 1, 5, np.array([2, 3]), copy)
+    gather(id(matrices), 2, 1, 2, 5, np.array([2, 3]), copy)
 
     expected = np.concatenate(matrices)[:, 1:4]
     np.testing.assert_array_equal(wanted.T if by_column else wanted, expected)

@@ -66,10 +66,11 @@ def test_batches_are_filled_up_to_sizes_that_are_replayed(counts: list[int], rep
 
 def test_a_batch_is_not_filled_up_with_thousands_of_rows_or_where_rows_may_not_be_added() -> None:
     """A network may take longer for them than the launches that are saved."""
-    nine, replayed = np.full(9, 1000), [(16, 1000)]
-    assert arrange(nine, may_pad=True, replayed=replayed).num_contexts == 9
-    assert arrange(np.full(15, 1000), may_pad=True, replayed=replayed).num_contexts == 16
-    assert arrange(np.full(15, 1000), may_pad=False, replayed=replayed).num_contexts == 15
+    replayed = [(1, 3000), (4, 1000), (16, 1000)]
+    for counts, found in (([1000] * 15, 15), ([1000] * 3, 4), ([1000, 1000], 4), ([1000, 990, 5], 3), ([10], 1)):
+        blocks = arrange(np.array(counts), may_pad=True, replayed=replayed)
+        assert blocks.num_contexts == found, counts
+        assert arrange(np.array(counts), may_pad=False, replayed=replayed).num_contexts == len(counts)
 
 
 def test_equal_numbers_make_one_block_for_each_context() -> None:

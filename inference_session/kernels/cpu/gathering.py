@@ -37,6 +37,7 @@ COPY = np.dtype(
         ("first", np.int64),  # of them that is copied
         ("num", np.int64),  # how many of them are copied
         ("by_column", np.int64),  # 1: each of them stands beside the same one of the next sample
+        ("is_contexts", np.int64),  # 1: each request has one row, whatever its number of samples is
     ],
     align=True,
 )
@@ -72,7 +73,8 @@ def check_tensors(
         array_type: address of NumPy's type of arrays.
         max_elements: of one array.
         inputs: INPUT records of the model's inputs, in the order of the arrays.
-        open_sizes: receives the samples of the batch, then the sizes that are open, input after input.
+        open_sizes: receives the samples of the batch, then the sizes that are open, input after input, then, where it
+            is that long, the number of requests.
         counts: [requests or more] receives the samples of each.
     """
     arrays = load(items + LIST_ITEMS, np.int64, 0)
@@ -116,24 +118,42 @@ def check_packed(
 
 
 @kernel
-def gather(items: int, num_requests: int, num_inputs: int, num_samples: int, counts: Any, copies: Any) -> None:
+def gather(
+    items: int, num_requests: int, num_inputs: int, num_blocks: int, num_rows: int, counts: Any, copies: Any
+) -> None:
     """Copy the inputs of requests that have been checked, those of one after those of the other.
+
+    Where the batch has more rows than the requests have samples, all blocks are equally long: the last sample of a
+    request fills up its block, and the last request is repeated in further blocks.
 
     Args:
         items: see `check_tensors`.
         num_requests: how many.
         num_inputs: of each.
-        num_samples: of all together.
-        counts: the samples of each.
+        num_blocks: at least as many as there are requests.
+        num_rows: of all blocks together.
+        counts: the samples of each request.
         copies: COPY records.
     """
     arrays = load(items + LIST_ITEMS, np.int64, 0)
+    num_samples = np.int64(0)
+    for r in range(num_requests):
+        num_samples += counts[r]
+    length = num_rows // num_blocks if num_rows > num_samples else np.int64(0)
     for c in range(len(copies)):
         copy, row = copies[c], np.int64(0)
-        for r in range(num_requests):
+        beside = num_blocks if copy.is_contexts else num_rows
+        for b in range(num_blocks):
+            r = min(b, num_requests - 1)
+            count = np.int64(1) if copy.is_contexts else counts[r]
             source = load(array_at(arrays, num_inputs, r, copy.input) + DATA, np.int64, 0)
-            _copy_samples(copy, source, row, counts[r], num_samples)
-            row += counts[r]
+            _copy_samples(copy, source, row, count, beside)
+            row += count
+            if copy.is_contexts == 0:
+                last = source + (count - 1) * copy.row_elements * copy.element_bytes
+                for _ in range(length - count):
+                    _copy_samples(copy, last, row, np.int64(1), beside)
+                    row += 1
 
 
 def compile_kernels() -> None:
@@ -142,7 +162,7 @@ def compile_kernels() -> None:
     items = id([])
     check_tensors(items, 0, 0, 0, inputs, nothing, nothing)
     check_packed(items, 0, 0, 0, inputs, np.zeros(1, PACKED), nothing, np.zeros(1, np.int64), nothing)
-    gather(items, 0, 0, 0, nothing, np.zeros(0, COPY))
+    gather(items, 0, 0, 1, 0, nothing, np.zeros(0, COPY))
 
 
 @kernel
@@ -183,14 +203,14 @@ def _is_flat(array: int, record: Any, max_elements: int) -> Any:
 
 
 @kernel
-def _copy_samples(copy: Any, source: int, row: int, count: int, num_samples: int) -> None:
+def _copy_samples(copy: Any, source: int, row: int, count: int, num_rows: int) -> None:
     """Copy some samples of one request, of which the first is sample `row` of the batch."""
     is_whole = copy.first == 0 and copy.num == copy.row_elements
     if copy.conversion == SAME and copy.by_column == 0 and is_whole:
         sample_bytes = copy.num * copy.element_bytes
         copy_bytes(copy.address + row * sample_bytes, source, count * sample_bytes)
         return
-    beside = num_samples if copy.by_column else 1
+    beside = num_rows if copy.by_column else 1
     below = 1 if copy.by_column else copy.num
     for s in range(count):
         begin, target = s * copy.row_elements + copy.first, (row + s) * below
