@@ -333,6 +333,10 @@ def _list(document: Mapping[str, Any], name: str) -> list[Any]:
     return list(value)
 
 
+_OPERATORS_SETTINGS = frozenset({"record_keys", "state_dir", "canary_requests"})
+"""Settings of a session that name paths at which it writes or reads: only the operator may choose them."""
+
+
 def _check(spec: ModelSpec) -> None:
     _check_tensors(spec.inputs)
     _check_tensors(spec.outputs)
@@ -340,6 +344,11 @@ def _check(spec: ModelSpec) -> None:
         raise ValueError("field 'batched' is true, but the first dimension of an input is not -1")
     if not isinstance(spec.settings, Mapping):
         raise ValueError(f"field 'settings': expected an object, found {spec.settings!r}")
+    if refused := sorted(_OPERATORS_SETTINGS & spec.settings.keys()):
+        raise ValueError(
+            f"field 'settings': {refused[0]!r} names a path on the server, which a version cannot choose; set it in"
+            " config.pbtxt, or pass it to InferenceSession.open"
+        )
     axes = {tensor.name: range(len(tensor.shape)) for tensor in spec.inputs}
     for name, axis in itertools.chain(*spec.equal_sizes):
         if not isinstance(name, str) or type(axis) is not int or axis not in axes.get(name, ()):

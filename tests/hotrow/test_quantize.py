@@ -223,11 +223,7 @@ def test_stores_and_streams_of_the_model_are_left_alone(version_dir: Path) -> No
     """Answers come from the files: no store is needed."""
     session_file = version_dir / "session.json"
     document = json.loads(session_file.read_text(encoding="utf-8"))
-    document["settings"] = {
-        "volatile_store": "redis://127.0.0.1:1/0",
-        "update_stream": "kafka://127.0.0.1:1",
-        "state_dir": str(version_dir.parent / "state"),
-    }
+    document["settings"] = {"volatile_store": "redis://127.0.0.1:1/0", "update_stream": "kafka://127.0.0.1:1"}
     session_file.write_text(json.dumps(document), encoding="utf-8")
     manifest.write_manifest(version_dir)
     assert run("quantize", version_dir, "--tables", "int8").exit_code == 0

@@ -262,13 +262,13 @@ def test_a_stub_that_is_killed_while_it_loads_takes_nothing_with_it(serve: Serve
     ):
         load.reaches(1)
         write_ctr(tmp_path / "next" / "ctr" / "2", scale=3)
-        wait_for_canary(tmp_path / "next" / "ctr" / "2", pipe)
         (tmp_path / "next" / "ctr" / "2").rename(repository / "ctr" / "2")
-        loading = thread.submit(client.load_model, "ctr")
-        with opened_pipe(pipe):
-            served.stub("ctr", version=2).kill()
-            with pytest.raises(InferenceServerException):
-                loading.result()
+        with waiting_for_canary(repository / "ctr" / "config.pbtxt", pipe):
+            loading = thread.submit(client.load_model, "ctr")
+            with opened_pipe(pipe):
+                served.stub("ctr", version=2).kill()
+                with pytest.raises(InferenceServerException):
+                    loading.result()
         assert tell_ctr(ask(client, "ctr", CTR).as_numpy("OUTPUT0"), 0) == 1
         shutil.rmtree(repository / "ctr" / "2")
         write_ctr(repository / "ctr" / "2", scale=3)
@@ -279,13 +279,14 @@ def test_a_stub_that_is_killed_while_it_loads_takes_nothing_with_it(serve: Serve
     assert all(versions == sorted(versions) for versions in seen)
 
 
-def wait_for_canary(version_dir: Path, pipe: Path) -> None:
-    """Let the load of a version wait, when all else is done, for canary requests that come by a pipe."""
-    path = version_dir / "session.json"
-    document = json.loads(path.read_text(encoding="utf-8"))
-    document["settings"] = {"canary_requests": str(pipe)}
-    path.write_text(json.dumps(document), encoding="utf-8")
-    write_manifest(version_dir)
+@contextlib.contextmanager
+def waiting_for_canary(config: Path, pipe: Path) -> Iterator[None]:
+    """Let a load wait, when all else is done, for canary requests that come by a pipe."""
+    text = config.read_text(encoding="utf-8")
+    parameter = f'parameters {{ key: "canary_requests" value {{ string_value: "{pipe}" }} }}'
+    config.write_text(f"{text}\n{parameter}\n", encoding="utf-8")
+    yield
+    config.write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
