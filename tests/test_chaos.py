@@ -255,7 +255,7 @@ def test_a_rocksdb_has_another_writer(tmp_path: Path) -> None:
     with RedisServer() as server, opened(tmp_path, server.url, cache_bytes=2000) as session:
         with create_store(f"rocksdb://{tmp_path}/db", Namespace("other", "1"), DIMS, writable=True):
             before = session.lookup("code", [3])
-            with pytest.raises(UnavailableError, match="being written by another process"):
+            with pytest.raises(UnavailableError, match="being written by another store of this process"):
                 session.update("code", [3], np.ones((1, 3), np.float32))
             np.testing.assert_array_equal(session.lookup("code", [3]), before)
 

@@ -26,6 +26,7 @@ CORPUS = {
     "908317:21": Plan(Writer.STREAM, "redis"),
     "825503:6": Plan(Writer.STREAM, "sentinel", cache_bytes=4000),
     "905516:4": Plan(Writer.STREAM, "sentinel", has_rocksdb=True, cache_bytes=1 << 20),
+    "471902:1": Plan(Writer.DIRECT, "cluster", has_rocksdb=True, has_files=False, cache_bytes=1 << 20),
 }
 """By seed. What they found: an older Redis believed for half a second after it was started again; its older rows
 believed by the next session; marks of erased rows dropped with it; a Redis never used again that was away from the
@@ -33,7 +34,8 @@ first write on; a damaged file shared with the next version; a RocksDB's table h
 error of the Kafka client that was none of ours; the first erased row of a table not known to be erased; rows that went
 back as new content took over in place; a row of Redis alone, erased and written again, lost as what was promoted before
 was checked; rows of the files in Redis that another process had erased; rows of a RocksDB that its reader saw too old
-as the writer closed it. Row numbers from the end, which showed older rows, are found by many of them.
+as the writer closed it, and too old as it was opened meanwhile. Row numbers from the end, which showed older rows, are
+found by many of them.
 """
 
 

@@ -11,6 +11,7 @@ from stat import S_ISDIR
 from typing import Any
 
 from inference_session.errors import ConfigurationError, SessionClosedError, StoreError, UnavailableError
+from inference_session.parameter_server.rocksdb.lock_holder import lock_holder
 
 try:
     from rocksdict import (
@@ -197,6 +198,6 @@ def translated(path: Path) -> Iterator[None]:
 def _as_ours(path: Path, text: str) -> Exception:
     name, text = f"the RocksDB at {str(path)!r}", " ".join(text.split())
     if "LOCK" in text and "lock" in text:
-        return UnavailableError(f"{name} is being written by another process, or twice by this one ({text})")
+        return UnavailableError(f"{name} is being written by {lock_holder(path)}")
     kind = UnavailableError if text.startswith(("IO error", "Operation timed out", "Resource busy")) else StoreError
     return kind(f"{name}: {text}")

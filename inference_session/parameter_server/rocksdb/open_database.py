@@ -27,6 +27,9 @@ from inference_session.parameter_server.rocksdb.database import (
     write_batch,
 )
 
+_MAX_OPENED = 50
+"""Times that a reader opens a database whose writer moves rows from its log to data files meanwhile."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -45,11 +48,23 @@ class OpenDatabase:
         self._seen: object = None
         """The state of the files when a reader last caught up."""
         with translated(path):
-            self._manifest = state_of_manifest(path)  # before it is read
-            self._tags = set(list_families(path))
-            self._db = open_writer(path) if reader_folder is None else open_reader(path, reader_folder)
+            self._open(reader_folder)
             weakref.finalize(self, os.close, hold_identity(path))
             self._identity = identity_of(path)
+
+    def _open(self, reader_folder: Path | None) -> None:
+        """Open it, a reader as often as its writer moves rows meanwhile: it might see them in neither place."""
+        for _ in range(_MAX_OPENED):
+            self._manifest = state_of_manifest(self._path)
+            self._tags = set(list_families(self._path))
+            if reader_folder is None:
+                self._db = open_writer(self._path)
+                return
+            self._db = open_reader(self._path, reader_folder)
+            if self._has_same_manifest():
+                return
+            self._db.close()
+        raise UnavailableError(f"the RocksDB at {str(self._path)!r} changes faster than a reader can open it")
 
     def is_replaced(self) -> bool:
         """Whether another database is at this one's path; UnavailableError where there is none."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from rocksdict import AccessType, Options, Rdict
 
 from inference_session.errors import SessionClosedError, StoreError, UnavailableError
 from inference_session.parameter_server.namespace import Namespace, StoredTable
+from inference_session.parameter_server.rocksdb import open_database
 from inference_session.parameter_server.rocksdb.database import translated
 from inference_session.parameter_server.rocksdb.store import RocksDbStore, list_rocksdb_tables
 from tests.testing.servers import wait_until
@@ -115,7 +116,7 @@ class TestReaders:
             writer.insert("user", keys, vectors)
             assert store.supports_writes
             assert store.lags
-            with pytest.raises(UnavailableError, match="being written by another process"):
+            with pytest.raises(UnavailableError, match="being written by another store of this process"):
                 store.erase("user", keys[:10])
             store.refresh()
             assert fetch(store, "user", keys)[0].all()
@@ -362,6 +363,25 @@ def test_a_reader_sees_what_its_writer_wrote_before_it_moved_its_log_to_files(tm
             assert (vectors[1:] == -value).all()
 
 
+def test_a_reader_is_opened_again_whose_writer_moved_its_log_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows may have left the log before the reader came to it, and not have been in the files that it had listed."""
+    open_reader, opened = open_database.open_reader, []
+    writer = open_store(tmp_path)
+    writer.insert("user", keys_of(1), np.ones((1, 4), np.float32))
+
+    def open_and_close_writer(path: Path, folder: Path) -> Any:
+        opened.append(open_reader(path, folder))
+        writer.close()
+        return opened[-1]
+
+    monkeypatch.setattr(open_database, "open_reader", open_and_close_writer)
+    with open_store(tmp_path, writable=False) as reader:
+        assert len(opened) == 2
+        assert fetch(reader, "user", keys_of(1))[0].all()
+
+
 def test_retired_versions_are_removed(tmp_path: Path) -> None:
     """Rows and notes of the versions named go; other models and the shared name space stay."""
     kept = [Namespace("ctr", "3"), Namespace("ctr"), Namespace("ctr2", "1")]
@@ -456,6 +476,28 @@ def test_a_killed_writer_loses_nothing_it_vouched_for(tmp_path: Path) -> None:
         found, out = fetch(store, "user", np.arange(count))
         assert found.all()
         np.testing.assert_array_equal(out[:, 0], np.arange(count) // 100)
+
+
+def test_a_frozen_writer_is_named(tmp_path: Path) -> None:
+    """Others read what it has written, and take its place once it has ended."""
+    process = multiprocessing.get_context("spawn").Process(target=_insert_for_ever, args=(tmp_path,))
+    process.start()
+    try:
+        wait_until((tmp_path / "CURRENT").exists, "the database")
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        with open_store(tmp_path, writable="later") as store:
+            num_rows = int(store.note("user") or 0)
+            assert fetch(store, "user", np.arange(num_rows))[0].all()
+            with pytest.raises(UnavailableError, match=rf"being written by process {process.pid} \(.*, stopped\)"):
+                store.erase("user", keys_of(0))
+            process.kill()
+            process.join()
+            store.insert("user", keys_of(-1), np.ones((1, 4), np.float32))
+            assert fetch(store, "user", np.append(np.arange(num_rows), -1))[0].all()
+    finally:
+        process.kill()
+        process.join()
 
 
 def test_tables_of_a_database_are_listed(tmp_path: Path) -> None:
