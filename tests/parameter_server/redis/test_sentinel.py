@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shutil
 import signal
@@ -20,12 +21,16 @@ from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_push import TablePush
 from inference_session.urls.store_url import StoreUrl
 from tests.testing import small_model
+from tests.testing.certificates import new_authority
 from tests.testing.redis_contract import RedisContract
 from tests.testing.servers import (
     MASTER_NAME,
     PATIENCE_MS,
     RedisSentinelServers,
+    RedisServer,
+    Sentinel,
     answering,
+    encrypting,
     free_port,
     redis_binary,
     valkey_binary,
@@ -243,3 +248,47 @@ def test_the_redis_package_agrees(servers: RedisSentinelServers) -> None:
         tag = store.namespace.tag("user")
         with watched.master_for(MASTER_NAME) as client:
             assert sum(client.hlen(f"hps_et{{{tag}/p{p}}}v") for p in range(8)) == len(KEYS)
+
+
+def watch(sentinel: Sentinel, port: int) -> None:
+    """Let a sentinel name the master at this port, whatever it thinks of it: it cannot speak TLS itself."""
+    with sentinel.client() as client:
+        client.execute_command("SENTINEL", "REMOVE", MASTER_NAME)
+        client.execute_command("SENTINEL", "MONITOR", MASTER_NAME, "127.0.0.1", port, 1)
+        client.execute_command("SENTINEL", "SET", MASTER_NAME, "down-after-milliseconds", PATIENCE_MS)
+
+
+def keeps_rows(store: RedisStore) -> bool:
+    """Whether it takes rows, and gives them back."""
+    try:
+        store.refresh()
+        store.insert("user", KEYS, VECTORS)
+    except UnavailableError:
+        return False
+    return finds_all(store)
+
+
+def test_sentinels_and_masters_over_tls(tmp_path: Path) -> None:
+    """All connections are encrypted, also to a master that is named later; the name in the certificate counts."""
+    authority = new_authority(tmp_path / "authority")
+    certificate = authority.issue("redis.internal")
+    trusted = f"?tls_ca_certificate={authority.file}"
+    with contextlib.ExitStack() as stack:
+        masters = [stack.enter_context(RedisServer()) for _ in range(2)]
+        sentinel = stack.enter_context(Sentinel(masters[0]))
+        ports = [
+            stack.enter_context(encrypting(server.port, certificate.file, certificate.key))
+            for server in (sentinel, *masters)
+        ]
+        url = f"//127.0.0.1:{ports[0]}/{MASTER_NAME}"
+        watch(sentinel, ports[1])
+        with open_store(f"rediss+sentinel:{url}{trusted}&tls_server_name=redis.internal") as store:
+            for master, port in zip(masters, ports[1:], strict=True):
+                watch(sentinel, port)
+                wait_until(lambda: keeps_rows(store), "rows in this master")
+                with master.client() as client:
+                    assert client.dbsize() > 0
+                master.stop()
+        for bad in (f"rediss+sentinel:{url}{trusted}", f"redis+sentinel:{url}"):
+            with open_store(bad, timeout_ms=2000) as store, pytest.raises(UnavailableError):
+                store.check()
