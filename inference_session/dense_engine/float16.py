@@ -9,6 +9,7 @@ from google.protobuf.message import DecodeError, EncodeError
 from onnx.checker import ValidationError
 from onnxruntime.transformers.float16 import convert_float_to_float16
 
+from inference_session.dense_engine.cross_layers import merge_cross_layers
 from inference_session.errors import ModelFormatError, UnsupportedModelError
 
 _READ_ERRORS = (DecodeError, OSError, ValidationError, ValueError)
@@ -31,6 +32,7 @@ def in_float16(path: Path) -> bytes:
     except _READ_ERRORS as error:
         raise ModelFormatError(f"{path}: cannot be read: {error}") from error
     try:
+        merge_cross_layers(model)
         content: bytes = convert_float_to_float16(model, keep_io_types=True).SerializeToString()
     except _CONVERSION_ERRORS as error:
         raise not_in_float16(path, error) from error
