@@ -30,6 +30,7 @@ from inference_session.platform.bounded_memory import BoundedMemory
 _MAX_GRAPHS = 16
 _PLACES_PER_SHAPE = 8
 """Of inputs of the same shapes, in how many places they are bound: requests at once are in different ones."""
+_MAX_FIXED = 1024
 _NO_GRAPH = "-1"
 _NOTHING_HELD = contextlib.nullcontext()
 _MAX_IN_PLACE_BYTES = 1 << 16
@@ -127,6 +128,8 @@ class CudaEngine(OnnxEngine):
         """Outputs whose shapes were seen to be what the file declares."""
         self._graphs: list[_Binding] = []
         """What has been recorded while the session warms up."""
+        self._fixed: _Bindings = BoundedMemory(_MAX_FIXED)
+        """The bindings of bound runs: those of the same places share one, and its graph."""
         self._recorder: threading.Thread | None = threading.current_thread()
         """The thread that may record graphs, which are known in it alone; None: no longer."""
         self._warms_up = True
@@ -157,7 +160,7 @@ class CudaEngine(OnnxEngine):
         """See DenseEngine. None also where outputs are too large for it."""
         placed = {name: self._place(array) for name, array in inputs.items()}
         arrays = {name: each.array for name, each in placed.items()}
-        bound = self._bound(self._session, arrays, outputs, self._predicted_shapes(arrays, outputs), self.prepare())
+        bound = self._bound(self._session, arrays, outputs, self._predicted_shapes(arrays, outputs), self._fixed)
         return None if bound is None else CudaBoundRun(self, bound, placed)
 
     def run_again(self, bound: _Binding, uploads: Sequence[_PlacedInput]) -> list[np.ndarray[Any, Any]]:

@@ -45,6 +45,13 @@ class Device(ABC):
         """As `request`, for launches on preallocated memory: none is taken from the device."""
         return self.request()
 
+    def mark(self) -> Any:
+        """How much of the device's memory the request has taken, for `skip`."""
+        return None
+
+    def skip(self, mark: Any) -> None:  # noqa: B027  only devices that reuse memory have something to do
+        """Leave alone the memory up to the mark that another request set; call it before this one takes any."""
+
     @abstractmethod
     def empty(self, shape: tuple[int, ...]) -> Any:
         """A float32 array on the device, for look-ups to write to and the network to read."""

@@ -170,6 +170,17 @@ class CudaDevice(Device):
         for arena, mark in zip(arenas, marks, strict=True):
             arena.reset(mark)
 
+    def mark(self) -> tuple[int, tuple[int, int], tuple[int, int]]:
+        """See Device."""
+        return self._memory.number, self._memory.pinned.mark(), self._memory.device.mark()
+
+    def skip(self, mark: tuple[int, tuple[int, int], tuple[int, int]]) -> None:
+        """See Device."""
+        number, pinned, device = mark
+        if number == self._memory.number:  # else all of this memory is another's
+            self._memory.pinned.reset(pinned)
+            self._memory.device.reset(device)
+
     def wait(self) -> None:
         """Until all that was launched has ended; UnavailableError where the device has failed."""
         try:

@@ -12,26 +12,27 @@ Each plan keeps the memory that its batches use.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.dense_engine.base import BoundRun, DenseEngine
 from inference_session.device.base import Device
-from inference_session.device.host import joined_keys
 from inference_session.errors import InvalidRequestError
 from inference_session.execution.lookups import Geometry, ModelLookups
 from inference_session.kernels.records import Lookup, address_of
 from inference_session.platform.bounded_memory import BoundedMemory
-from inference_session.requests.batch import JoinedBatch, Part, RaggedBags, StagedValues
+from inference_session.requests.batch import JoinedBatch, RaggedBags, StagedValues
 from inference_session.requests.outputs import Answer
 from inference_session.rows.base import Rows
 
 _MAX_PLANS = 1024
 _KEY_BYTES = 8
+Vectors: TypeAlias = dict[str, Any]
+"""Arrays on the device that look-ups write, by the inputs of the network that they are."""
 
 
 class ExecutionPlan(ABC):
@@ -75,13 +76,16 @@ class FreshPlan(ExecutionPlan):
         self.may_record = may_record
         self._lookups = lookups
         self._geometry = geometry
+        self.num_keys = geometry.num_keys
+        """Per look-up; 0 where bags are ragged."""
         self._device = rows.device
         self._dense = dense
         self._loose_names = tuple(lookups.key_names[i] for i in lookups.loose)
         loose_keys = geometry.num_keys[lookups.loose]
         self._loose_offsets = _KEY_BYTES * (np.cumsum(loose_keys) - loose_keys)
         """Where the keys of each loose look-up begin, where none of them are ragged."""
-        self._prepared_lookup = rows.prepare(geometry.segments)
+        self.prepared_lookup = rows.prepare(geometry.segments)
+        """What look-ups of these shapes share; see Lookup.prepared."""
         self._prepared_network = dense.prepare()
 
     def held(self) -> AbstractContextManager[None]:
@@ -90,20 +94,28 @@ class FreshPlan(ExecutionPlan):
 
     def fill(self, batch: JoinedBatch) -> Lookup:
         """See ExecutionPlan."""
-        geometry, device = self._geometry, self._device
-        vectors = [device.empty(shape) for shape in geometry.shapes]
-        segments, num_keys = geometry.segments.copy(), geometry.num_keys
-        if vectors:
-            addresses = [address_of(array) for array in vectors]
+        segments, vectors = self.take_vectors()
+        num_keys = self.place_keys(segments, batch)
+        give_vectors(batch, vectors)
+        return Lookup(segments, num_keys, self._device.counts(len(segments)), self.prepared_lookup)
+
+    def take_vectors(self) -> tuple[NDArray[np.void], Vectors]:
+        """Memory for the vectors: the segments, which lead there, and its arrays by inputs of the network."""
+        geometry = self._geometry
+        arrays = [self._device.empty(shape) for shape in geometry.shapes]
+        segments = geometry.segments.copy()
+        if arrays:
+            addresses = [address_of(array) for array in arrays]
             moves = addresses[0] if len(addresses) == 1 else np.array(addresses)[self._lookups.block_of]
             segments["output_address"] += moves
+        blocks = zip(self._lookups.blocks, arrays, geometry.bare, strict=True)
+        return segments, {block.dense_input: array[0] if is_bare else array for block, array, is_bare in blocks}
+
+    def place_keys(self, segments: NDArray[np.void], batch: JoinedBatch) -> NDArray[np.int64]:
+        """Have the device read the keys of a batch, and enter where they are; returns the keys per look-up."""
         self._fill_packed(segments, batch)
         self._fill_weights(segments, batch)
-        if self._lookups.loose:
-            num_keys = self._fill_loose(segments, batch)
-        for block, array, is_bare in zip(self._lookups.blocks, vectors, geometry.bare, strict=True):
-            batch.replace(block.dense_input, [array[0] if is_bare else array])
-        return Lookup(segments, num_keys, device.counts(len(segments)), self._prepared_lookup)
+        return self._fill_loose(segments, batch) if self._lookups.loose else self.num_keys
 
     def run_network(self, batch: JoinedBatch) -> Answer:
         """See ExecutionPlan."""
@@ -122,7 +134,7 @@ class FreshPlan(ExecutionPlan):
 
     def _fill_loose(self, segments: NDArray[np.void], batch: JoinedBatch) -> NDArray[np.int64]:
         """Concatenate the keys that are not columns, and enter where they are; returns the keys per look-up."""
-        names, num_keys = self._loose_names, self._geometry.num_keys
+        names, num_keys = self._loose_names, self.num_keys
         all_parts = [batch.parts(name) for name in names]
         if any(isinstance(parts[0], RaggedBags) for parts in all_parts):
             return self._fill_ragged(segments, batch, num_keys.copy())
@@ -138,27 +150,26 @@ class FreshPlan(ExecutionPlan):
         self, segments: NDArray[np.void], batch: JoinedBatch, num_keys: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """As `_fill_loose`, where bags of some look-ups have different lengths."""
-        even: dict[int, list[Part]] = {}
-        values: dict[tuple[int, ...], int] = {}
-        """Where keys are, by the lists that they come from: look-ups may have bags in the same ones."""
+        numbers, ragged = _Numbers(), []
+        lists_at: dict[tuple[int, ...], int] = {}
+        """Where lists of keys begin: look-ups may have bags in the same ones."""
         for i in self._lookups.loose:
-            parts = batch.parts(self._lookups.key_names[i])
-            if isinstance(parts[0], RaggedBags):
-                lists = [part.values for part in parts]  # type: ignore[union-attr]  # the others are ragged as well
-                case = tuple(map(id, lists))
-                if case not in values:
-                    values[case] = self._stage(batch, (), joined_keys(lists))
-                num_keys[i], begins, ends = _joined_bags(parts)  # type: ignore[arg-type]
-                segments["keys_address"][i] = values[case]
-                segments["begins_address"][i] = self._stage(batch, (), begins)
-                segments["ends_address"][i] = self._stage(batch, (), ends)
-            else:
-                even[i] = parts
-        if even:
-            places, counts = list(even), num_keys[list(even)]
-            keys = self._device.stage_keys([part for parts in even.values() for part in parts])  # type: ignore[misc]
-            address = _kept(batch, tuple(self._lookups.key_names[i] for i in places), keys)
-            segments["keys_address"][places] = address + _KEY_BYTES * (np.cumsum(counts) - counts)
+            parts: list[Any] = batch.parts(self._lookups.key_names[i])
+            if not isinstance(parts[0], RaggedBags):
+                segments["keys_address"][i] = numbers.add(parts)
+                continue
+            lists = [part.values for part in parts]
+            case = tuple(map(id, lists))
+            if case not in lists_at:
+                lists_at[case] = numbers.add(lists)
+            num_keys[i], begins, ends = _joined_bags(parts)
+            segments["keys_address"][i] = lists_at[case]
+            segments["begins_address"][i], segments["ends_address"][i] = numbers.add([begins]), numbers.add([ends])
+            ragged.append(i)
+        address = _kept(batch, (), self._device.stage_keys(numbers.parts))
+        segments["keys_address"][self._lookups.loose] += address
+        for field in ("begins_address", "ends_address"):
+            segments[field][ragged] += address
         return num_keys
 
     def _fill_packed(self, segments: NDArray[np.void], batch: JoinedBatch) -> None:
@@ -189,7 +200,23 @@ class FreshPlan(ExecutionPlan):
         return _kept(batch, names, staged)
 
 
-class RecordedPlan(ExecutionPlan):
+class BoundPlan(ExecutionPlan):
+    """The network is bound to places in memory, which all batches use."""
+
+    def __init__(self, device: Device, network: BoundRun, outputs: tuple[str, ...]) -> None:
+        self.outputs, self.network, self._device = outputs, network, device
+
+    def run_network(self, batch: JoinedBatch) -> Answer:  # noqa: ARG002  its inputs are in their places
+        """See ExecutionPlan."""
+        return dict(zip(self.outputs, self.network.run(), strict=True))
+
+    def num_unknown(self, lookup: Lookup) -> NDArray[np.int64]:
+        """See ExecutionPlan. Running the network has waited for the look-up."""
+        counts: NDArray[np.int64] = lookup.num_unknown.copy()
+        return counts
+
+
+class RecordedPlan(BoundPlan):
     """Batches always use the same memory, so that nothing is computed again between their launches.
 
     A request leaves no state in this memory, and all requests of one shape use the same places.
@@ -201,9 +228,8 @@ class RecordedPlan(ExecutionPlan):
         self, device: Device, lookup: Lookup, network: BoundRun, staged: list[StagedValues], outputs: tuple[str, ...]
     ) -> None:
         """`staged`: the memory of all inputs."""
-        self.outputs = outputs
-        self.staged, self.network = staged, network
-        self._device, self._lookup = device, lookup
+        super().__init__(device, network, outputs)
+        self.staged, self._lookup = staged, lookup
 
     def held(self) -> AbstractContextManager[None]:
         """See ExecutionPlan."""
@@ -220,14 +246,48 @@ class RecordedPlan(ExecutionPlan):
         self._lookup.num_unknown[:] = 0
         return self._lookup
 
-    def run_network(self, batch: JoinedBatch) -> Answer:  # noqa: ARG002  its inputs are in their places
-        """See ExecutionPlan."""
-        return dict(zip(self.outputs, self.network.run(), strict=True))
 
-    def num_unknown(self, lookup: Lookup) -> NDArray[np.int64]:
-        """See ExecutionPlan. Running the network has waited for the look-up."""
-        counts: NDArray[np.int64] = lookup.num_unknown.copy()
-        return counts
+class RaggedPlan(BoundPlan):
+    """Batches whose bags of keys differ in length: only keys get new memory, behind what all batches use."""
+
+    def __init__(
+        self,
+        device: Device,
+        plan: FreshPlan,
+        lookup: Lookup,
+        network: BoundRun,
+        *,
+        staged: list[StagedValues],
+        used: Any,
+    ) -> None:
+        """Describe what all batches use.
+
+        Args:
+            device: of the rows.
+            plan: places the keys.
+            lookup: its segments lead to the vectors that the network reads.
+            network: the bound network.
+            staged: the memory of the inputs that the network reads.
+            used: the device's memory up to here is used (Device.mark).
+        """
+        super().__init__(device, network, plan.outputs)
+        self._plan, self._lookup, self._staged, self._used = plan, lookup, staged, used
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """See ExecutionPlan."""
+        with self._device.request():
+            self._device.skip(self._used)
+            yield
+
+    def fill(self, batch: JoinedBatch) -> Lookup:
+        """See ExecutionPlan."""
+        segments, num_unknown = self._lookup.segments.copy(), self._lookup.num_unknown
+        num_keys = self._plan.place_keys(segments, batch)
+        for staged in self._staged:
+            staged.fill(batch)
+        num_unknown[:] = 0
+        return Lookup(segments, num_keys, num_unknown, self._lookup.prepared)
 
 
 class ExecutionPlans:
@@ -240,7 +300,7 @@ class ExecutionPlans:
         self._dense = dense
         self._computed = sorted(computed)
         self.may_record = rows.is_launched and lookups.follow_shapes
-        self._plans: BoundedMemory[Any, FreshPlan | RecordedPlan] = BoundedMemory(_MAX_PLANS)
+        self._plans: BoundedMemory[Any, FreshPlan | BoundPlan] = BoundedMemory(_MAX_PLANS)
 
     def of(self, batch: JoinedBatch, outputs: tuple[str, ...]) -> ExecutionPlan:
         """The plan of a batch; InvalidRequestError where its keys do not fit each other."""
@@ -267,25 +327,50 @@ class ExecutionPlans:
         return (batch.num_samples, batch.shapes, self._lookups.irregular_shapes(batch), outputs, *computed)
 
     def _fresh(self, batch: JoinedBatch, outputs: tuple[str, ...]) -> FreshPlan:
-        # Ragged keys are placed anew in each batch.
-        may_record = self.may_record and not self._lookups.is_ragged(batch)
         geometry = self._lookups.geometry(batch)
-        return FreshPlan(self._lookups, geometry, self._rows, self._dense, outputs, may_record=may_record)
+        return FreshPlan(self._lookups, geometry, self._rows, self._dense, outputs, may_record=self.may_record)
 
-    def _recorded(self, plan: FreshPlan, batch: JoinedBatch) -> FreshPlan | RecordedPlan:
+    def _recorded(self, plan: FreshPlan, batch: JoinedBatch) -> FreshPlan | BoundPlan:
         """The same plan with fixed places, unless the batch or the network cannot be bound to them."""
         plan.may_record = False
         if not batch.is_on_host:  # each batch has its own places
             return plan
-        trial = batch.copy()
+        device, inputs, trial = self._rows.device, batch.copy(), batch.copy()
         with plan.held():
-            lookup = plan.fill(trial)
-            network = self._dense.bind(plan.network_inputs(trial), plan.outputs)
+            # Keys come last: so one CUDA graph serves all batches of one size, however many keys they have.
+            segments, vectors = plan.take_vectors()
+            give_vectors(inputs, vectors)
+            network = self._dense.bind(plan.network_inputs(inputs), plan.outputs)
             if network is None:
                 return plan
-            lookup.repeat = self._rows.prepare(lookup.segments).repeated(address_of(lookup.num_unknown))
-        places = [StagedValues((name,), array) for name, array in network.places.items()]
-        return RecordedPlan(self._rows.device, lookup, network, [*trial.staged, *places], plan.outputs)
+            staged = [StagedValues((name,), array) for name, array in network.places.items()]
+            lookup = Lookup(segments, plan.num_keys, device.counts(len(segments)), plan.prepared_lookup)
+            if self._lookups.is_ragged(batch):
+                return RaggedPlan(device, plan, lookup, network, staged=staged, used=device.mark())
+            lookup.num_keys = plan.place_keys(segments, trial)
+            lookup.repeat = self._rows.prepare(segments).repeated(address_of(lookup.num_unknown))
+        return RecordedPlan(device, lookup, network, [*trial.staged, *staged], plan.outputs)
+
+
+def give_vectors(batch: JoinedBatch, vectors: Vectors) -> None:
+    """Have the network read these vectors, in place of the keys of the batch where they have the same names."""
+    for name, array in vectors.items():
+        batch.replace(name, [array])
+
+
+class _Numbers:
+    """Whole numbers that are staged together, as int64."""
+
+    def __init__(self) -> None:
+        self.parts: list[NDArray[Any]] = []
+        self._size = 0
+
+    def add(self, parts: Sequence[NDArray[Any]]) -> int:
+        """Returns where the first of them will be, in bytes from the first of all."""
+        begin = self._size * _KEY_BYTES
+        self.parts.extend(parts)
+        self._size += sum(part.size for part in parts)
+        return begin
 
 
 def _kept(batch: JoinedBatch, names: tuple[str, ...], staged: NDArray[Any]) -> int:
