@@ -138,6 +138,9 @@ class FreshPlan(ExecutionPlan):
         all_parts = [batch.parts(name) for name in names]
         if any(isinstance(parts[0], RaggedBags) for parts in all_parts):
             return self._fill_ragged(segments, batch, num_keys.copy())
+        if _may_stay(all_parts):
+            self._fill_in_place(segments, [parts[0] for parts in all_parts])
+            return num_keys
         keys = self._device.stage_keys([part for parts in all_parts for part in parts])  # type: ignore[misc]
         addresses = self._loose_offsets + _kept(batch, names, keys)
         if len(names) == len(segments):
@@ -145,6 +148,13 @@ class FreshPlan(ExecutionPlan):
         else:
             segments["keys_address"][self._lookups.loose] = addresses
         return num_keys
+
+    def _fill_in_place(self, segments: NDArray[np.void], arrays: Sequence[Any]) -> None:
+        """Enter where a caller has the keys of each loose look-up on the device."""
+        loose, key_bytes = self._lookups.loose, np.array([array.itemsize for array in arrays])
+        segments["keys_address"][loose] = [address_of(array) for array in arrays]
+        segments["key_bytes"][loose] = segments["key_stride"][loose] = key_bytes
+        segments["row_stride"][loose] = segments["keys_per_row"][loose] * key_bytes
 
     def _fill_ragged(
         self, segments: NDArray[np.void], batch: JoinedBatch, num_keys: NDArray[np.int64]
@@ -371,6 +381,14 @@ class _Numbers:
         self.parts.extend(parts)
         self._size += sum(part.size for part in parts)
         return begin
+
+
+def _may_stay(all_parts: Sequence[Sequence[Any]]) -> bool:
+    """Whether look-ups can read keys where they are: of one request, on the device, of a type that kernels know."""
+    return all(
+        len(parts) == 1 and not isinstance(parts[0], np.ndarray) and parts[0].dtype.name in {"int32", "int64"}
+        for parts in all_parts
+    )
 
 
 def _kept(batch: JoinedBatch, names: tuple[str, ...], staged: NDArray[Any]) -> int:

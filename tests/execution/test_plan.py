@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from inference_session.dense_engine.base import BoundRun, DenseEngine
 from inference_session.execution.lookups import ModelLookups
-from inference_session.execution.plan import ExecutionPlans, RecordedPlan
+from inference_session.execution.plan import ExecutionPlans, FreshPlan, RecordedPlan
 from inference_session.requests.batch import CheckedRequest, JoinedBatch
 from inference_session.rows.mapped import MappedRows
 from inference_session.version_directory.version import VersionDirectory
@@ -79,4 +79,40 @@ def test_batches_of_one_shape_go_the_same_way_with_other_values(version: Version
         expected = table()[ids].reshape(size, -1).sum(axis=1)
         np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert dense.bound == 2
+    rows.close()
+
+
+class DeviceArray:
+    """As much of an array on a device as plans look at, over host memory."""
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        self.array, self.dtype, self.itemsize, self.shape = array, array.dtype, array.itemsize, array.shape
+        self.data = self
+        self.ptr = array.ctypes.data
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_keys_on_the_device_are_read_where_they_are(version: VersionDirectory, dtype: str) -> None:
+    """Whatever their type; each batch has its own places, so nothing is recorded."""
+    files = version.open_tables()
+    rows = MappedRows(files, LaunchedTables(files, num_threads=1))
+    (lookup,) = version.spec.lookups
+    dense = Sums(lookup.dense_input)
+    plans = ExecutionPlans(
+        ModelLookups(version.spec, by_column=False, keys_follow_inputs=True), rows, dense, frozenset()
+    )
+    rng = np.random.default_rng(0)
+    for size in (4, 7, 4, 4, 7):
+        ids = rng.integers(0, 1000, (size, 3)).astype(dtype)
+        batch = batch_of(DeviceArray(ids))  # type: ignore[arg-type]
+        plan = plans.of(batch, ("y",))
+        assert isinstance(plan, FreshPlan)
+        with plan.held():
+            rows.look_up(plan.fill(batch))
+            found = plan.run_network(batch)["y"]
+        np.testing.assert_allclose(found, table()[ids].reshape(size, -1).sum(axis=1), rtol=1e-5)
+    assert not dense.bound
     rows.close()
