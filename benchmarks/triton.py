@@ -302,15 +302,23 @@ def main() -> None:
     """Serve the models, measure them in turn, and print the ratios of the goals."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
+    parser.add_argument(
+        "--only", action="append", metavar="PROTOCOL/SERIES", help="such as grpc/packed; may be repeated"
+    )
+    parser.add_argument("--rounds", type=int, help="how often each is measured")
+    arguments = parser.parse_args()
+    quick, rounds = arguments.quick, arguments.rounds or (1 if arguments.quick else 4)
     rows_per_table = (400_000 if quick else 4_000_000) // FEATURES
     perf_analyzer()
     others = used_by_others()
+    all_series = chosen_series(arguments.only, quick=quick)
+    names = {series.name for series in all_series}
+    wanted = {name: network for name, network in networks(rows_per_table).items() if name in names}
     kinds = ("null", "hotrow", "plain", "take_joined")
     lacking = unusable_bfloat16()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for series, network in networks(rows_per_table).items():
+        for series, network in wanted.items():
             models = [kind for kind in kinds if series == "packed" or kind != "take_joined"]
             if series == "wide" and lacking is None:
                 models.append(BFLOAT16)
@@ -318,16 +326,21 @@ def main() -> None:
             write_requests(folder / f"{series}.json", rows_per_table, SAMPLES, input_names(network))
         options = ServerOptions(folder / "repository", http_port=0, grpc_port=0, metrics_port=0)
         with TritonServer.start(options) as server:
-            for series, network in networks(rows_per_table).items():
+            for series, network in wanted.items():
                 served = [k for k in (*kinds, BFLOAT16) if (folder / "repository" / f"{k}_{series}").exists()]
                 check_answers(server.endpoints["gRPC"], rows_per_table, served, f"_{series}", separate=network.separate)
-            all_series = [shortened(series) for series in SERIES] if quick else list(SERIES)
-            figures = run_rounds(server, folder, all_series, rounds=1 if quick else 4, seconds=0.5 if quick else 0.7)
+            figures = run_rounds(server, folder, all_series, rounds=rounds, seconds=0.5 if quick else 0.7)
     print(f"{os.cpu_count()} processors, {rows_per_table * FEATURES:,} rows; others used {others:.0%} of them before,")
     print(f"{used_by_others():.0%} after: {'quiet' if others < QUIET_FRACTION else 'NOT quiet'}.", end="\n\n")
     if lacking is not None:
         print(f"bfloat16 was not measured: {lacking}", end="\n\n")
     report(figures, all_series)
+
+
+def chosen_series(only: Sequence[str] | None, *, quick: bool) -> list[Series]:
+    """Those to be measured; `only`: by protocol and name."""
+    chosen = [series for series in SERIES if only is None or f"{series.protocol}/{series.name}" in only]
+    return [shortened(series) for series in chosen] if quick else chosen
 
 
 def shortened(series: Series) -> Series:
@@ -371,9 +384,11 @@ def report(figures: Figures, all_series: Sequence[Series]) -> None:
                     print(figures.row(series, model, concurrency))
     print("\n| goal | reached | wanted |\n| --- | --- | --- |")
     for name, wanted in (("packed", 75), ("separate", 60)):
+        if not figures.has(name, "grpc", "hotrow", 1):
+            continue
         above = figures.median(name, "grpc", "hotrow", 1, "p50") - figures.median(name, "grpc", "null", 1, "p50")
         print(f"| p50 above null, {name}, gRPC | {above:.0f} us | {wanted} us |")
-    for other, key, wanted_ratio in (
+    for other, key, goal in (
         ("null, packed", ("packed", "grpc", "hotrow", "null"), "0.70"),
         ("plain ONNX Runtime, packed", ("packed", "grpc", "hotrow", "plain"), "1.35"),
         ("take + ONNX Runtime, joined, packed", ("packed", "grpc", "hotrow", "take_joined"), "-"),
@@ -382,7 +397,7 @@ def report(figures: Figures, all_series: Sequence[Series]) -> None:
         ("plain ONNX Runtime, 512-256", ("wide", "grpc", "hotrow", "plain"), "-"),
         ("plain ONNX Runtime, 512-256, bfloat16", ("wide", "grpc", BFLOAT16, "plain"), "1.7"),
     ):
-        print(f"| requests/s at 16 beside {other} | {figures.ratio(*key)} | {wanted_ratio} |")
+        print(f"| requests/s at 16 beside {other} | {figures.ratio(*key)} | {goal} |")
     for model in ("hotrow", "null") if figures.has("packed", "grpc", "hotrow", 64) else ():
         rates = [figures.median("packed", "grpc", model, c, "requests/s") for c in (64, 16)]
         print(f"| requests/s at 64 beside 16, {model}, packed | {rates[0] / rates[1]:.2f} | no fall beyond null's |")
