@@ -11,7 +11,9 @@ from hotrow.progress import byte_progress
 from inference_session.errors import ConfigurationError
 from inference_session.model_spec import TABLES_FOLDER, ModelSpec, VectorType, is_folder_name
 from inference_session.platform.staging import MAX_VERSION
+from triton_backend.repository.instances import suitable_instances
 from triton_backend.repository.model_config import MAX_BATCH_SIZE
+from triton_backend.repository.view import has_gpu
 
 
 class FileOrUrl(click.Path):
@@ -23,6 +25,20 @@ class FileOrUrl(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """The path or URL."""
         return str(value) if "://" in str(value) else str(super().convert(value, param, ctx))
+
+
+class Instances(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic from click 8.3 on
+    """A number of instances, or `auto`."""
+
+    name = "instances"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number; `auto` is what suits this machine."""
+        if value == "auto":
+            return suitable_instances(has_gpu=has_gpu())
+        if not str(value).isdecimal() or int(str(value)) < 1:
+            self.fail(f"{value!r} is neither a whole number from 1 nor auto", param, ctx)
+        return int(str(value))
 
 
 def model_name(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
@@ -81,6 +97,14 @@ def command() -> None:
     help="Largest number of samples in one request; written to config.pbtxt.  [default: 1024; 16384 with --context]",
 )
 @click.option(
+    "--instances",
+    type=Instances(),
+    default="1",
+    show_default=True,
+    metavar="N|auto",
+    help="Processes that serve the model; `auto`: as many as suit this machine. Written to a new config.pbtxt.",
+)
+@click.option(
     "--standalone", is_flag=True, help="For a Triton without hotrow's backend folder: adds a one-line model.py."
 )
 def onnx(
@@ -92,6 +116,7 @@ def onnx(
     context: tuple[str, ...],
     tables: VectorType,
     max_batch_size: int | None,
+    instances: int,
     standalone: bool,
 ) -> None:
     """Import an ONNX model: its embedding tables become table files, the rest becomes a dense network.
@@ -116,7 +141,9 @@ def onnx(
     from triton_backend.repository.model_config import write_model_config
 
     def configure(version_dir: Path, spec: ModelSpec) -> None:
-        write_model_config(version_dir, spec, name, max_batch_size=max_batch_size, standalone=standalone)
+        write_model_config(
+            version_dir, spec, name, max_batch_size=max_batch_size, standalone=standalone, num_instances=instances
+        )
 
     with byte_progress(f"Importing {model}") as progress, local_model(model, progress) as path:
         report = import_onnx(

@@ -62,9 +62,7 @@ class _Bytes(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generi
 @click.option(
     "--processes",
     type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help=("Number of processes that serve the model."),
+    help="Number of processes that serve the model.  [default: the instances in its config.pbtxt]",
 )
 @click.option(
     "--devices",
@@ -106,7 +104,7 @@ def command(
     traces: tuple[str, ...],
     trace_format: str,
     cache_bytes: int | None,
-    processes: int,
+    processes: int | None,
     devices: int,
     shard: Shard | None,
     target: float,
@@ -153,19 +151,20 @@ def command(
 
 
 def _memory(
-    directory: Path, cache_bytes: int | None, processes: int, devices: int, shard: Shard | None
+    directory: Path, cache_bytes: int | None, processes: int | None, devices: int, shard: Shard | None
 ) -> tuple[ModelSpec, Path, int, list[MemoryItem], dict[str, Place]]:
     """The model, its version as named, its cache size, what needs memory, and the GPU placement of tables."""
     from hotrow.served_version import served_version
     from inference_session.device.placement import places_of
     from inference_session.sizing.memory import memory_items
-    from triton_backend.repository.model_config import configured_cache_bytes, configured_session
+    from triton_backend.repository.model_config import configured_cache_bytes, configured_instances, configured_session
 
     with served_version(directory) as version:
         spec = ModelSpec.read(version.directory)
         if cache_bytes is None:
             cache_bytes = configured_cache_bytes(spec, version.directory, on_device=devices > 0, **version.settings)
         config = configured_session(spec, version.directory, **version.settings)
+        num_processes = processes or configured_instances(version.named)
         rows_on_device = devices > 0 and config.has_fixed_rows
         is_one_process = shard is not None or config.names_several_gpus
         if shard is None and config.names_several_gpus and rows_on_device:
@@ -178,7 +177,7 @@ def _memory(
             cache_bytes=cache_bytes,
             rows_on_device=rows_on_device,
             cache_on_device=devices > 0 and config.has_store,
-            num_processes=processes if is_one_process else max(processes, devices),
+            num_processes=num_processes if is_one_process else max(num_processes, devices),
             num_devices=devices,
             shard=shard or "none",
         )

@@ -70,6 +70,18 @@ def test_memory_without_a_trace(version_dir: Path) -> None:
     assert "trace" not in document
 
 
+def test_processes_are_the_configured_instances(version_dir: Path) -> None:
+    """What each process needs is counted once for each instance in config.pbtxt, unless told otherwise."""
+    (version_dir.parent / "config.pbtxt").write_text(
+        'name: "m"\nbackend: "hotrow"\ninstance_group [ { count: 4 kind: KIND_CPU } ]\n', encoding="utf-8"
+    )
+    for directory in (version_dir, version_dir.parent):
+        copies = {item["name"]: item["copies"] for item in _json(directory)["memory"]}
+        assert (copies["program"], copies["vectors"]) == (4, 1)
+    copies = {item["name"]: item["copies"] for item in _json(version_dir, "--processes", 2)["memory"]}
+    assert copies["program"] == 2
+
+
 def test_devices_hold_tables_and_network(version_dir: Path) -> None:
     """With GPUs each has a process, all vectors and an index of stored keys, counted per device."""
     document = _json(version_dir, "--devices", 2)

@@ -11,6 +11,7 @@ from inference_session.config import SessionConfig
 from inference_session.errors import ConfigurationError, UnsupportedModelError
 from inference_session.model_spec import CANDIDATES, PREDICTIONS, ModelSpec, TensorSpec
 from triton_backend.repository import text_format
+from triton_backend.repository.instances import instances_in
 from triton_backend.repository.text_format import quoted
 
 CONFIG_FILE = "config.pbtxt"
@@ -67,6 +68,8 @@ class ModelConfig:
     default_model_filename: str
     parameters: Mapping[str, str] = field(default_factory=dict)
     """Those with a string_value."""
+    num_instances: int = 1
+    """Processes that serve the model."""
 
     @classmethod
     def read(cls, path: Path) -> ModelConfig:
@@ -87,6 +90,7 @@ def _parse(message: text_format.Message) -> ModelConfig:
         outputs=tuple(_tensor_config(tensor) for tensor in message.get("output", [])),
         default_model_filename=_last(message, "default_model_filename"),
         parameters=_parameters(message),
+        num_instances=instances_in(message),
     )
 
 
@@ -104,6 +108,12 @@ def configured_session(spec: ModelSpec, version_dir: Path, **settings: str) -> S
     known = {setting.name for setting in fields(SessionConfig)}
     ours = {name: value for name, value in parameters.items() if name in known}
     return SessionConfig.resolve(settings, ours, spec.settings)
+
+
+def configured_instances(version_dir: Path) -> int:
+    """The processes that serve a model, as its config.pbtxt says; 1 where there is none."""
+    config_file = version_dir.absolute().parent / CONFIG_FILE
+    return ModelConfig.read(config_file).num_instances if config_file.exists() else 1
 
 
 def configured_cache_bytes(spec: ModelSpec, version_dir: Path, *, on_device: bool = False, **settings: str) -> int:
@@ -201,7 +211,13 @@ def _describe_packed(spec: ModelSpec, name: str, *, max_batch_size: int, backend
 
 
 def write_model_config(
-    version_dir: Path, spec: ModelSpec, name: str, *, max_batch_size: int | None = None, standalone: bool = False
+    version_dir: Path,
+    spec: ModelSpec,
+    name: str,
+    *,
+    max_batch_size: int | None = None,
+    standalone: bool = False,
+    num_instances: int = 1,
 ) -> Path:
     """Write config.pbtxt next to a version directory, which may still be staged; returns its path.
 
@@ -210,6 +226,7 @@ def write_model_config(
     Args:
         max_batch_size: maximum number of samples in a request, and in a batch. None: that of `most_samples`.
         standalone: serve through Triton's own `python` backend, by a one-line model.py in the version directory.
+        num_instances: processes that serve the model.
 
     Raises:
         ConfigurationError: the existing file does not fit the model; the message names the first difference.
@@ -218,7 +235,7 @@ def write_model_config(
     path = version_dir.parent / CONFIG_FILE
     backend = "python" if standalone else "hotrow"
     limit = max_batch_size or most_samples(spec)
-    config = describe(spec, name, max_batch_size=limit, backend=backend)
+    config = replace(describe(spec, name, max_batch_size=limit, backend=backend), num_instances=num_instances)
     if path.exists():
         _check_fits(path, config, packed=not spec.has_own_inputs)
     else:
@@ -344,8 +361,8 @@ def _text(config: ModelConfig, spec: ModelSpec, *, max_samples: int) -> str:
         lines += _tensor_text("input", tensor, ragged=config.max_batch_size > 0 and -1 in tensor.dims)
     for tensor in config.outputs:
         lines += _tensor_text("output", tensor, ragged=False)
-    # One process holds the one cache and serves all requests.
-    lines.append("instance_group [ { count: 1 kind: KIND_CPU } ]")
+    # Each instance is a process, with a cache of its own where the model's rows are in stores.
+    lines.append(f"instance_group [ {{ count: {config.num_instances} kind: KIND_CPU }} ]")
     if config.max_batch_size and spec.joinable:
         lines.append("dynamic_batching { }")
     if spec.batched and not config.max_batch_size:

@@ -9,7 +9,15 @@ import pytest
 
 from inference_session.errors import ConfigurationError, UnsupportedModelError
 from inference_session.model_spec import ModelSpec, TensorSpec
-from triton_backend.repository.model_config import ModelConfig, TensorConfig, check_config, describe, write_model_config
+from triton_backend.repository.instances import suitable_instances
+from triton_backend.repository.model_config import (
+    ModelConfig,
+    TensorConfig,
+    check_config,
+    configured_instances,
+    describe,
+    write_model_config,
+)
 
 
 def spec_of(inputs: list[TensorSpec], outputs: list[TensorSpec], **fields: object) -> ModelSpec:
@@ -45,6 +53,36 @@ def test_dims_leave_out_the_samples(version_dir: Path) -> None:
         outputs=(TensorConfig("click", "TYPE_FP32", (1,)), TensorConfig("OUTPUT0", "TYPE_FP32", (1,))),
         default_model_filename="",
     )
+
+
+def test_instances_are_written_and_read(version_dir: Path) -> None:
+    """A new file has as many as asked for; of groups on GPUs each GPU has that many."""
+    spec = spec_of([IDS], [CLICK])
+    path = write_model_config(version_dir, spec, "ctr", num_instances=3)
+    version_dir.rename(version_dir.with_name("1"))
+    version = version_dir.with_name("1")
+    assert configured_instances(version) == 3
+    text = path.read_text(encoding="utf-8")
+
+    for groups, expected in (
+        ("instance_group [ { count: 2 kind: KIND_GPU gpus: [ 0, 1 ] }, { kind: KIND_CPU } ]", 5),
+        ("", 1),
+    ):
+        path.write_text(text.replace("instance_group [ { count: 3 kind: KIND_CPU } ]", groups), encoding="utf-8")
+        assert configured_instances(version) == expected
+    path.unlink()
+    assert configured_instances(version) == 1
+
+
+@pytest.mark.parametrize(("num_processors", "expected"), [(1, 1), (2, 1), (7, 1), (8, 2), (16, 4), (96, 8)])
+def test_suitable_instances_follow_the_processors(
+    monkeypatch: pytest.MonkeyPatch, num_processors: int, expected: int
+) -> None:
+    """One for every four that this process may use; one alone has a GPU's cache."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(num_processors)))
+
+    assert suitable_instances(has_gpu=False) == expected
+    assert suitable_instances(has_gpu=True) == 1
 
 
 def test_a_batched_model_is_batched_by_triton(version_dir: Path) -> None:
