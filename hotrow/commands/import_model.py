@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,16 @@ _tables = click.option(
     show_default=True,
     help="How to store tables that become smaller this way; int8 has a scale and an offset for each row.",
 )
+
+
+def _configure(
+    version_dir: Path, spec: ModelSpec, *, name: str, max_batch_size: int | None, standalone: bool, instances: int
+) -> None:
+    from triton_backend.repository.model_config import write_model_config
+
+    write_model_config(
+        version_dir, spec, name, max_batch_size=max_batch_size, standalone=standalone, num_instances=instances
+    )
 
 
 @click.group()
@@ -138,12 +149,10 @@ def onnx(
     """
     from inference_session.importers.onnx import import_onnx
     from inference_session.importers.onnx.remote_model import local_model
-    from triton_backend.repository.model_config import write_model_config
 
-    def configure(version_dir: Path, spec: ModelSpec) -> None:
-        write_model_config(
-            version_dir, spec, name, max_batch_size=max_batch_size, standalone=standalone, num_instances=instances
-        )
+    configure = partial(
+        _configure, name=name, max_batch_size=max_batch_size, standalone=standalone, instances=instances
+    )
 
     with byte_progress(f"Importing {model}") as progress, local_model(model, progress) as path:
         report = import_onnx(
