@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import grp
+import hashlib
 import logging
 import os
 import pwd
@@ -21,7 +22,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import numba
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 
@@ -35,11 +36,31 @@ _log = logging.getLogger(__name__)
 rtsys.initialize(cpu_target.target_context)  # what machine code from the disk calls; compiling would do it itself
 
 
+class _Files(IndexDataCacheFile):
+    """The index of a function, and a file of machine code for each of its signatures.
+
+    Numba numbers these files one after the other. Two processes that compile a function for different types at once
+    would give both the same number, and a third would then run the machine code of the wrong types. Here the number
+    follows from the signature, and the file is there before the index leads to it.
+    """
+
+    def save(self, key: Any, data: Any) -> None:
+        number = int.from_bytes(hashlib.blake2b(self._dump(key), digest_size=8).digest(), "big")
+        name = self._data_name(number)
+        self._save_data(name, data)
+        self._save_index({**self._load_index(), key: name})
+
+
 class _MachineCode(FunctionCache):
     """On disk. Numba would import all of its compiler before it loads any, which takes longer than everything else
     that a process does before it serves, and 20 MiB; compiling imports it where nothing was found. And it would fail
     where files are damaged, as by a loss of power, or the disk is full.
     """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        numbas = self._cache_file
+        self._cache_file = _Files(self.cache_path, self._impl.filename_base, numbas._source_stamp)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         loaded = None

@@ -23,6 +23,7 @@ RUN = (
     "assert bool(outer.outer.stats.cache_misses) == ('numba.np.arraymath' in sys.modules)"
 )
 """Only who compiles imports the compiler, which takes longer than all the rest."""
+CALL = "import outer; print(outer.outer({}))"
 
 
 def run_outer(folder: Path, inner: str, **settings: str) -> list[int]:
@@ -102,6 +103,32 @@ def test_damaged_machine_code_is_compiled_anew(suffix: str, size: int, tmp_path:
 
     assert run_outer(tmp_path, "a + 1") == [20, 0]
     assert run_outer(tmp_path, "a + 1") == [20, 1]
+
+
+@pytest.mark.slow
+def test_processes_that_compile_for_different_types_at_once_keep_both_apart(tmp_path: Path) -> None:
+    """Both read the empty index; then one writes its entry, the other all that it has, and the first its code."""
+    (tmp_path / "inner.py").write_text(HEAD + "@kernel\ndef inner(a):\n    return a\n")
+    (tmp_path / "outer.py").write_text(OUTER)
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "NUMBA_CACHE_DIR": str(tmp_path / "compiled")}
+
+    def run(program: str) -> str:
+        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr.decode()
+        return done.stdout.decode()
+
+    other = "import outer; outer.outer._cache._cache_file._load_index = dict; outer.outer(3)"
+    run(
+        "import outer, subprocess, sys\n"
+        "files = outer.outer._cache._cache_file\n"
+        "save = files._save_data\n"
+        f"other = [sys.executable, '-c', {other!r}]\n"
+        "files._save_data = lambda *given: (subprocess.run(other, check=True), save(*given))\n"
+        "outer.outer(3.5)\n"
+    )
+
+    assert run(CALL.format("3")) == "30\n"
+    assert run(CALL.format("3.5")) == "35.0\n"
 
 
 @pytest.mark.slow
