@@ -10,6 +10,7 @@ docs/images/sizing.png     `hotrow size --plot` of the same model, from the keys
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
 import shutil
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -98,18 +99,15 @@ def write_repository(folder: Path, redis: RedisServer, broker: Broker) -> Path:
 
 
 @contextmanager
-def asking(served: Served, samples: Inputs) -> Iterator[None]:
-    """A client asks for the ratings of the data set in their order, with a pause after each request."""
+def repeated(act: Callable[[], None], pause_s: float) -> Iterator[None]:
+    """Another thread does this again and again, with a pause before each time."""
     stop = threading.Event()
 
-    def ask() -> None:
-        with closing(Client(tritonclient.grpc, served.grpc)) as client:
-            first = 0
-            while not stop.wait(0.005):
-                client.predict(take(samples, slice(first, first + PER_REQUEST)))
-                first = (first + PER_REQUEST) % (len(samples["user_id"]) - PER_REQUEST)
+    def work() -> None:
+        while not stop.wait(pause_s):
+            act()
 
-    thread = threading.Thread(target=ask)
+    thread = threading.Thread(target=work)
     thread.start()
     try:
         yield
@@ -119,25 +117,32 @@ def asking(served: Served, samples: Inputs) -> Iterator[None]:
 
 
 @contextmanager
+def asking(served: Served, samples: Inputs) -> Iterator[None]:
+    """A client asks for the ratings of the data set in their order, with a pause after each request."""
+    begins = itertools.cycle(range(0, len(samples["user_id"]) - PER_REQUEST, PER_REQUEST))
+    with closing(Client(tritonclient.grpc, served.grpc)) as client:
+
+        def ask() -> None:
+            first = next(begins)
+            client.predict(take(samples, slice(first, first + PER_REQUEST)))
+
+        with repeated(ask, 0.005):
+            yield
+
+
+@contextmanager
 def publishing(broker: Broker) -> Iterator[None]:
     """A publisher sends a hundred rows of random users each second."""
-    stop = threading.Event()
     rng = np.random.default_rng(0)
     table = ModelSpec.read(REPOSITORY / MODEL / "1").table("users.weight")
+    with Publisher(broker.url, MODEL) as publisher:
 
-    def publish() -> None:
-        with Publisher(broker.url, MODEL) as publisher:
-            while not stop.wait(1):
-                keys = rng.integers(0, table.num_rows, 100)
-                publisher.publish(table.folder, keys, rng.normal(0, 0.1, (100, table.embedding_dim)))
+        def publish() -> None:
+            keys = rng.integers(0, table.num_rows, 100)
+            publisher.publish(table.folder, keys, rng.normal(0, 0.1, (100, table.embedding_dim)))
 
-    thread = threading.Thread(target=publish)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
+        with repeated(publish, 1):
+            yield
 
 
 def draw_dashboard(prometheus: Prometheus, begin: float, end: float) -> None:

@@ -35,7 +35,7 @@ from tests.testing.faulty_stores import FaultStore
 from tests.testing.hooked_store import HookedStore
 from tests.testing.memory_store import MemoryStore
 from tests.testing.servers import PATIENCE_S, wait_until
-from tests.testing.stored_model import DIMS, HASHED_DEFAULT, assert_answers, push, url_of
+from tests.testing.stored_model import DIMS, HASHED_DEFAULT, assert_answers, assert_updates_are_read_back, push, url_of
 
 NO_GPU = unusable_for_sessions(0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NO_GPU is not None, reason=f"no GPU: {NO_GPU}")]
@@ -226,24 +226,8 @@ def test_what_is_updated_is_answered(written: tuple[Path, small_model.Arrays], c
 
 def test_updates_under_requests_are_never_lost(written: tuple[Path, small_model.Arrays]) -> None:
     """While requests fetch and cache rows, a thread that updates a row reads it back; no row is answered half."""
-    with open_on_gpu(written[0], cache_bytes=SMALL_CACHE_BYTES) as session, ThreadPoolExecutor(4) as pool:
-        ended = threading.Event()
-
-        def ask(seed: int) -> None:
-            rng = np.random.default_rng(seed)
-            while not ended.is_set():
-                vectors = session.lookup("user.weight", rng.integers(-50, 50, 30))
-                assert (vectors[:, 1:] == vectors[:, :1]).all()
-
-        session.update("user.weight", np.arange(50), np.full((50, 4), -1, np.float32))
-        asking = [pool.submit(ask, seed) for seed in range(4)]
-        for number in range(60):
-            session.update("user.weight", [number % 50], np.full((1, 4), number, np.float32))
-            found = session.lookup("user.weight", [number % 50, number % 50 - 50])
-            assert (found == number).all()
-        ended.set()
-        for each in asking:
-            each.result()
+    with open_on_gpu(written[0], cache_bytes=SMALL_CACHE_BYTES) as session:
+        assert_updates_are_read_back(session, lambda keys: [session.lookup("user.weight", keys)], num_updates=60)
 
 
 def test_refresh_sees_what_was_written(written: tuple[Path, small_model.Arrays]) -> None:

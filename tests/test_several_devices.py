@@ -6,9 +6,7 @@ The devices stand in for GPUs; where there are two GPUs, the same tests run ther
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,7 @@ from tests.testing.hooked_store import HookedStore
 from tests.testing.memory_store import MemoryStore
 from tests.testing.servers import PATIENCE_S, wait_until
 from tests.testing.several_devices import StandIn, StandInCache, stand_in
-from tests.testing.stored_model import DIMS, HASHED_DEFAULT, assert_answers, push, url_of
+from tests.testing.stored_model import DIMS, HASHED_DEFAULT, assert_answers, assert_updates_are_read_back, push, url_of
 
 CACHE_BYTES = 1 << 20
 NO_PAIR = unusable_for_sessions(0) or unusable(1)
@@ -164,24 +162,7 @@ def test_updates_under_requests_are_never_lost(
     stored: InferenceSession, written: tuple[Path, small_model.Arrays]
 ) -> None:
     """While requests cache rows on both devices, each update is read back from both; no row is answered half."""
-    ended = threading.Event()
-
-    def ask(seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        while not ended.is_set():
-            vectors = stored.lookup("user.weight", rng.integers(-50, 50, 30))
-            assert (vectors[:, 1:] == vectors[:, :1]).all()
-
-    stored.update("user.weight", np.arange(50), np.full((50, 4), -1, np.float32))
-    with ThreadPoolExecutor(4) as pool:
-        asking = [pool.submit(ask, seed) for seed in range(4)]
-        for number in range(100):
-            stored.update("user.weight", [number % 50], np.full((1, 4), number, np.float32))
-            for found in on_each_device(stored, "user.weight", [number % 50, number % 50 - 50]):
-                assert (found == number).all()
-        ended.set()
-        for each in asking:
-            each.result()
+    assert_updates_are_read_back(stored, lambda keys: on_each_device(stored, "user.weight", keys), num_updates=100)
 
 
 def test_the_next_session_starts_with_what_was_hot_on_any_device(

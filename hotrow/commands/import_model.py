@@ -69,8 +69,15 @@ _tables = click.option(
 
 
 def _configure(
-    version_dir: Path, spec: ModelSpec, *, name: str, max_batch_size: int | None, standalone: bool, instances: int
+    version_dir: Path,
+    spec: ModelSpec,
+    *,
+    name: str,
+    max_batch_size: int | None = None,
+    standalone: bool = False,
+    instances: int = 1,
 ) -> None:
+    """Write the config.pbtxt of an imported version."""
     from triton_backend.repository.model_config import write_model_config
 
     write_model_config(
@@ -203,10 +210,9 @@ def hugectr(
     """
     from inference_session.importers.hugectr import import_hugectr
     from inference_session.importers.hugectr.ps_fields import PsModel
-    from triton_backend.repository.model_config import write_model_config
 
     def configure(version_dir: Path, spec: ModelSpec, item: PsModel) -> None:
-        write_model_config(version_dir, spec, item.name, max_batch_size=item.max_batch_size)
+        _configure(version_dir, spec, name=item.name, max_batch_size=item.max_batch_size)
 
     with byte_progress(f"Importing {ps_json}") as progress:
         reports = import_hugectr(
@@ -248,10 +254,6 @@ def from_torch(program: Path, checkpoint: str | None, name: str, repository: Pat
         raise ConfigurationError(
             f"import torch needs the package `{missing.name}`: pip install 'hotrow[torch]'"
         ) from missing
-    from triton_backend.repository.model_config import write_model_config
-
-    def configure(version_dir: Path, spec: ModelSpec) -> None:
-        write_model_config(version_dir, spec, name)
 
     with byte_progress(f"Importing {program}") as progress:
         report = import_program(
@@ -261,7 +263,7 @@ def from_torch(program: Path, checkpoint: str | None, name: str, repository: Pat
             checkpoint=checkpoint,
             version=version,
             progress=progress,
-            complete=configure,
+            complete=partial(_configure, name=name),
         )
     click.echo(str(report))
 
@@ -281,11 +283,8 @@ def dynamicemb(dump: Path, name: str, repository: Path, version: int | None) -> 
       hotrow import dynamicemb dump --name items --repository model_repository
     """
     from inference_session.importers.dynamicemb import import_dynamicemb
-    from triton_backend.repository.model_config import write_model_config
 
-    def configure(version_dir: Path, spec: ModelSpec) -> None:
-        write_model_config(version_dir, spec, name)
-
+    configure = partial(_configure, name=name)
     with byte_progress(f"Importing {dump}") as progress:
         report = import_dynamicemb(dump, repository, name, version=version, progress=progress, complete=configure)
     click.echo(str(report))

@@ -119,16 +119,16 @@ class _Files(FileSystemBase):
         return self._source.stat(str(path).lstrip("/")) is not None
 
     def rename(self, path: Any, new_path: Any) -> None:
-        """Not of a reader's business."""
-        raise NotImplementedError
+        """Refused: a checkpoint that is read does not change."""
+        raise io.UnsupportedOperation(f"{path} is opened to be read: it cannot be renamed to {new_path}")
 
     def mkdir(self, path: Any) -> None:
-        """Not of a reader's business."""
-        raise NotImplementedError
+        """Refused, as `rename` is."""
+        raise io.UnsupportedOperation(f"{path} is opened to be read: no folder can be made there")
 
     def rm_file(self, path: Any) -> None:
-        """Not of a reader's business."""
-        raise NotImplementedError
+        """Refused, as `rename` is."""
+        raise io.UnsupportedOperation(f"{path} is opened to be read: it cannot be removed")
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

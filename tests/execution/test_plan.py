@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -47,6 +47,14 @@ class Sums(DenseEngine):
         """There is nothing to free."""
 
 
+class Planned(NamedTuple):
+    """The plans of a model, and what they launch."""
+
+    rows: MappedRows
+    dense: Sums
+    plans: ExecutionPlans
+
+
 @pytest.fixture
 def version(tmp_path: Path) -> VersionDirectory:
     """A model that looks up three keys per sample."""
@@ -54,19 +62,24 @@ def version(tmp_path: Path) -> VersionDirectory:
     return VersionDirectory.read(import_model(tmp_path, model_of(graph, {"emb": table()})).version_dir)
 
 
-def batch_of(ids: NDArray[np.int64]) -> JoinedBatch:
-    return JoinedBatch.of([CheckedRequest({"ids": ids}, ["y"], len(ids), shapes=ids.shape[1:])])
-
-
-def test_batches_of_one_shape_go_the_same_way_with_other_values(version: VersionDirectory) -> None:
-    """One binding per shape; each batch has the answer of its own keys, and its own unknown keys."""
+@pytest.fixture
+def planned(version: VersionDirectory) -> Iterator[Planned]:
     files = version.open_tables()
     rows = MappedRows(files, LaunchedTables(files, num_threads=1))
     (lookup,) = version.spec.lookups
     dense = Sums(lookup.dense_input)
-    plans = ExecutionPlans(
-        ModelLookups(version.spec, by_column=False, keys_follow_inputs=True), rows, dense, frozenset()
-    )
+    lookups = ModelLookups(version.spec, by_column=False, keys_follow_inputs=True)
+    yield Planned(rows, dense, ExecutionPlans(lookups, rows, dense, frozenset()))
+    rows.close()
+
+
+def batch_of(ids: NDArray[np.int64]) -> JoinedBatch:
+    return JoinedBatch.of([CheckedRequest({"ids": ids}, ["y"], len(ids), shapes=ids.shape[1:])])
+
+
+def test_batches_of_one_shape_go_the_same_way_with_other_values(planned: Planned) -> None:
+    """One binding per shape; each batch has the answer of its own keys, and its own unknown keys."""
+    rows, dense, plans = planned
     rng = np.random.default_rng(0)
     for size in (4, 7, 4, 4, 7):
         ids = rng.integers(0, 1000, (size, 3))
@@ -79,7 +92,6 @@ def test_batches_of_one_shape_go_the_same_way_with_other_values(version: Version
         expected = table()[ids].reshape(size, -1).sum(axis=1)
         np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert dense.bound == 2
-    rows.close()
 
 
 class DeviceArray:
@@ -95,15 +107,9 @@ class DeviceArray:
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
-def test_keys_on_the_device_are_read_where_they_are(version: VersionDirectory, dtype: str) -> None:
+def test_keys_on_the_device_are_read_where_they_are(planned: Planned, dtype: str) -> None:
     """Whatever their type; each batch has its own places, so nothing is recorded."""
-    files = version.open_tables()
-    rows = MappedRows(files, LaunchedTables(files, num_threads=1))
-    (lookup,) = version.spec.lookups
-    dense = Sums(lookup.dense_input)
-    plans = ExecutionPlans(
-        ModelLookups(version.spec, by_column=False, keys_follow_inputs=True), rows, dense, frozenset()
-    )
+    rows, dense, plans = planned
     rng = np.random.default_rng(0)
     for size in (4, 7, 4, 4, 7):
         ids = rng.integers(0, 1000, (size, 3)).astype(dtype)
@@ -115,4 +121,3 @@ def test_keys_on_the_device_are_read_where_they_are(version: VersionDirectory, d
             found = plan.run_network(batch)["y"]
         np.testing.assert_allclose(found, table()[ids].reshape(size, -1).sum(axis=1), rtol=1e-5)
     assert not dense.bound
-    rows.close()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
+from inference_session import InferenceSession
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_push import TablePush
@@ -32,3 +37,35 @@ def assert_answers(answer: object, expected: small_model.Arrays) -> None:
     assert isinstance(answer, dict), answer
     for name, array in answer.items():
         np.testing.assert_allclose(array, expected[name], atol=1e-5, rtol=1e-5, err_msg=name)
+
+
+def assert_updates_are_read_back(
+    session: InferenceSession, read: Callable[[list[int]], Iterable[NDArray[np.float32]]], *, num_updates: int
+) -> None:
+    """While threads look rows up, each update of a row is found right after it; no row is answered half.
+
+    Args:
+        session: of the small model, over a store that takes updates.
+        read: gives the rows of keys of `user.weight` in each place that they must be found in.
+        num_updates: of one row each.
+    """
+    ended = threading.Event()
+
+    def ask(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        while not ended.is_set():
+            vectors = session.lookup("user.weight", rng.integers(-50, 50, 30))
+            assert (vectors[:, 1:] == vectors[:, :1]).all()
+
+    session.update("user.weight", np.arange(50), np.full((50, 4), -1, np.float32))
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask, seed) for seed in range(4)]
+        try:
+            for number in range(num_updates):
+                session.update("user.weight", [number % 50], np.full((1, 4), number, np.float32))
+                for found in read([number % 50, number % 50 - 50]):
+                    assert (found == number).all()
+        finally:
+            ended.set()
+        for each in asking:
+            each.result()

@@ -44,8 +44,6 @@ _BYTES_PER_BATCH = 8 << 20
 _BYTES_PER_WRITE = 64 << 10
 """While RocksDB writes, no other thread of this process runs Python; they may between two writes."""
 _NO_SPACE = "No space left on device"
-_MAX_REOPENED = 5
-"""Times that one `refresh` opens the database again; a writer may be moving rows from its log meanwhile."""
 
 _log = logging.getLogger(__name__)
 
@@ -184,10 +182,8 @@ class RocksDbStore(BoundStore):
 
     def refresh(self) -> None:
         """See EmbeddingStore. Tables that were made since are found as well, and a database that was replaced."""
-        for _ in range(_MAX_REOPENED):
-            opened = self._current()
-            if opened.is_writer or opened.catch_up(self._tags.values()):
-                return
+        opened = self._current()
+        if not opened.is_writer and not opened.catch_up(self._tags.values()):
             self._reopen(opened)
 
     def sync(self) -> None:
