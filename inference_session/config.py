@@ -233,6 +233,21 @@ class SessionConfig:
         """Whether rows are those of the table files and never change: a GPU looks them up itself."""
         return not self.has_store and self.update_stream is None
 
+    def check_devices(self, num_devices: int) -> None:
+        """Refuse settings that are not supported with this many devices."""
+        if self.shard != "rows":
+            return
+        if num_devices == 1:
+            raise ConfigurationError(
+                f"shard=rows divides rows among several GPUs, but device {self.device!r} is one device: name several"
+                " (cuda:0,1), or leave shard out"
+            )
+        if not self.has_fixed_rows:
+            raise ConfigurationError(
+                "shard=rows divides the rows of table files that never change: with volatile_store or persistent_store"
+                " each GPU has its own cache, and with update_stream alone the CPU looks rows up; leave shard out"
+            )
+
     @property
     def num_dense_threads(self) -> int:
         """`dense_threads` with 0 resolved for this machine."""

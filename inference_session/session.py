@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inference_session.config import SessionConfig
-from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine, check_precision, create_engine
+from inference_session.dense_engine import check_precision
 from inference_session.device.base import Device
 from inference_session.device.discovery import open_devices
 from inference_session.device.host import HOST, vectors_at_line
 from inference_session.errors import (
-    ConfigurationError,
     HotrowError,
     InvalidRequestError,
     SessionClosedError,
@@ -30,84 +28,38 @@ from inference_session.errors import (
     UnknownKeyError,
     UnsupportedModelError,
 )
-from inference_session.execution.network import Network, RunResult, check_network, check_outputs
-from inference_session.execution.replicas import DeviceThread, Replica, Replicas
-from inference_session.execution.staged_model import (
-    Arrays,
-    StagedModel,
-    StagedRankingModel,
-    stage_model,
-    stage_ranking,
-)
+from inference_session.execution.model import open_model
+from inference_session.execution.network import Network, RunResult
+from inference_session.execution.replicas import Replica
+from inference_session.execution.staged_model import Arrays
 from inference_session.execution.stages import Mark, unmarked
+from inference_session.execution.warm_up import MadeUpBatch, made_up_batches
 from inference_session.kernels.cpu import lookup as cpu
 from inference_session.kernels.records import Lookup
-from inference_session.model_spec import (
-    CANDIDATES,
-    DENSE_FILE,
-    KEYS_FILE,
-    RANKING_FILE,
-    RANKING_KEYS_FILE,
-    TABLES_FOLDER,
-    ModelSpec,
-)
+from inference_session.model_spec import CANDIDATES
 from inference_session.requests.batch import CheckedRequest, JoinedBatch, Request
 from inference_session.requests.caller_arrays import as_input, as_keys, as_rows, as_written_keys
 from inference_session.requests.canary import check_canary
-from inference_session.requests.gpu_inputs import copied_to_host, is_on_gpu, may_stay_on_gpu
+from inference_session.requests.gpu_inputs import inputs_with_gpu, is_on_gpu, may_stay_on_gpu
 from inference_session.requests.grouped import GroupedRequests
-from inference_session.requests.layouts import layout_of
-from inference_session.requests.outputs import Answer, Outputs
+from inference_session.requests.outputs import Answer
 from inference_session.requests.ranking_layout import RankingLayout, gives_one_context
-from inference_session.rows import Rows, create_rows, fetch
+from inference_session.rows import fetch
 from inference_session.rows.dump import DumpReport, dump
 from inference_session.rows.hot_keys import HotKeys, HotKeysWriter, merged, read_hot_keys
 from inference_session.rows.stats import RowStats
 from inference_session.sizing.key_recorder import KeyRecorder, create_key_recorder
 from inference_session.stats import SessionCounts, SessionStats
-from inference_session.version_directory import manifest
-from inference_session.version_directory.verified_files import VerifiedFiles
 from inference_session.version_directory.version import VersionDirectory
 
 if TYPE_CHECKING:
-    from inference_session.execution.gathered_model import GatheredModel
     from inference_session.execution.kept_contexts import KeptContexts
     from inference_session.update_stream.kafka_stream import KafkaUpdateStream
     from inference_session.update_stream.positions import AppliedPartitions
     from inference_session.update_stream.stream_stats import StreamSnapshot
 
-_log = logging.getLogger(__name__)
-_Engines: TypeAlias = "tuple[DenseEngine, OnnxEngine | None]"
-"""A dense network, and the one that computes its keys."""
-
 _KEYS_AT_ONCE = 1 << 16
 """Keys that `lookup` looks up at once; other requests run in between."""
-_WARM_UP_BATCHES = ((1, 1), (1, 64), (4, 1), (16, 1), (8, 64), (16, 1), (8, 64), (1, 64), (1, 1))
-"""Requests and samples of each, run before a version serves: a network takes longer for a size that is new to it."""
-
-_GPU_WARM_UP_BATCHES = ((1, 8), (1, 32), (1, 128), (1, 256), (1, 1024))
-"""Batches that a GPU records as CUDA graphs as well."""
-
-_RANKING_WARM_UP = ((1, 100), (1, 500), (1, 1000), (4, 250))
-"""Contexts and candidates of each."""
-
-_GPU_RANKING_WARM_UP = tuple((contexts, length) for length in (100, 250, 500, 1000) for contexts in (1, 4, 16))
-"""The same on a GPU, which records them as CUDA graphs: smaller batches are filled up to these."""
-
-
-@dataclass(frozen=True)
-class SessionSnapshot:
-    """The statistics of a session at one moment."""
-
-    session: SessionCounts
-    rows: RowStats
-    updates: StreamSnapshot | None
-    """None: no update stream is followed."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """By the names of docs/reference/statistics.md."""
-        updates = {} if self.updates is None else asdict(self.updates)
-        return {**asdict(self.session), **self.rows.as_dict(), "updates": updates}
 
 
 class InferenceSession:
@@ -140,9 +92,9 @@ class InferenceSession:
         begin = time.perf_counter()
         version = VersionDirectory.read(directory)
         config = SessionConfig.resolve(settings, version.spec.settings, defaults or {})
-        _verify(version, config)
+        version.verify(checksums=config.verify == "full", has_store=config.has_store, state_dir=config.state_dir)
         devices = open_devices(config.device)
-        _check_devices(config, len(devices))
+        config.check_devices(len(devices))
         check_precision(config, devices[0])
         with devices[0].opening():
             session = cls(version, config, devices)
@@ -164,32 +116,14 @@ class InferenceSession:
         self.directory = version.path
         self._closed = True  # until everything below is set
         cpu.compile_kernels()
-        layout = layout_of(spec)
-        # Only what is looked up without a wait for stores is recorded; the other requests wait at the same time.
-        has_threads = len(devices) > 1 and config.has_fixed_rows
-        threads = [DeviceThread(device, is_own=has_threads) for device in devices]
-        engines = [thread.run(partial(self._open_all_engines, thread)) for thread in threads]
-        self._devices = [thread.device for thread in threads]
+        self.layout, self.rows, self.replicas, self._kept_contexts = open_model(version, config, devices)
+        self._writer = self.rows[0].writer  # the same for all devices
         self._input_names = tuple(tensor.name for tensor in spec.inputs)
         self._input_types = {tensor.name: np.dtype(tensor.dtype) for tensor in spec.inputs}
         if spec.ranking is not None:
             self._input_types[CANDIDATES] = np.dtype(np.int32)
-        self._outputs = Outputs(spec)
-        names = [engine.input_names for pair in engines[0] for engine in pair if engine is not None]
-        self._layout = layout(
-            spec,
-            self._outputs,
-            network_inputs=frozenset().union(*names),
-            max_elements=config.max_keys_per_request,
-        )
         self._stats = SessionStats(spec)
-        self._all_rows = create_rows(version, config, self._devices)
-        self._rows = self._all_rows[0]
-        """For what is the same on each device."""
         self._rows_before: RowStats | None = None
-        self._replicas = Replicas([self._replica(*each) for each in zip(threads, engines, self._all_rows, strict=True)])
-        self._kept = self._keep_contexts()
-        self._may_join = spec.joins_requests
         self._recorder: KeyRecorder | None = None
         self._hot_keys: HotKeysWriter | None = None
         self._updates: KafkaUpdateStream | None = None
@@ -198,12 +132,12 @@ class InferenceSession:
     @property
     def failure(self) -> str | None:
         """Why requests can no longer be answered, for instance because a GPU has failed; None: they can."""
-        return self._replicas.failure
+        return self.replicas.failure
 
     @property
     def num_devices(self) -> int:
         """The most batches that are computed at the same time, where that depends on devices."""
-        return len(self._devices)
+        return len(self.replicas.all)
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -218,7 +152,7 @@ class InferenceSession:
     @property
     def stages_arrays(self) -> bool:
         """Whether `run_arrays` answers any requests to this model."""
-        return self._replicas.all[0].staged is not None
+        return self.replicas.all[0].staged is not None
 
     def predict(self, inputs: Mapping[str, ArrayLike]) -> NDArray[np.float32]:
         """Predictions of all tasks: float32 [samples, labels], a column for each of `label_names`.
@@ -237,7 +171,7 @@ class InferenceSession:
             raise UnsupportedModelError(
                 "no output of this model has the shape [samples] or [samples, k]; use run() instead"
             )
-        return self._outputs.predictions(self.run(inputs, self.spec.label_outputs))
+        return self.layout.outputs.predictions(self.run(inputs, self.spec.label_outputs))
 
     def run(self, inputs: Mapping[str, ArrayLike], outputs: Sequence[str] | None = None) -> Answer:
         """Outputs of the model, as arrays by name.
@@ -264,35 +198,6 @@ class InferenceSession:
             raise answer
         return answer
 
-    def _run_from_gpu(self, inputs: Mapping[str, ArrayLike], outputs: Sequence[str] | None) -> Answer:
-        """As `run`, for inputs of which some are on a GPU; they are not joined with other requests."""
-        self._check_open()
-        take = self._devices[0].given if self._reads_gpu_inputs else None
-        try:
-            arrays = {name: self._input_from_gpu(name, value, take) for name, value in inputs.items()}
-            request = self._layout.check(Request(arrays, outputs))
-            # Such batches have separate plans: other batches of these shapes have places on the host.
-            answer = self._answer([request._replace(shapes=("on GPU", request.shapes))])[0]
-        except HotrowError:
-            self._stats.count_requests(1, 1)
-            raise
-        self._stats.count_requests(1, 0)
-        return answer
-
-    @property
-    def _reads_gpu_inputs(self) -> bool:
-        """Whether inputs on the session's one GPU are read there: nothing on the host reads keys."""
-        if self.num_devices > 1:
-            return False
-        return self._rows.is_launched and self._recorder is None and may_stay_on_gpu(self.spec, self._layout)
-
-    def _input_from_gpu(self, name: str, value: Any, take: Callable[[Any], Any] | None) -> Any:
-        """An input where the session reads it: the result of `take`, on the GPU; None: on the host."""
-        if is_on_gpu(value):
-            return copied_to_host(name, value) if take is None else take(value)
-        array = as_input(name, value, self._input_types.get(name))
-        return array if take is None else take(array)
-
     def run_many(self, requests: Sequence[Request], mark: Mark = unmarked) -> list[Answer | HotrowError]:
         """Answer several requests, with one look-up and one run of the dense network if their shapes allow that.
 
@@ -302,7 +207,7 @@ class InferenceSession:
         self._check_open()
         if answers := self._run_staged(requests, mark):
             return [*answers]
-        grouped = GroupedRequests(requests, self._layout, may_join=self._may_join)
+        grouped = GroupedRequests(requests, self.layout, may_join=self.spec.joins_requests)
         for group in grouped:
             try:
                 grouped.answer(group, self._answer(group.requests, mark))
@@ -310,6 +215,79 @@ class InferenceSession:
                 grouped.fail(group, error)
         self._stats.count_requests(len(requests), grouped.num_failed)
         return grouped.answers
+
+    def _answer(self, requests: Sequence[CheckedRequest], mark: Mark = unmarked) -> list[Answer]:
+        """Answers of requests of equal shapes: on a device, or of no samples without one."""
+        if self.spec.batched and not any(request.num_samples for request in requests):
+            return [self.layout.outputs.of_no_samples(request.outputs) for request in requests]
+        try:
+            return self.replicas.run(lambda replica: self._answer_on(replica, requests, mark))
+        except UnknownKeyError:
+            raise
+        except InvalidRequestError:
+            # A divided network refuses some shapes that the whole one computes, such as those of an empty history.
+            repeated = self.layout.repeated(requests) if self.spec.is_divided else None
+            if repeated is None:
+                raise
+        return self.replicas.run(lambda replica: self._answer_on(replica, repeated, mark))
+
+    def _answer_on(self, replica: Replica, requests: Sequence[CheckedRequest], mark: Mark) -> list[Answer]:
+        mark("look-up")
+        batch = self.layout.join(requests)
+        is_ranking = requests[0].num_candidates is not None
+        network = replica.ranking if is_ranking else replica.network
+        num_reused = 0
+        if self._kept_contexts is not None and is_ranking:
+            num_reused = self._fill_in_contexts(self._kept_contexts, batch, requests)
+            network = self._kept_contexts.candidates
+        outputs = self._run(network, batch, self.layout.wanted(requests), mark).outputs
+        mark("answer")
+        self._count(requests, num_reused)
+        return self.layout.split(batch.in_order(outputs), requests)
+
+    def _run(self, network: Network, batch: JoinedBatch, wanted: Sequence[str], mark: Mark = unmarked) -> RunResult:
+        """Look-up, then network."""
+        plan = network.plan(batch, wanted)
+        with plan.held():
+            lookup = plan.fill(batch)
+            network.rows.look_up(lookup)
+            self._record_keys(lookup)
+            mark("network")
+            outputs = plan.run_network(batch)
+            num_unknown = plan.num_unknown(lookup)
+        self._refuse_unknown(network, num_unknown)
+        self._stats.count_keys(network.tables, lookup.num_keys, num_unknown)
+        return RunResult(outputs, num_unknown)
+
+    def _fill_in_contexts(self, kept: KeptContexts, batch: JoinedBatch, requests: Sequence[CheckedRequest]) -> int:
+        """Add to the batch the kept, or computed, results of its contexts; returns how many were kept."""
+        wanted = kept.find(requests)
+        num_known = sum(key in wanted.found for key in wanted.keys)
+        if wanted.missing:
+            missing = kept.batch_of(wanted)
+            kept.add(wanted, missing, self._run(kept.contexts, missing, kept.values))
+        kept.fill(batch, wanted)
+        return num_known
+
+    def _refuse_unknown(self, network: Network, num_unknown: NDArray[np.int64]) -> None:
+        if self.config.unknown_keys == "reject" and num_unknown.any():
+            lookup = network.spec.lookups[int(np.flatnonzero(num_unknown)[0])]
+            table = self.spec.table_in(lookup.table)
+            raise UnknownKeyError(
+                f"unknown keys: {num_unknown.sum()}, the first of them in table {table.name!r}, which has "
+                f"{table.num_rows} rows; with the setting unknown_keys=default_vector they get default vectors"
+            )
+
+    def _record_keys(self, lookup: Lookup) -> None:
+        if self._recorder is not None:
+            self._recorder.record(lookup.segments, lookup.num_keys)
+
+    def _count(self, requests: Sequence[CheckedRequest], num_reused: int) -> None:
+        num_samples = sum(request.num_samples for request in requests)
+        self._stats.count_batch(num_samples)
+        if self.spec.ranking is not None:
+            num_contexts = sum(request.num_contexts for request in requests)
+            self._stats.count_contexts(num_contexts, num_samples, num_reused)
 
     def run_arrays(
         self, arrays: Arrays, num_requests: int, outputs: Collection[str] | None = None, mark: Mark = unmarked
@@ -326,10 +304,10 @@ class InferenceSession:
             None where the caller must use `run_many`, which takes any request, and says what is wrong with it.
         """
         self._check_open()
-        if not self.stages_arrays or (num_requests > 1 and not self._may_join):
+        if not self.stages_arrays or (num_requests > 1 and not self.spec.joins_requests):
             return None
         try:
-            return self._replicas.run(lambda replica: self._run_arrays_on(replica, arrays, num_requests, outputs, mark))
+            return self.replicas.run(lambda replica: self._run_arrays_on(replica, arrays, num_requests, outputs, mark))
         except HotrowError:
             return None
 
@@ -343,7 +321,7 @@ class InferenceSession:
         mark("look-up")
         staging = model.take()
         try:
-            wanted = self._outputs.wanted(outputs)
+            wanted = self.layout.outputs.wanted(outputs)
             with rows.device.held():
                 batch = staging.fill(arrays, num_requests, wanted.computed)
                 if batch is None:
@@ -361,7 +339,7 @@ class InferenceSession:
                 if self.spec.ranking is not None:
                     self._stats.count_contexts(batch.num_contexts, sum(batch.counts), 0)
             mark("answer")
-            return self._outputs.split(computed, [wanted.names] * num_requests, batch.counts)
+            return self.layout.outputs.split(computed, [wanted.names] * num_requests, batch.counts)
         finally:
             model.give_back(staging)
 
@@ -386,78 +364,26 @@ class InferenceSession:
                 return None
         return arrays
 
-    def _answer(self, requests: Sequence[CheckedRequest], mark: Mark = unmarked) -> list[Answer]:
-        """The path of all other requests: keys, look-up, dense network, split."""
-        if self.spec.batched and not any(request.num_samples for request in requests):
-            return [self._outputs.of_no_samples(request.outputs) for request in requests]
+    def _run_from_gpu(self, inputs: Mapping[str, ArrayLike], outputs: Sequence[str] | None) -> Answer:
+        """As `run`, for inputs of which some are on a GPU; they are not joined with other requests."""
+        self._check_open()
+        take = self.replicas.all[0].thread.device.given if self._reads_gpu_inputs else None
         try:
-            return self._replicas.run(lambda replica: self._answer_on(replica, requests, mark))
-        except UnknownKeyError:
+            request = self.layout.check(Request(inputs_with_gpu(inputs, self._input_types, take), outputs))
+            # Such batches have separate plans: other batches of these shapes have places on the host.
+            answer = self._answer([request._replace(shapes=("on GPU", request.shapes))])[0]
+        except HotrowError:
+            self._stats.count_requests(1, 1)
             raise
-        except InvalidRequestError:
-            # A divided network refuses some shapes that the whole one computes, such as those of an empty history.
-            repeated = self._layout.repeated(requests) if self.spec.is_divided else None
-            if repeated is None:
-                raise
-        return self._replicas.run(lambda replica: self._answer_on(replica, repeated, mark))
+        self._stats.count_requests(1, 0)
+        return answer
 
-    def _answer_on(self, replica: Replica, requests: Sequence[CheckedRequest], mark: Mark) -> list[Answer]:
-        mark("look-up")
-        batch = self._layout.join(requests)
-        is_ranking = requests[0].num_candidates is not None
-        network = replica.ranking if is_ranking else replica.network
-        num_reused = 0
-        if self._kept is not None and is_ranking:
-            num_reused = self._fill_in_contexts(self._kept, batch, requests)
-            network = self._kept.candidates
-        outputs = self._run(network, batch, self._layout.wanted(requests), mark).outputs
-        mark("answer")
-        self._count(requests, num_reused)
-        return self._layout.split(batch.in_order(outputs), requests)
-
-    def _fill_in_contexts(self, kept: KeptContexts, batch: JoinedBatch, requests: Sequence[CheckedRequest]) -> int:
-        """Add to the batch the kept, or computed, results of its contexts; returns how many were kept."""
-        wanted = kept.find(requests)
-        num_known = sum(key in wanted.found for key in wanted.keys)
-        if wanted.missing:
-            missing = kept.batch_of(wanted)
-            kept.add(wanted, missing, self._run(kept.contexts, missing, kept.values))
-        kept.fill(batch, wanted)
-        return num_known
-
-    def _run(self, network: Network, batch: JoinedBatch, wanted: Sequence[str], mark: Mark = unmarked) -> RunResult:
-        """Look-up, then network."""
-        plan = network.plan(batch, wanted)
-        with plan.held():
-            lookup = plan.fill(batch)
-            network.rows.look_up(lookup)
-            self._record_keys(lookup)
-            mark("network")
-            outputs = plan.run_network(batch)
-            num_unknown = plan.num_unknown(lookup)
-        self._refuse_unknown(network, num_unknown)
-        self._stats.count_keys(network.tables, lookup.num_keys, num_unknown)
-        return RunResult(outputs, num_unknown)
-
-    def _count(self, requests: Sequence[CheckedRequest], num_reused: int) -> None:
-        num_samples = sum(request.num_samples for request in requests)
-        self._stats.count_batch(num_samples)
-        if self.spec.ranking is not None:
-            num_contexts = sum(request.num_contexts for request in requests)
-            self._stats.count_contexts(num_contexts, num_samples, num_reused)
-
-    def _record_keys(self, lookup: Lookup) -> None:
-        if self._recorder is not None:
-            self._recorder.record(lookup.segments, lookup.num_keys)
-
-    def _refuse_unknown(self, network: Network, num_unknown: NDArray[np.int64]) -> None:
-        if self.config.unknown_keys == "reject" and num_unknown.any():
-            lookup = network.spec.lookups[int(np.flatnonzero(num_unknown)[0])]
-            table = self.spec.table_in(lookup.table)
-            raise UnknownKeyError(
-                f"unknown keys: {num_unknown.sum()}, the first of them in table {table.name!r}, which has "
-                f"{table.num_rows} rows; with the setting unknown_keys=default_vector they get default vectors"
-            )
+    @property
+    def _reads_gpu_inputs(self) -> bool:
+        """Whether inputs on the session's one GPU are read there: nothing on the host reads keys."""
+        if self.num_devices > 1:
+            return False
+        return self.rows[0].is_launched and self._recorder is None and may_stay_on_gpu(self.spec, self.layout)
 
     def lookup(self, table: str, keys: ArrayLike) -> NDArray[np.float32]:
         """Vectors of one table: float32 [n, embedding_dim].
@@ -478,7 +404,7 @@ class InferenceSession:
         number = self.spec.tables.index(spec)
         for begin in range(0, len(wanted), _KEYS_AT_ONCE):
             part = slice(begin, begin + _KEYS_AT_ONCE)
-            self._replicas.run(partial(_fetch_on, table=number, keys=wanted[part], out=vectors[part]))
+            self.replicas.run(partial(_fetch_on, table=number, keys=wanted[part], out=vectors[part]))
         return vectors
 
     def update(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
@@ -496,7 +422,7 @@ class InferenceSession:
         """
         self._check_open()
         spec = self.spec.table(table)
-        self._rows.writer.update(spec.folder, *as_rows(keys, vectors, spec))
+        self._writer.update(spec.folder, *as_rows(keys, vectors, spec))
 
     def erase(self, table: str, keys: ArrayLike) -> None:
         """Drop the rows of some keys, int64 [n]: the keys are unknown from now on, also to the version's own files.
@@ -505,7 +431,7 @@ class InferenceSession:
         """
         self._check_open()
         spec = self.spec.table(table)
-        self._rows.writer.erase(spec.folder, as_written_keys(keys, spec))
+        self._writer.erase(spec.folder, as_written_keys(keys, spec))
 
     def refresh(self) -> None:
         """Read the cached rows again from the stores while requests continue. Without stores this does nothing.
@@ -514,7 +440,7 @@ class InferenceSession:
             UnavailableError: a store is down. Rows that it may have are not changed.
         """
         self._check_open()
-        self._rows.writer.refresh()
+        self._writer.refresh()
 
     def save_hot_keys(self) -> None:
         """Let the next session of the model, in any process, start with the rows that are hot here now.
@@ -539,7 +465,7 @@ class InferenceSession:
             UnavailableError: a store is down.
         """
         self._check_open()
-        return dump(self._rows, self.spec, target, progress)
+        return dump(self.rows[0], self.spec, target, progress)
 
     def stats(self) -> dict[str, Any]:
         """Counters since `open`. The reference page "Statistics" (docs/reference/statistics.md) defines each key."""
@@ -553,7 +479,7 @@ class InferenceSession:
     @property
     def shares_rows(self) -> bool:
         """Whether other sessions see what its update stream writes, without one session being responsible for it."""
-        return self._updates is not None and self.config.has_store and not self._rows.writer.is_durable
+        return self._updates is not None and self.config.has_store and not self._writer.is_durable
 
     @contextlib.contextmanager
     def updates_held(self) -> Iterator[AppliedPartitions]:
@@ -581,9 +507,9 @@ class InferenceSession:
             if self._hot_keys is not None:
                 self._hot_keys.close()
                 self._hot_keys = None  # it refers to us: only the garbage collector would free the memory
-            for rows in self._all_rows:
+            for rows in self.rows:
                 rows.close()
-            self._replicas.close()
+            self.replicas.close()
             if self._recorder is not None:
                 self._recorder.close()
 
@@ -607,86 +533,6 @@ class InferenceSession:
         if self._closed:
             raise SessionClosedError(f"the session of {str(self.directory)!r} has been closed")
 
-    @property
-    def _network_specs(self) -> list[ModelSpec]:
-        """For the model's network, and for the one that ranks candidates, if any."""
-        ranking = self.spec.ranking
-        if ranking is None or ranking.undivided:
-            return [self.spec]
-        return [self.spec, replace(self.spec, lookups=ranking.lookups)]
-
-    def _open_all_engines(self, thread: DeviceThread) -> list[_Engines]:
-        """Of each network, on the thread's device."""
-        files = (DENSE_FILE, KEYS_FILE), (RANKING_FILE, RANKING_KEYS_FILE)
-        pairs = zip(self._network_specs, files, strict=False)
-        return [self._open_engines(spec, thread, *names) for spec, names in pairs]
-
-    def _replica(self, thread: DeviceThread, engines: Sequence[_Engines], rows: Rows) -> Replica:
-        follow = self._layout.keys_follow_inputs
-        networks = [
-            Network(spec, rows, dense, keys, keys_follow_inputs=follow)
-            for spec, (dense, keys) in zip(self._network_specs, engines, strict=True)
-        ]
-        return Replica(networks[0], networks[-1], thread, self._stage_model(networks))
-
-    def _open_engines(self, spec: ModelSpec, thread: DeviceThread, dense_file: str, keys_file: str) -> _Engines:
-        """A dense network, and the one that computes its keys, if any."""
-        layout = layout_of(spec)
-        if not layout.has_network:
-            return VectorEngine([lookup.dense_input for lookup in spec.lookups]), None
-        dense = self._create_engine(self.directory / dense_file, thread)
-        check_outputs(spec, self.directory, dense.output_names, dense_file)
-        has_key_graph = (self.directory / keys_file).exists()
-        keys = OnnxEngine(self.directory / keys_file, num_threads=1) if has_key_graph else None
-        if layout.keys_follow_inputs:
-            check_network(spec, self.directory, dense, keys, (dense_file, keys_file))
-        return dense, keys
-
-    def _keep_contexts(self) -> KeptContexts | None:
-        """The object that ranks candidates and keeps their contexts, where the settings ask for it."""
-        if not self.config.context_cache_bytes or not isinstance(self._layout, RankingLayout):
-            return None
-        if not self.spec.is_divided:
-            raise ConfigurationError(
-                f"setting 'context_cache_bytes': {self.directory} was imported without dividing the network, so no "
-                "results of a context alone exist that could be kept"
-            )
-        if self._rows.device is not HOST:
-            raise ConfigurationError(
-                "setting 'context_cache_bytes': contexts can be kept only on the CPU; set device=cpu"
-            )
-        # Imported where needed: ONNX takes a while to load.
-        from inference_session.execution.kept_contexts import open_kept_contexts
-
-        return open_kept_contexts(self.version, self.config, self._rows, self._layout)
-
-    def _stage_model(self, networks: Sequence[Network]) -> StagedModel | StagedRankingModel | GatheredModel | None:
-        """The object that answers `run_arrays` on the networks' device; None: nothing does."""
-        network, *others = networks
-        if self.spec.ranking is None:
-            return self._stage_network(self.spec, network)
-        ranking = others[0] if others and not self.config.context_cache_bytes else None
-        return stage_ranking(self.spec, (network, ranking), self._stage_network)
-
-    def _stage_network(self, spec: ModelSpec, network: Network) -> StagedModel | GatheredModel | None:
-        if network.rows.device is HOST:
-            return stage_model(spec, self._layout, network, network.rows)
-        # Imported where needed: the reader of HugeCTR's requests takes half a second to load.
-        from inference_session.execution.gathered_model import gather_model
-
-        return gather_model(spec, self._layout, network)
-
-    def _create_engine(self, path: Path, thread: DeviceThread) -> DenseEngine:
-        """The dense engine; if ONNX Runtime cannot use the GPU, and no setting requires it, it runs on the CPU."""
-        try:
-            return create_engine(path, self.config, thread.device)
-        except ConfigurationError as error:
-            if self.config.device != "auto" or thread.device is HOST:
-                raise
-            _log.warning("Using the CPU: %s", error)
-            thread.device = HOST
-            return create_engine(path, self.config, HOST)
-
     @contextlib.contextmanager
     def _closed_on_error(self) -> Iterator[None]:
         try:
@@ -697,55 +543,41 @@ class InferenceSession:
 
     def _warm_up(self) -> None:
         """Prepare everything that the first requests need: the network, its memory, the hot rows."""
-        seconds = self.config.warm_up_s / len(self._replicas.all)
-        for replica in self._replicas.all:  # one by one, as only one may record
+        seconds = self.config.warm_up_s / len(self.replicas.all)
+        for replica in self.replicas.all:  # one by one, as only one may record
             replica.thread.run(partial(self._warm_up_on, replica, seconds))
         if self.failure is not None:
             raise UnavailableError(self.failure)
 
     def _warm_up_on(self, replica: Replica, seconds: float) -> None:
-        self._run_made_up(replica, 1, 1)  # without a time limit: kernels and network must be ready
+        batches = made_up_batches(self.spec, self.layout, on_gpu=replica.thread.device is not HOST)
+        self._run_made_up(replica, next(batches))  # without a time limit: kernels and network must be ready
         deadline = time.monotonic() + seconds
         if seconds:
             hot_keys = read_hot_keys(self._hot_keys_file) if self.config.state_dir else {}
             with contextlib.suppress(UnavailableError):  # if a store is down, some rows, or none, are enough
                 replica.network.rows.warm_up(hot_keys, deadline)
-        more = () if replica.thread.device is HOST else _GPU_WARM_UP_BATCHES
-        for num_requests, num_samples in (*_WARM_UP_BATCHES, *more):
+        ranked = []
+        for batch in batches:
             if time.monotonic() < deadline:
-                self._run_made_up(replica, num_requests if self._may_join else 1, num_samples)
-        ranked = self._warm_up_ranking(replica, deadline)
+                self._run_made_up(replica, batch)
+                ranked += [batch.ranking] if batch.ranking else []
         for network in {replica.network, replica.ranking}:
             network.dense.end_warm_up()
-        if isinstance(self._layout, RankingLayout) and self.spec.is_divided and replica.ranking.dense.replays:
-            self._layout.replayed = ranked
+        if isinstance(self.layout, RankingLayout) and self.spec.is_divided and replica.ranking.dense.replays:
+            self.layout.replayed = tuple(ranked)
 
-    def _warm_up_ranking(self, replica: Replica, deadline: float) -> tuple[tuple[int, int], ...]:
-        """Rank made-up candidates; returns the sizes that were run."""
-        if not isinstance(self._layout, RankingLayout):
-            return ()
-        on_gpu = replica.thread.device is not HOST and self.spec.is_divided
-        ran = []
-        for size in _GPU_RANKING_WARM_UP if on_gpu else _RANKING_WARM_UP:
-            if time.monotonic() < deadline:
-                self._run_request(replica, self._layout.made_up_ranking(*size))
-                ran.append(size)
-        return tuple(ran)
-
-    def _run_made_up(self, replica: Replica, num_requests: int, num_samples: int) -> None:
-        self._run_request(replica, self._layout.made_up(num_samples), num_requests)
-
-    def _run_request(self, replica: Replica, request: Request, times: int = 1) -> None:
+    def _run_made_up(self, replica: Replica, batch: MadeUpBatch) -> None:
         # Zeros may be an invalid request, and a store may be down; a failed warm-up batch affects no request.
         with contextlib.suppress(HotrowError):
-            checked = [self._layout.check(request)] * times
+            checked = [self.layout.check(batch.request)] * batch.num_requests
             # The first runs of a shape bind it; the last one runs as requests will.
             for _ in range(2 if replica.network.rows.is_launched else 1):
                 self._answer_on(replica, checked, unmarked)
-            arrays = self._arrays_of([request] * times)
+            arrays = self._arrays_of([batch.request] * batch.num_requests)
             if arrays:
                 for _ in range(2):
-                    self._run_arrays_on(replica, arrays, times, request.outputs, unmarked)
+                    self._run_arrays_on(replica, arrays, batch.num_requests, batch.request.outputs, unmarked)
 
     def _start_counting(self) -> None:
         """From now on, requests are counted, make rows hot, and are recorded if a setting asks for it."""
@@ -767,7 +599,7 @@ class InferenceSession:
             self.version.model,
             self.version.version,
             self.spec.tables,
-            self._rows.writer,
+            self._writer,
             topic_filter=self.config.update_filter,
             since=self.config.update_since,
             allow_non_finite=self.config.non_finite_updates == "apply",
@@ -785,14 +617,29 @@ class InferenceSession:
 
     def _all_stats(self) -> RowStats:
         """The counters of the rows on all devices."""
-        return RowStats.on_devices([rows.stats() for rows in dict.fromkeys(self._all_rows)])
+        return RowStats.on_devices([rows.stats() for rows in dict.fromkeys(self.rows)])
 
     def _hot_keys_now(self) -> HotKeys:
         """Which cached rows are hot on any device."""
-        return merged([rows.hot_keys() for rows in dict.fromkeys(self._all_rows)])
+        return merged([rows.hot_keys() for rows in dict.fromkeys(self.rows)])
 
     def _num_lookups(self) -> int:
         return sum(table.lookup_keys for table in self._stats.snapshot().tables.values())
+
+
+@dataclass(frozen=True)
+class SessionSnapshot:
+    """The statistics of a session at one moment."""
+
+    session: SessionCounts
+    rows: RowStats
+    updates: StreamSnapshot | None
+    """None: no update stream is followed."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """By the names of docs/reference/statistics.md."""
+        updates = {} if self.updates is None else asdict(self.updates)
+        return {**asdict(self.session), **self.rows.as_dict(), "updates": updates}
 
 
 def _fetch_on(
@@ -800,26 +647,3 @@ def _fetch_on(
 ) -> NDArray[np.float32]:
     fetch(replica.network.rows, table, keys, out)
     return out
-
-
-def _check_devices(config: SessionConfig, num_devices: int) -> None:
-    """Refuse settings that are not supported with this many devices."""
-    if num_devices == 1 and config.shard == "rows":
-        raise ConfigurationError(
-            f"shard=rows divides rows among several GPUs, but device {config.device!r} is one device: name several"
-            " (cuda:0,1), or leave shard out"
-        )
-    if num_devices > 1 and config.shard == "rows" and not config.has_fixed_rows:
-        raise ConfigurationError(
-            "shard=rows divides the rows of table files that never change: with volatile_store or persistent_store each"
-            " GPU has its own cache, and with update_stream alone the CPU looks rows up; leave shard out"
-        )
-
-
-def _verify(version: VersionDirectory, config: SessionConfig) -> None:
-    """Compare the files with the manifest, as far as the settings ask for it and it has not been done before."""
-    absent = frozenset({TABLES_FOLDER}) if config.has_store else frozenset()
-    known = VerifiedFiles(version.state_file(config.state_dir, "verified")) if config.state_dir else None
-    manifest.verify(version.path, checksums=config.verify == "full", absent=absent, known=known)
-    if known is not None:
-        known.save()

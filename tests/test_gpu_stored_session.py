@@ -83,14 +83,13 @@ def open_on_gpu(directory: Path, **settings: Any) -> InferenceSession:
 
 
 def rows_of(session: InferenceSession) -> StoredRows:
-    assert isinstance(session._rows, StoredRows)
-    assert session._rows.device.name == "cuda:0"
-    return session._rows
+    assert isinstance(session.rows[0], StoredRows)
+    assert session.rows[0].device.name == "cuda:0"
+    return session.rows[0]
 
 
 def await_inserts(rows: StoredRows) -> None:
-    assert rows._late is not None
-    assert rows._late.wait(PATIENCE_S)
+    assert rows.wait_for_inserts(PATIENCE_S)
 
 
 @pytest.mark.parametrize("num_samples", [0, 1, 7, 64, 1000])
@@ -270,7 +269,7 @@ def test_async_inserts_answer_by_default_and_then_by_row(version: tuple[Path, sm
         rows = rows_of(session)
         await_inserts(rows)
         for spec in small_model.TABLES:
-            rows._cache.clear(spec.folder)
+            rows.cache.clear(spec.folder)
 
         first = session.run(inputs)
         defaults = session.stats()["tables"]["user_weight"]["default_vectors"]

@@ -82,10 +82,10 @@ def on_each_device(session: InferenceSession, table: str, keys: Any) -> list[NDA
     """What each device answers."""
     spec, asked = session.spec.table(table), np.asarray(keys, np.int64)
     answers = []
-    for rows in session._all_rows:
+    for rows in session.rows:
         answers.append(np.empty((len(asked), spec.embedding_dim), np.float32))
         fetch(rows, session.spec.tables.index(spec), asked, answers[-1])
-    await_inserts(session._all_rows)
+    await_inserts(session.rows)
     return answers
 
 
@@ -93,8 +93,7 @@ def await_inserts(all_rows: Sequence[Rows]) -> None:
     """Until what was missing is cached."""
     for rows in all_rows:
         assert isinstance(rows, StoredRows)
-        assert rows._late is not None
-        assert rows._late.wait(PATIENCE_S)
+        assert rows.wait_for_inserts(PATIENCE_S)
 
 
 def test_requests_are_answered_by_all_devices(
@@ -104,8 +103,8 @@ def test_requests_are_answered_by_all_devices(
     for seed in range(10):
         inputs = small_model.random_inputs(seed, np.random.default_rng(seed))
         assert_answers(stored.run(inputs), small_model.expected(written[1], inputs))
-        await_inserts(stored._all_rows)
-    counts = [rows.stats().cache for rows in stored._all_rows]
+        await_inserts(stored.rows)
+    counts = [rows.stats().cache for rows in stored.rows]
     assert all(each is not None and each.rows > 0 and each.hits > 0 for each in counts)
 
 
@@ -114,8 +113,8 @@ def test_counts_add_up_over_the_caches(stored: InferenceSession) -> None:
     (before,) = stored.stats()["tiers"].values()
     for _ in range(4):
         stored.lookup("hashed", np.arange(1, 8))
-        await_inserts(stored._all_rows)
-    stats, parts = stored.stats(), [rows.stats() for rows in stored._all_rows]
+        await_inserts(stored.rows)
+    stats, parts = stored.stats(), [rows.stats() for rows in stored.rows]
     assert stats["cache"]["hits"] == stats["cache"]["tables"]["hashed"]["hits"] == 14
     assert stats["cache"]["misses"] == next(iter(stats["tiers"].values()))["hits"] - before["hits"] == 14
     for name in ("rows", "capacity", "inserts", "bytes", "cache_bytes"):
@@ -128,8 +127,8 @@ def test_a_change_is_seen_on_each_device(stored: InferenceSession, written: tupl
     first, second = written[1]["hashed/key"][:2].tolist()
     on_each_device(stored, "hashed", [first, second])
     on_each_device(stored, "code", [39, -1, 5])
-    fetch(stored._all_rows[1], 1, np.array([-3]), np.empty((1, 3), np.float32))
-    await_inserts(stored._all_rows)
+    fetch(stored.rows[1], 1, np.array([-3]), np.empty((1, 3), np.float32))
+    await_inserts(stored.rows)
 
     stored.update("code", [39, 37], np.array([[1, 2, 3], [4, 5, 6]], np.float32))
     stored.update("hashed", [10**15, second], np.array([[7, 8], [9, 10]], np.float32))
@@ -145,9 +144,9 @@ def test_a_change_is_seen_on_each_device(stored: InferenceSession, written: tupl
 def test_a_refresh_reaches_each_device(stored: InferenceSession, written: tuple[Path, small_model.Arrays]) -> None:
     """What another process has changed in the store, whichever devices have cached it."""
     first, second, third = written[1]["hashed/key"][:3].tolist()
-    for rows, keys in zip(stored._all_rows, ([first, second], [second, third]), strict=True):
+    for rows, keys in zip(stored.rows, ([first, second], [second, third]), strict=True):
         fetch(rows, 2, np.array(keys), np.empty((2, 2), np.float32))
-    await_inserts(stored._all_rows)
+    await_inserts(stored.rows)
     with create_store(url_of(written[0]), Namespace("small", "1"), DIMS, writable=True) as store:
         store.insert("hashed", np.array([first, second]), np.array([[1, 1], [2, 2]], np.float32))
         store.erase("hashed", np.array([third]))
@@ -174,9 +173,9 @@ def test_the_next_session_starts_with_what_was_hot_on_any_device(
     settings = {"state_dir": str(tmp_path), "warm_up_s": PATIENCE_S}
     keys = written[1]["hashed/key"][:4]
     with open_stored(written[0], **settings) as session:
-        for rows, part in zip(session._all_rows, (keys[:2], keys[2:]), strict=True):
+        for rows, part in zip(session.rows, (keys[:2], keys[2:]), strict=True):
             fetch(rows, 2, part, np.empty((2, 2), np.float32))
-        await_inserts(session._all_rows)
+        await_inserts(session.rows)
         session.run(small_model.random_inputs(1, np.random.default_rng(0), num_items=0))
     assert np.isin(keys, read_hot_keys(tmp_path / "small.hot_keys")["hashed"]).all()
     with open_stored(written[0], **settings) as session:
@@ -256,7 +255,7 @@ def test_a_failed_device_makes_the_model_unavailable(
     with pytest.raises(UnavailableError, match="cuda:0 has failed"):
         stored.update("hashed", [first], np.array([[7, 8]], np.float32))
     found = np.empty((1, 2), np.float32)
-    fetch(stored._all_rows[1], 2, np.array([first]), found)
+    fetch(stored.rows[1], 2, np.array([first]), found)
     assert found.tolist() == [[7, 8]]
     assert stored.stats()["cache"]["capacity"] > 0
     stored.close()
@@ -267,8 +266,8 @@ def test_rows_of_files_change_for_all_devices(devices: str, tmp_path: Path) -> N
     tables = small_model.write(tmp_path / "1")
     settings = {"update_stream": "kafka://localhost:1", "catch_up_s": 0}
     with InferenceSession.open(tmp_path / "1", device="cuda:0,1", **settings) as session:
-        assert len(session._replicas.all) == 2
-        session._rows.writer.update("code", np.array([4, 6]), np.full((2, 3), 7, np.float32))
+        assert len(session.replicas.all) == 2
+        session.rows[0].writer.update("code", np.array([4, 6]), np.full((2, 3), 7, np.float32))
         tables["code"][[4, 6]] = 7
         for seed in range(6):
             inputs = small_model.random_inputs(20, np.random.default_rng(seed))
@@ -280,10 +279,10 @@ def test_files_are_looked_up_in_a_thread_of_each_device(stand_ins: list[StandIn]
     """Rows that never change: `lookup` and requests take turns, and a failed device stops both."""
     tables = small_model.write(tmp_path / "1")
     with InferenceSession.open(tmp_path / "1", device="cuda:0,1") as session:
-        given = [each.num_given for each in session._replicas.all]
+        given = [each.num_given for each in session.replicas.all]
         for _ in range(2):
             np.testing.assert_array_equal(session.lookup("user.weight", np.arange(50)), tables["user_weight"])
-        assert [each.num_given for each in session._replicas.all] == [count + 1 for count in given]
+        assert [each.num_given for each in session.replicas.all] == [count + 1 for count in given]
         stand_ins[1].broken = "cuda:1 has failed"
         wait_until(lambda: session.failure is not None, "the failure to be seen")
         with pytest.raises(UnavailableError, match="cuda:1 has failed"):

@@ -385,10 +385,10 @@ def test_in_an_outage_only_requests_that_need_the_tier_fail(
     inputs["codes"][:] = 0
     even, odd = ({**inputs, "user": np.full((2, 1), user)} for user in (4, 5))
     with InferenceSession.open(version[0], persistent_store=url_of(version[0])) as session:
-        replica = session._replicas.all[0]
+        replica = session.replicas.all[0]
         dense, keys = replica.network.dense, replica.network.keys
         network = Network(session.spec, failing.rows, dense, keys, keys_follow_inputs=True)
-        monkeypatch.setattr(session, "_rows", failing.rows)
+        monkeypatch.setattr(session, "rows", (failing.rows,))
         monkeypatch.setattr(replica, "network", network)
         failing.error = UnavailableError("gone")
 
@@ -404,7 +404,7 @@ def test_refresh_in_an_outage_erases_nothing(version: tuple[Path, small_model.Ar
     """Cached rows that only the dead tier has stay; refresh() raises an error."""
     failing = FailingRows(version[1])
     cache = CpuEmbeddingCache(DIMS, 1 << 16)
-    rows = StoredRows(small_model.TABLES, cache, failing.rows._server)
+    rows = StoredRows(small_model.TABLES, cache, failing.rows.server)
     out = np.zeros((4, 4), np.float32)
     fetch(rows, 0, np.arange(4), out)
     failing.error = UnavailableError("gone")
@@ -458,16 +458,15 @@ def test_async_inserts_answer_by_default_and_then_by_row(
         nothing = {folder: np.zeros_like(vectors) for folder, vectors in version[1].items()}
         nothing["hashed"] = np.tile(np.array(HASHED_DEFAULT, np.float32), (30, 1))
         nothing["hashed/key"] = version[1]["hashed/key"]
-        rows = session._rows
+        rows = session.rows[0]
         assert isinstance(rows, StoredRows)
-        assert rows._late is not None
-        assert rows._late.wait(PATIENCE_S)
+        assert rows.wait_for_inserts(PATIENCE_S)
         for spec in small_model.TABLES:
-            rows._cache.clear(spec.folder)
+            rows.cache.clear(spec.folder)
 
         first = session.run(inputs)
         defaults = session.stats()["tables"]["user_weight"]["default_vectors"]
-        assert rows._late.wait(PATIENCE_S)
+        assert rows.wait_for_inserts(PATIENCE_S)
         second = session.run(inputs)
 
     assert defaults == 60

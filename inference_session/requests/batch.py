@@ -153,7 +153,7 @@ class RequestLayout(ABC):
             network_inputs: what networks read, in addition to the vectors.
             max_elements: elements of one input of a request, at most.
         """
-        self._outputs = outputs
+        self.outputs = outputs
         self.max_elements = max_elements
 
     @abstractmethod
@@ -174,12 +174,12 @@ class RequestLayout(ABC):
 
     def wanted(self, requests: Sequence[CheckedRequest]) -> list[str]:
         """The outputs that the network has to compute for a batch."""
-        return self._outputs.of_network([request.outputs for request in requests])
+        return self.outputs.of_network([request.outputs for request in requests])
 
     def split(self, computed: Answer, requests: Sequence[CheckedRequest]) -> list[Answer]:
         """The outputs that each request of a batch asked for, taken from the network's outputs for the batch."""
         wanted = [request.outputs for request in requests]
-        return self._outputs.split(computed, wanted, [request.num_samples for request in requests])
+        return self.outputs.split(computed, wanted, [request.num_samples for request in requests])
 
     def _check_size(self, name: str, array: NDArray[Any]) -> None:
         if array.size > self.max_elements:

@@ -56,7 +56,7 @@ class HugectrLayout(RequestLayout):
                 parts[name] = RaggedBags(
                     decoded.keys, bags.begins, bags.ends, (decoded.num_samples, slots), bags.num_keys
                 )
-        outputs = self._outputs.resolve(request.outputs)
+        outputs = self.outputs.resolve(request.outputs)
         return CheckedRequest(parts, outputs, decoded.num_samples, shapes=(decoded.ragged is None,))
 
     def made_up(self, num_samples: int) -> Request:
@@ -86,7 +86,7 @@ class HpsLayout(RequestLayout):
         parts: dict[str, Part] = {
             name: keys[offsets[table] : offsets[table + 1]] for table, name in enumerate(self._names)
         }
-        outputs = self._outputs.resolve(request.outputs)
+        outputs = self.outputs.resolve(request.outputs)
         return CheckedRequest(parts, outputs, num_samples=1, shapes=())
 
     def made_up(self, num_samples: int) -> Request:

@@ -39,7 +39,7 @@ class RankingLayout(TensorLayout):
         inputs, shapes, (num_samples, num_contexts) = self._check_inputs(arrays)
         counts = _num_candidates(given, num_samples, num_contexts)
         is_ordinary = num_samples == num_contexts and bool((counts == 1).all())
-        outputs = self._outputs.resolve(request.outputs)
+        outputs = self.outputs.resolve(request.outputs)
         if is_ordinary:
             return CheckedRequest(inputs, outputs, num_samples, shapes)
         if not self._is_divided:

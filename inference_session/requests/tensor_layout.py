@@ -47,7 +47,7 @@ class TensorLayout(RequestLayout):
 
     def check(self, request: Request) -> CheckedRequest:
         inputs, shapes, (num_samples, _) = self._check_inputs(request.inputs)
-        return CheckedRequest(inputs, self._outputs.resolve(request.outputs), max(num_samples, 0), shapes)
+        return CheckedRequest(inputs, self.outputs.resolve(request.outputs), max(num_samples, 0), shapes)
 
     def _check_inputs(
         self, inputs: Mapping[str, NDArray[Any]]

@@ -43,7 +43,7 @@ def create_rows(version: VersionDirectory, config: SessionConfig, devices: Seque
     files = version.open_tables(verify_indexes=config.verify == "full")
     if config.update_stream is not None:
         return [UpdatedRows(files, num_threads=config.num_lookup_threads)] * len(devices)
-    return [MappedRows(files, tables) for tables in _tables(files, config, devices)]
+    return [MappedRows(files, tables) for tables in open_device_tables(files, config, devices)]
 
 
 def resolved_cache_bytes(spec: ModelSpec, config: SessionConfig, *, on_device: bool = False) -> int:
@@ -63,14 +63,16 @@ def _stored_rows(version: VersionDirectory, config: SessionConfig, devices: Sequ
     may_default = config.insert_mode == "async" and config.unknown_keys == "default_vector"
     async_from = config.hit_rate_threshold if may_default else None
     with contextlib.ExitStack() as opened:
-        caches = [opened.enter_context(_cache(version.spec, config, device)) for device in devices]
+        caches = [opened.enter_context(create_cache(version.spec, config, device)) for device in devices]
         server = create_parameter_server(version, config)
         opened.pop_all()
     writer = StoredWriter(tables, caches, server, refresh_interval_s=config.refresh_interval_s)
     return [StoredRows(tables, cache, server, writer=writer, async_from=async_from) for cache in caches]
 
 
-def _tables(files: Sequence[TableFile], config: SessionConfig, devices: Sequence[Device]) -> Sequence[DeviceTables]:
+def open_device_tables(
+    files: Sequence[TableFile], config: SessionConfig, devices: Sequence[Device]
+) -> Sequence[DeviceTables]:
     if devices[0] is HOST:
         return [HostTables(files, num_threads=config.num_lookup_threads)]
     from inference_session.tables.placed_tables import open_cuda_tables
@@ -79,7 +81,7 @@ def _tables(files: Sequence[TableFile], config: SessionConfig, devices: Sequence
     return open_cuda_tables(files, gpus, cache_bytes=config.cache_bytes, shard=config.shard)
 
 
-def _cache(spec: ModelSpec, config: SessionConfig, device: Device) -> EmbeddingCache:
+def create_cache(spec: ModelSpec, config: SessionConfig, device: Device) -> EmbeddingCache:
     dims = {table.folder: table.embedding_dim for table in spec.tables}
     num_rows = {table.folder: table.num_rows for table in spec.tables}
     cache_bytes = resolved_cache_bytes(spec, config, on_device=device is not HOST)

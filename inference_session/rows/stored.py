@@ -60,8 +60,8 @@ class StoredRows(Rows):
         self.device = cache.device
         self._specs = specs
         self._row_numbers = RowNumbers(specs) if cache.device is HOST else None
-        self._cache = cache
-        self._server = server
+        self.cache = cache
+        self.server = server
         self._defaults = [np.full(spec.embedding_dim, spec.default_vector, np.float32) for spec in specs]
         self._async_from = math.inf if async_from is None else async_from
         is_late = async_from is not None or cache.inserts_at_once
@@ -70,48 +70,52 @@ class StoredRows(Rows):
 
     def prepare(self, segments: NDArray[np.void]) -> Any:
         """See Rows."""
-        return self._cache.prepare(segments)
+        return self.cache.prepare(segments)
 
     def look_up(self, lookup: Lookup) -> None:
         """See Rows."""
         if self._row_numbers is not None:
             self._row_numbers.count_from_start(lookup)
-        num_missing = self._cache.look_up(lookup)
+        num_missing = self.cache.look_up(lookup)
         if num_missing:
             waits = num_missing > (1 - self._async_from) * lookup.num_keys.sum()
-            for misses in self._cache.misses(lookup):
+            for misses in self.cache.misses(lookup):
                 self._complete(misses, waits)
 
     def scan(self, table: str) -> Iterator[RowBatch]:
         """See Rows."""
-        return self._server.scan(table)
+        return self.server.scan(table)
 
     def hot_keys(self) -> HotKeys:
         """See Rows."""
-        return {spec.folder: self._cache.hottest(spec.folder) for spec in self._specs}
+        return {spec.folder: self.cache.hottest(spec.folder) for spec in self._specs}
 
     def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:
         """See Rows. The hottest rows of all tables come first."""
-        capacities = {table: stats.capacity for table, stats in self._cache.stats().tables.items()}
+        capacities = {table: stats.capacity for table, stats in self.cache.stats().tables.items()}
         wanted = {table: hot_keys.get(table, NO_POSITIONS)[:capacity] for table, capacity in capacities.items()}
         for begin in range(0, max(map(len, wanted.values()), default=0), _KEYS_PER_FETCH):
             for table, keys in wanted.items():
                 if time.monotonic() > deadline:
                     return
-                self._writer.bring_in(self._cache, table, keys[begin : begin + _KEYS_PER_FETCH])
+                self._writer.bring_in(self.cache, table, keys[begin : begin + _KEYS_PER_FETCH])
 
     def stats(self) -> RowStats:
         """See Rows."""
         dropped = None if self._late is None else self._late.num_dropped
-        return RowStats(cache=self._cache.stats(), dropped_inserts=dropped, server=self._server.stats())
+        return RowStats(cache=self.cache.stats(), dropped_inserts=dropped, server=self.server.stats())
+
+    def wait_for_inserts(self, timeout_s: float) -> bool:
+        """Wait until rows that were missing are in the cache; returns whether they are."""
+        return self._late is None or self._late.wait(timeout_s)
 
     def close(self) -> None:
         """See Rows."""
         self._writer.close()
         if self._late is not None:
             self._late.close()
-        self._server.close()
-        self._cache.close()
+        self.server.close()
+        self.cache.close()
 
     def _complete(self, misses: Misses, waits: bool) -> None:
         """Answer keys that the cache lacks: with their rows, or where the look-up does not wait, by default."""
@@ -128,17 +132,17 @@ class StoredRows(Rows):
             still_missing.complete()
         if not rows.parts:  # other threads have cached all of these rows since the miss
             return
-        if self._late is not None and (self._cache.inserts_at_once or not waits):
+        if self._late is not None and (self.cache.inserts_at_once or not waits):
             self._late.put(rows)
         else:
             # Not before: these rows might have taken the place of some that were about to be pooled.
-            self._writer.keep(self._cache, [rows])
+            self._writer.keep(self.cache, [rows])
 
     def _insert_late(self, missing: Sequence[MissingRows]) -> None:
         for rows in missing:
             if not rows.is_fetched:
                 self._fetch(rows)
-        self._writer.keep(self._cache, missing)
+        self._writer.keep(self.cache, missing)
 
     def _fetch(self, rows: MissingRows) -> None:
         """Fill in the vectors."""
@@ -147,7 +151,7 @@ class StoredRows(Rows):
             FetchRequest(self._specs[t].folder, stored_keys(self._specs[t], part.keys), part.vectors)
             for t, part in rows.parts.items()
         ]
-        for (t, part), found in zip(rows.parts.items(), self._server.fetch(requests), strict=True):
+        for (t, part), found in zip(rows.parts.items(), self.server.fetch(requests), strict=True):
             part.found[:] = found
             if not found.all():
                 part.vectors[~found] = self._defaults[t]

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from inference_session.model_spec import KEY_FILE, TABLES_FOLDER, ModelSpec
 from inference_session.tables.table_file import TableFile
-from inference_session.version_directory.manifest import read_manifest
+from inference_session.version_directory.manifest import read_manifest, verify
 from inference_session.version_directory.names import absolute, model_and_version, state_file
+from inference_session.version_directory.verified_files import VerifiedFiles
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,20 @@ class VersionDirectory:
     def state_file(self, state_dir: str, kind: str) -> Path:
         """The state of one kind that processes that serve the model keep for each other."""
         return state_file(Path(state_dir), absolute(self.path).parent.name, kind)
+
+    def verify(self, *, checksums: bool, has_store: bool, state_dir: str | None) -> None:
+        """Compare the files with the manifest; see `manifest.verify`.
+
+        Args:
+            checksums: compare them, too, except those of files that were found to have them before.
+            has_store: a store has the rows, so that the tables may be missing.
+            state_dir: remembers whose checksums were compared; None: all are.
+        """
+        absent = frozenset({TABLES_FOLDER}) if has_store else frozenset()
+        known = VerifiedFiles(self.state_file(state_dir, "verified")) if state_dir else None
+        verify(self.path, checksums=checksums, absent=absent, known=known)
+        if known is not None:
+            known.save()
 
     def open_tables(self, *, verify_indexes: bool = False) -> list[TableFile]:
         """The tables, in the order of session.json; see `TableFile.open`."""

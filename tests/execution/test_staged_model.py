@@ -32,7 +32,7 @@ KINDS = ("files", "threads", "updates", "cache", "tiny cache")
 def open_plain(directory: Path, **options: Any) -> InferenceSession:
     """A session that stages nothing: the oracle."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("inference_session.session.stage_model", lambda *_: None)
+        patch.setattr("inference_session.execution.model.stage_model", lambda *_: None)
         return InferenceSession.open(directory, **options)
 
 
@@ -40,7 +40,7 @@ def open_updated(directory: Path) -> InferenceSession:
     """A session whose rows an update stream could change."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "inference_session.session.create_rows",
+            "inference_session.execution.model.create_rows",
             lambda version, config, devices: [UpdatedRows(version.open_tables(), num_threads=1)],
         )
         return InferenceSession.open(directory)
@@ -145,7 +145,7 @@ def test_every_way_of_asking_takes_it(
     shuffled = dict(reversed(inputs.items()))
     expected = plain.run(inputs)
     with InferenceSession.open(directory) as session:
-        monkeypatch.setattr(session._layout, "check", lambda _: pytest.fail("took the way of other requests"))
+        monkeypatch.setattr(session.layout, "check", lambda _: pytest.fail("took the way of other requests"))
         assert_same(session.run(shuffled), expected)
         assert_same(session.run(inputs, ["OUTPUT0"]), {"OUTPUT0": expected["OUTPUT0"]})
         assert_same(
@@ -291,10 +291,10 @@ def test_updates_are_answered_at_once(directory: Path) -> None:
     inputs = {name: np.ones_like(array) for name, array in staged_model.inputs(3, np.random.default_rng(0)).items()}
     with open_updated(directory) as session:
         assert session.run_arrays(arrays_of([inputs]), 1) is not None
-        session._rows.writer.update("wide", np.array([1]), np.full((1, 16), 7, np.float32))
+        session.rows[0].writer.update("wide", np.array([1]), np.full((1, 16), 7, np.float32))
         answer = session.run(inputs)
         np.testing.assert_array_equal(answer["alone_out"], np.full((3, 3, 16), 7))
-        session._rows.writer.erase("wide", np.array([1]))
+        session.rows[0].writer.erase("wide", np.array([1]))
         unknown = session.stats()["tables"]["wide"]["default_vectors"]
         answer = session.run(inputs)
         np.testing.assert_array_equal(answer["alone_out"], np.full((3, 3, 16), 2))

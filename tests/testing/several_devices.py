@@ -16,6 +16,7 @@ from inference_session.device.base import Device
 from inference_session.device.host import HOST, HostDevice
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache
 from inference_session.errors import UnavailableError
+from inference_session.execution import model
 from inference_session.model_spec import ModelSpec
 from inference_session.rows import create
 from inference_session.tables.host_tables import HostTables
@@ -82,7 +83,7 @@ def stand_in(patch: pytest.MonkeyPatch, count: int = 2) -> list[StandIn]:
         return opened
 
     patch.setattr(session, "open_devices", lambda _: [*devices])
-    patch.setattr(session, "create_engine", lambda path, config, _: create_engine(path, config, HOST))
-    patch.setattr(create, "_cache", cache_on)
-    patch.setattr(create, "_tables", tables_on)
+    patch.setattr(model, "create_engine", lambda path, config, _: create_engine(path, config, HOST))
+    patch.setattr(create, "create_cache", cache_on)
+    patch.setattr(create, "open_device_tables", tables_on)
     return devices

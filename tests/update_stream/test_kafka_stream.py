@@ -85,7 +85,7 @@ def test_updates_never_tear_or_hide_rows(broker: Broker, small: SmallVersion) ->
     """While the updated rows grow and are replaced, every look-up finds each row whole, old or new."""
     num_keys = 3000
     with InferenceSession.open(small.directory, update_stream=broker.url) as session:
-        source = session._rows.writer
+        source = session.rows[0].writer
         source.update(
             "user_weight",
             np.arange(num_keys),

@@ -28,8 +28,8 @@ def test_updates_reach_each_cache_in_order(
     with InferenceSession.open(small.directory, device="cuda:0,1", **settings) as session:
 
         def answers() -> list[np.ndarray[tuple[int, int], np.dtype[np.float32]]]:
-            found = [np.empty((len(keys), 2), np.float32) for _ in session._all_rows]
-            for rows, out in zip(session._all_rows, found, strict=True):
+            found = [np.empty((len(keys), 2), np.float32) for _ in session.rows]
+            for rows, out in zip(session.rows, found, strict=True):
                 fetch(rows, 2, keys, out)
             return found
 

@@ -1,0 +1,167 @@
+"""A model version on the devices of a session: its networks and rows are opened, and joined to replicas."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from inference_session.config import SessionConfig
+from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine, create_engine
+from inference_session.device.base import Device
+from inference_session.device.host import HOST
+from inference_session.errors import ConfigurationError
+from inference_session.execution.network import Network, check_network, check_outputs
+from inference_session.execution.replicas import DeviceThread, Replica, Replicas
+from inference_session.execution.staged_model import StagedModel, StagedRankingModel, stage_model, stage_ranking
+from inference_session.model_spec import DENSE_FILE, KEYS_FILE, RANKING_FILE, RANKING_KEYS_FILE, ModelSpec
+from inference_session.requests.batch import RequestLayout
+from inference_session.requests.layouts import layout_of
+from inference_session.requests.outputs import Outputs
+from inference_session.requests.ranking_layout import RankingLayout
+from inference_session.rows import Rows, create_rows
+from inference_session.version_directory.version import VersionDirectory
+
+if TYPE_CHECKING:
+    from inference_session.execution.gathered_model import GatheredModel
+    from inference_session.execution.kept_contexts import KeptContexts
+
+_log = logging.getLogger(__name__)
+_Engines: TypeAlias = "tuple[DenseEngine, OnnxEngine | None]"
+"""A dense network, and the one that computes its keys."""
+
+
+class Model(NamedTuple):
+    """What a session computes answers with."""
+
+    layout: RequestLayout
+    rows: tuple[Rows, ...]
+    """Where each device looks up; devices may share one object."""
+    replicas: Replicas
+    """In the order of `rows`."""
+    kept_contexts: KeptContexts | None
+    """Ranks candidates and keeps their contexts, where the settings ask for it."""
+
+
+def open_model(version: VersionDirectory, config: SessionConfig, devices: Sequence[Device]) -> Model:
+    """Open the engines of a version, then its rows, on each device.
+
+    Raises:
+        ModelFormatError: a file is missing, damaged or not what session.json says.
+        ConfigurationError: the version or a device cannot do what a setting asks for.
+    """
+    spec = version.spec
+    # Only what is looked up without a wait for stores is recorded; the other requests wait at the same time.
+    has_threads = len(devices) > 1 and config.has_fixed_rows
+    threads = [DeviceThread(device, is_own=has_threads) for device in devices]
+    engines = [thread.run(partial(_open_all_engines, version, config, thread)) for thread in threads]
+    names = [engine.input_names for pair in engines[0] for engine in pair if engine is not None]
+    layout = layout_of(spec)(
+        spec,
+        Outputs(spec),
+        network_inputs=frozenset().union(*names),
+        max_elements=config.max_keys_per_request,
+    )
+    rows = tuple(create_rows(version, config, [thread.device for thread in threads]))
+    networks = [_networks(spec, layout, *each) for each in zip(engines, rows, strict=True)]
+    replicas = [
+        Replica(*pair, thread, _stage(spec, config, layout, pair))
+        for thread, pair in zip(threads, networks, strict=True)
+    ]
+    return Model(layout, rows, Replicas(replicas), _keep_contexts(version, config, rows[0], layout))
+
+
+def _network_specs(spec: ModelSpec) -> list[ModelSpec]:
+    """For the model's network, and for the one that ranks candidates, if any."""
+    if spec.ranking is None or spec.ranking.undivided:
+        return [spec]
+    return [spec, replace(spec, lookups=spec.ranking.lookups)]
+
+
+def _open_all_engines(version: VersionDirectory, config: SessionConfig, thread: DeviceThread) -> list[_Engines]:
+    """Of each network, on the thread's device."""
+    files = (DENSE_FILE, KEYS_FILE), (RANKING_FILE, RANKING_KEYS_FILE)
+    pairs = zip(_network_specs(version.spec), files, strict=False)
+    return [_open_engines(version.path, spec, config, thread, names) for spec, names in pairs]
+
+
+def _open_engines(
+    directory: Path, spec: ModelSpec, config: SessionConfig, thread: DeviceThread, files: tuple[str, str]
+) -> _Engines:
+    """A dense network, and the one that computes its keys, if any."""
+    dense_file, keys_file = files
+    layout = layout_of(spec)
+    if not layout.has_network:
+        return VectorEngine([lookup.dense_input for lookup in spec.lookups]), None
+    dense = _create_engine(directory / dense_file, config, thread)
+    check_outputs(spec, directory, dense.output_names, dense_file)
+    has_key_graph = (directory / keys_file).exists()
+    keys = OnnxEngine(directory / keys_file, num_threads=1) if has_key_graph else None
+    if layout.keys_follow_inputs:
+        check_network(spec, directory, dense, keys, files)
+    return dense, keys
+
+
+def _create_engine(path: Path, config: SessionConfig, thread: DeviceThread) -> DenseEngine:
+    """The dense engine; if ONNX Runtime cannot use the GPU, and no setting requires it, it runs on the CPU."""
+    try:
+        return create_engine(path, config, thread.device)
+    except ConfigurationError as error:
+        if config.device != "auto" or thread.device is HOST:
+            raise
+        _log.warning("Using the CPU: %s", error)
+        thread.device = HOST
+        return create_engine(path, config, HOST)
+
+
+def _networks(
+    spec: ModelSpec, layout: RequestLayout, engines: Sequence[_Engines], rows: Rows
+) -> tuple[Network, Network]:
+    """The model's network, and the one that ranks candidates; the same where the model has no other for them."""
+    networks = [
+        Network(each, rows, dense, keys, keys_follow_inputs=layout.keys_follow_inputs)
+        for each, (dense, keys) in zip(_network_specs(spec), engines, strict=True)
+    ]
+    return networks[0], networks[-1]
+
+
+def _stage(
+    spec: ModelSpec, config: SessionConfig, layout: RequestLayout, networks: tuple[Network, Network]
+) -> StagedModel | StagedRankingModel | GatheredModel | None:
+    """The object that answers `InferenceSession.run_arrays` on the networks' device; None: nothing does."""
+    network, ranking = networks
+    stage = partial(_stage_network, layout)
+    if spec.ranking is None:
+        return stage(spec, network)
+    has_other = ranking is not network and not config.context_cache_bytes
+    return stage_ranking(spec, (network, ranking if has_other else None), stage)
+
+
+def _stage_network(layout: RequestLayout, spec: ModelSpec, network: Network) -> StagedModel | GatheredModel | None:
+    if network.rows.device is HOST:
+        return stage_model(spec, layout, network, network.rows)
+    # Imported where needed: the reader of HugeCTR's requests takes half a second to load.
+    from inference_session.execution.gathered_model import gather_model
+
+    return gather_model(spec, layout, network)
+
+
+def _keep_contexts(
+    version: VersionDirectory, config: SessionConfig, rows: Rows, layout: RequestLayout
+) -> KeptContexts | None:
+    if not config.context_cache_bytes or not isinstance(layout, RankingLayout):
+        return None
+    if not version.spec.is_divided:
+        raise ConfigurationError(
+            f"setting 'context_cache_bytes': {version.path} was imported without dividing the network, so no "
+            "results of a context alone exist that could be kept"
+        )
+    if rows.device is not HOST:
+        raise ConfigurationError("setting 'context_cache_bytes': contexts can be kept only on the CPU; set device=cpu")
+    # Imported where needed: ONNX takes a while to load.
+    from inference_session.execution.kept_contexts import open_kept_contexts
+
+    return open_kept_contexts(version, config, rows, layout)
