@@ -36,6 +36,10 @@ _SECONDS_PER_KEY = 1e-8
 _ROUNDS = 5
 _LEAST_SECONDS = 2e-4
 """A request that takes less is not measured: a difference would be that of the measurement."""
+_LEAST_RATIO = 1.05
+"""Times that differ by less are taken as equal, for the same reason. Equal networks are divided: contexts of a divided
+one are not repeated, and can be kept.
+"""
 
 
 class Times(NamedTuple):
@@ -47,7 +51,7 @@ class Times(NamedTuple):
     @property
     def are_worse(self) -> bool:
         """Whether dividing the network makes such requests slower."""
-        return self.divided > self.whole > _LEAST_SECONDS
+        return self.whole > _LEAST_SECONDS and self.divided > _LEAST_RATIO * self.whole
 
 
 def measure(staging: Path, spec: ModelSpec, ranking: RankingSpec, recipe: Recipe) -> Times | None:

@@ -92,7 +92,7 @@ def test_a_division_that_pays_or_makes_no_measurable_difference_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the networks refuse the generated request."""
-    for number, times in enumerate([Times(0.002, 0.003), Times(0.0002, 0.0001), None]):
+    for number, times in enumerate([Times(0.002, 0.003), Times(0.00309, 0.003), Times(0.0002, 0.0001), None]):
         monkeypatch.setattr(ranking, "measure", lambda *_, times=times: times)
         folder = tmp_path / str(number)
         folder.mkdir()
