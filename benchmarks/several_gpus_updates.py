@@ -1,26 +1,30 @@
 """Updates and swaps under load on all GPUs of a host: goal M5.
 
-    python benchmarks/several_gpus_updates.py [--swaps 20] [--rate 20000] [--device cuda:all]
+    python benchmarks/several_gpus_updates.py [--swaps 20] [--rate 20000] [--device cuda:all] [--seconds 140]
 
-One model over a real Redis and a real broker, with a cache on each GPU. Rows are published at a steady rate while
-threads send requests and new versions take over. The rows of a new version include what had been published before it
-was made; the later updates come from the stream. A row is `[version, key, number, number, …]`: 0 for the version where
-it has been published, and the number of the update. So each answer shows whether all of it, network included, is of one
-version, and whether a row is whole. At the end each GPU is asked for every row.
+One model over a real Redis and a real broker, with a cache on each GPU. A process of its own publishes rows at a steady
+rate, while threads send requests and new versions take over. The rows of a new version include what had been published
+before it was made; the later updates come from the stream. A row is `[version, key, number, number, …]`: 0 for the
+version where it has been published, and the number of the update. So each answer shows whether all of it, network
+included, is of one version, and whether a row is whole. At the end each GPU is asked for every row.
+
+The swaps are spread over `--seconds`. If that is too short, fewer take place, and the last line says how many.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import multiprocessing
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import onnx
@@ -28,7 +32,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from inference_session import InferenceSession
-from inference_session.errors import HotrowError
+from inference_session.errors import HotrowError, UnavailableError
 from inference_session.model_spec import DENSE_FILE, TABLES_FOLDER, LookupSpec, ModelSpec, TableSpec, TensorSpec
 from inference_session.tables.table_file import write_table
 from inference_session.update_stream import Publisher
@@ -42,44 +46,80 @@ from tests.testing.servers import RedisServer
 MODEL, TABLE = "m5", "item"
 DIM, FEATURES, SAMPLES, NUM_THREADS = 16, 8, 64, 4
 _PUBLISH_S = 0.05
+_CONFIRM_S = 20.0
+"""The longest wait for the broker before rows are published again."""
 _CATCH_UP_S = 20.0
 """The longest wait for the last updates to be served."""
 
 
-class Numbers:
-    """Publishes rows at a steady rate from its own thread; `newest` is the number of each row's last update."""
+class Snapshot(NamedTuple):
+    """What has been published and confirmed."""
+
+    numbers: NDArray[np.int64]
+    """Of each row's last update."""
+    at: datetime
+    count: int
+    """Rows so far."""
+    num_repeated: int
+    """Times that rows were published again, because the broker had not confirmed them in time."""
+
+
+class Trainer:
+    """Publishes rows at a steady rate, in a process of its own: it must not take the interpreter from requests."""
 
     def __init__(self, url: str, num_rows: int, rate: int) -> None:
-        self.newest = np.zeros(num_rows, np.int64)
-        self.count = 0
-        self._rate, self._closing = rate, threading.Event()
-        self._publishing = threading.Lock()
-        self._publisher = Publisher(url, MODEL, encoding="batch")
-        self._thread = threading.Thread(target=self._work)
-        self._thread.start()
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=_publish, args=(other, url, num_rows, rate), daemon=True)
+        self._process.start()
+        other.close()
 
-    def snapshot(self) -> tuple[NDArray[np.int64], datetime]:
-        """The numbers of all rows, and when they were these."""
-        with self._publishing:
-            return self.newest.copy(), datetime.now(timezone.utc)
+    def snapshot(self) -> Snapshot:
+        """What has been published so far."""
+        return self._ask("snapshot")
 
-    def close(self) -> None:
-        """Stop publishing."""
-        self._closing.set()
-        self._thread.join()
-        self._publisher.close()
+    def close(self) -> Snapshot:
+        """Stop publishing; what has been published in all."""
+        last = self._ask("close")
+        self._process.join()
+        return last
 
-    def _work(self) -> None:
-        rng, due, number = np.random.default_rng(0), time.monotonic(), 0
-        while not self._closing.wait(max(0.0, due - time.monotonic())):
-            due += _PUBLISH_S
-            number += 1
-            keys = rng.choice(len(self.newest), int(self._rate * _PUBLISH_S), replace=False)
-            with self._publishing:
-                self._publisher.publish(TABLE, keys, rows_of(0, keys, np.full(len(keys), number)))
-                self._publisher.flush()
-                self.newest[keys] = number
-                self.count += len(keys)
+    def _ask(self, what: str) -> Snapshot:
+        self._pipe.send(what)
+        return cast("Snapshot", self._pipe.recv())
+
+
+def _publish(pipe: Connection, url: str, num_rows: int, rate: int) -> None:
+    """The trainer's process. No more than one batch of rows waits for the broker."""
+    numbers, count, num_repeated = np.zeros(num_rows, np.int64), 0, 0
+    rng, due, number = np.random.default_rng(0), time.monotonic(), 0
+    num_keys = max(int(rate * _PUBLISH_S), 1)
+    publisher = Publisher(url, MODEL, encoding="batch", timeout_s=_CONFIRM_S)
+    while True:
+        if pipe.poll(max(0.0, due - time.monotonic())):
+            what = pipe.recv()
+            pipe.send(Snapshot(numbers, datetime.now(timezone.utc), count, num_repeated))
+            if what == "close":
+                return
+            continue
+        due += _PUBLISH_S
+        number += 1
+        keys = rng.choice(num_rows, num_keys, replace=False)
+        while not _is_confirmed(publisher, keys, rows_of(0, keys, np.full(num_keys, number))):
+            num_repeated += 1
+        numbers[keys] = number
+        count += num_keys
+
+
+def _is_confirmed(publisher: Publisher, keys: NDArray[np.int64], rows: NDArray[np.float32]) -> bool:
+    """Publish rows; returns whether the broker has confirmed them in time."""
+    try:
+        publisher.publish(TABLE, keys, rows)
+        publisher.flush()
+    except UnavailableError as error:
+        print(f"the trainer publishes {len(keys)} rows again: {error}", flush=True)
+        return False
+    return True
 
 
 def rows_of(version: int, keys: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -213,39 +253,61 @@ def main() -> None:
     parser.add_argument("--swaps", type=int, default=20)
     parser.add_argument("--rate", type=int, default=20_000, help="rows published a second")
     parser.add_argument("--rows", type=int, default=50_000)
+    parser.add_argument("--seconds", type=float, default=140.0, help="of swaps; the rest takes up to half a minute")
     parser.add_argument("--device", default="cuda:all")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, settings_of(options.device) as settings:
-        folder, url = Path(name), settings["update_stream"]
-        first = write_version(folder, 1, np.zeros(options.rows, np.int64), None)
-        numbers = Numbers(url, options.rows, options.rate)
-        served = Served(options.rows, InferenceSession.open(first, **settings))
-        begin, before = time.monotonic(), numbers.count
-        for version in range(2, options.swaps + 2):
-            directory = write_version(folder, version, *numbers.snapshot())
-            served.replace(InferenceSession.open(directory, **settings))
-            print(
-                f"{time.monotonic() - begin:.1f} s: version {version} serves, {served.num_answers} answers", flush=True
-            )
-        rate = (numbers.count - before) / (time.monotonic() - begin)
+        folder = Path(name)
+        directory = write_version(folder, 1, np.zeros(options.rows, np.int64), None)
+        # Kernels are compiled before the trainer begins.
+        served = Served(options.rows, InferenceSession.open(directory, **settings))
+        trainer = Trainer(settings["update_stream"], options.rows, options.rate)
+        before = trainer.snapshot()
+        begin = time.monotonic()
+        num_swaps = swap(folder, settings, served, trainer, options)
+        seconds, last = time.monotonic() - begin, trainer.close()
         served.end_load()
-        numbers.close()
-        report(served, options.swaps, rate, numbers.newest)
+        report(served, num_swaps, (last.count - before.count) / seconds, last)
         served.active.session.close()
 
 
-def report(served: Served, num_swaps: int, rate: float, newest: NDArray[np.int64]) -> None:
+def swap(folder: Path, settings: dict[str, Any], served: Served, trainer: Trainer, options: argparse.Namespace) -> int:
+    """Let one version after the other take over, spread over the time; returns how many did."""
+    begin = time.monotonic()
+    for number in range(options.swaps):
+        time.sleep(max(0.0, begin + number * options.seconds / options.swaps - time.monotonic()))
+        if time.monotonic() - begin > options.seconds:
+            return number
+        started, snapshot = time.monotonic(), trainer.snapshot()
+        directory = write_version(folder, number + 2, snapshot.numbers, snapshot.at)
+        written = time.monotonic()
+        session = InferenceSession.open(directory, **settings)
+        opened = time.monotonic()
+        lag = session.stats()["updates"]["lag_messages"]
+        served.replace(session)
+        print(
+            f"{time.monotonic() - begin:.1f} s: version {number + 2} serves; written in {written - started:.1f} s,"
+            f" opened in {opened - written:.1f} s with {lag} messages to come, the old one closed in"
+            f" {time.monotonic() - opened:.1f} s; {snapshot.count} rows published, {served.num_answers} answers",
+            flush=True,
+        )
+    return options.swaps
+
+
+def report(served: Served, num_swaps: int, rate: float, last: Snapshot) -> None:
     """The figures of the goal."""
     session = served.active.session
-    end = time.monotonic() + _CATCH_UP_S
-    while (wrong := num_wrong(session, newest)) and time.monotonic() < end:
+    begin = time.monotonic()
+    while (wrong := num_wrong(session, last.numbers)) and time.monotonic() < begin + _CATCH_UP_S:
         time.sleep(0.1)
     cache = session.stats()["cache"]
     print(
         f"M5 {session.num_devices} devices, {num_swaps} swaps, {rate:.0f} rows/s, {served.num_answers} answers"
-        f" (goal 0, 0, 0): {len(served.failures)} failed, {served.num_mixed} mixed, {wrong} of {len(newest)} rows wrong"
-        f" at the end; {cache['rows']} of {cache['capacity']} rows cached, {cache['updates']} updated in caches"
-        f" {served.failures[:1] or ''}"
+        f" (goal 0, 0, 0): {len(served.failures)} failed, {served.num_mixed} mixed, {wrong} of {len(last.numbers)} rows"
+        f" wrong {time.monotonic() - begin:.1f} s after the last update; {cache['rows']} of {cache['capacity']} rows"
+        f" cached, {cache['updates']} updated in caches; rows published again {last.num_repeated} times"
+        f" {served.failures[:1] or ''}",
+        flush=True,
     )
 
 
