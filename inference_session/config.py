@@ -229,10 +229,6 @@ class SessionConfig:
         return self.volatile_store is not None or self.persistent_store is not None
 
     @property
-    def has_fixed_rows(self) -> bool:
-        """Whether rows are those of the table files and never change: a GPU looks them up itself."""
-        return not self.has_store and self.update_stream is None
-
     def check_devices(self, num_devices: int) -> None:
         """Refuse settings that are not supported with this many devices."""
         if self.shard != "rows":
@@ -242,10 +238,10 @@ class SessionConfig:
                 f"shard=rows divides rows among several GPUs, but device {self.device!r} is one device: name several"
                 " (cuda:0,1), or leave shard out"
             )
-        if not self.has_fixed_rows:
+        if self.has_store:
             raise ConfigurationError(
-                "shard=rows divides the rows of table files that never change: with volatile_store or persistent_store"
-                " each GPU has its own cache, and with update_stream alone the CPU looks rows up; leave shard out"
+                "shard=rows divides the rows of table files, but with volatile_store or persistent_store each GPU has"
+                " its own cache over the stores; leave shard out"
             )
 
     @property

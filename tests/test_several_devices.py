@@ -78,13 +78,19 @@ def open_stored(directory: Path, **settings: Any) -> InferenceSession:
     return InferenceSession.open(directory, device="cuda:0,1", **settings)
 
 
-def on_each_device(session: InferenceSession, table: str, keys: Any) -> list[NDArray[np.float32]]:
+def rows_on_each(session: InferenceSession, table: str, keys: Any) -> list[NDArray[np.float32]]:
     """What each device answers."""
     spec, asked = session.spec.table(table), np.asarray(keys, np.int64)
     answers = []
     for rows in session.rows:
         answers.append(np.empty((len(asked), spec.embedding_dim), np.float32))
         fetch(rows, session.spec.tables.index(spec), asked, answers[-1])
+    return answers
+
+
+def on_each_device(session: InferenceSession, table: str, keys: Any) -> list[NDArray[np.float32]]:
+    """The same, of caches over stores: then they have the rows."""
+    answers = rows_on_each(session, table, keys)
     await_inserts(session.rows)
     return answers
 
@@ -261,18 +267,81 @@ def test_a_failed_device_makes_the_model_unavailable(
     stored.close()
 
 
-def test_rows_of_files_change_for_all_devices(devices: str, tmp_path: Path) -> None:
-    """What an update stream writes over files is looked up once, for both; nothing is counted twice."""
+def open_changing(directory: Path, **settings: Any) -> InferenceSession:
+    """Over files that an update stream may change; its brokers never answer."""
+    settings = {"update_stream": "kafka://localhost:1", "catch_up_s": 0, **settings}
+    return InferenceSession.open(directory, device="cuda:0,1", **settings)
+
+
+@pytest.mark.parametrize("shard", ["auto", "rows"])
+def test_rows_of_files_change_on_all_devices(devices: str, tmp_path: Path, shard: str) -> None:
+    """What an update stream writes over files, copied or sharded, is answered by both; nothing is counted twice."""
     tables = small_model.write(tmp_path / "1")
-    settings = {"update_stream": "kafka://localhost:1", "catch_up_s": 0}
-    with InferenceSession.open(tmp_path / "1", device="cuda:0,1", **settings) as session:
+    with open_changing(tmp_path / "1", shard=shard) as session:
         assert len(session.replicas.all) == 2
-        session.rows[0].writer.update("code", np.array([4, 6]), np.full((2, 3), 7, np.float32))
-        tables["code"][[4, 6]] = 7
-        for seed in range(6):
-            inputs = small_model.random_inputs(20, np.random.default_rng(seed))
-            assert_answers(session.run(inputs), small_model.expected(tables, inputs))
-        assert session.stats()["updated"]["code"]["rows"] == 4  # each by both of its numbers
+        writer, hashed = session.rows[0].writer, tables["hashed/key"].copy()
+        for number in range(1, 8):  # the rows of the devices outgrow their memory
+            keys = np.arange(4 * number)
+            writer.update("code", keys, np.full((len(keys), 3), number, np.float32))
+            tables["code"][keys] = number
+            writer.update("hashed", hashed[number : 2 * number], np.full((number, 2), number, np.float32))
+            tables["hashed"][number : 2 * number] = number
+            for seed in range(4):
+                inputs = small_model.random_inputs(20, np.random.default_rng(seed))
+                assert_answers(session.run(inputs), small_model.expected(tables, inputs))
+        assert session.stats()["updated"]["code"]["rows"] == 2 * 28  # each by both of its numbers
+        for found in rows_on_each(session, "code", [3, -37, 39, -1]):
+            np.testing.assert_array_equal(found, tables["code"][[3, 3, 39, 39]])
+
+
+def test_rows_of_files_are_deleted_on_all_devices(devices: str, tmp_path: Path) -> None:
+    """By either of their numbers they are unknown, until they are written again; new keys can be written."""
+    tables = small_model.write(tmp_path / "1")
+    first, second = tables["hashed/key"][:2].tolist()
+    with open_changing(tmp_path / "1") as session:
+        writer = session.rows[0].writer
+        writer.update("hashed", np.array([10**15, second]), np.array([[7, 8], [9, 10]], np.float32))
+        writer.erase("hashed", np.array([first, second]))
+        writer.erase("code", np.array([2, 2, 39]))
+        before = session.stats()["tables"]
+        for found in rows_on_each(session, "hashed", [first, second, 10**15]):
+            np.testing.assert_array_equal(found, [HASHED_DEFAULT, HASHED_DEFAULT, [7, 8]])
+        for found in rows_on_each(session, "code", [2, -38, -1, 39, 0]):
+            np.testing.assert_array_equal(found, [[0] * 3] * 4 + [tables["code"][0]])
+        inputs = small_model.random_inputs(4, np.random.default_rng(0)) | {"codes": np.full((4, 2), 1)}  # doubled
+        for _ in range(2):
+            session.run(inputs)
+        unknown = [each["code"]["default_vectors"] for each in (before, session.stats()["tables"])]
+        assert unknown[1] - unknown[0] == 16
+        writer.update("code", np.array([2]), np.full((1, 3), 5, np.float32))
+        for found in rows_on_each(session, "code", [2, -38, -1]):
+            np.testing.assert_array_equal(found, [[5] * 3] * 2 + [[0] * 3])
+
+
+def test_changes_of_files_under_requests_are_never_lost(devices: str, tmp_path: Path) -> None:
+    """While requests read rows on both devices, each change is read back from both; no row is answered half."""
+    small_model.write(tmp_path / "1")
+    with open_changing(tmp_path / "1", shard="rows") as session:
+        session.update = lambda table, keys, vectors: session.rows[0].writer.update(  # type: ignore[method-assign]
+            session.spec.table(table).folder, np.asarray(keys, np.int64), vectors
+        )
+        assert_updates_are_read_back(session, lambda keys: rows_on_each(session, "user.weight", keys), num_updates=100)
+
+
+def test_a_device_that_fails_does_not_keep_changes_of_files_from_others(
+    stand_ins: list[StandIn], tmp_path: Path
+) -> None:
+    """The change reports it, the other device has the change, and the model is unavailable."""
+    small_model.write(tmp_path / "1")
+    with open_changing(tmp_path / "1") as session:
+        stand_ins[0].broken = "cuda:0 has failed"
+        with pytest.raises(UnavailableError, match="cuda:0 has failed"):
+            session.rows[0].writer.update("code", np.array([4]), np.full((1, 3), 7, np.float32))
+        found = np.empty((1, 3), np.float32)
+        fetch(session.rows[1], 1, np.array([4]), found)
+        assert (found == 7).all()
+        with pytest.raises(UnavailableError, match="cuda:0 has failed"):
+            session.lookup("code", [4])
 
 
 def test_files_are_looked_up_in_a_thread_of_each_device(stand_ins: list[StandIn], tmp_path: Path) -> None:
@@ -289,11 +358,8 @@ def test_files_are_looked_up_in_a_thread_of_each_device(stand_ins: list[StandIn]
             session.lookup("user.weight", [1])
 
 
-@pytest.mark.parametrize(
-    "settings", [{"persistent_store": "rocksdb:///none"}, {"update_stream": "kafka://localhost:1"}]
-)
-def test_only_rows_of_files_are_sharded(devices: str, tmp_path: Path, settings: dict[str, str]) -> None:
-    """shard=rows is refused where each device has a cache, or the processor looks rows up."""
+def test_only_rows_of_files_are_sharded(devices: str, tmp_path: Path) -> None:
+    """shard=rows is refused where each device has a cache."""
     small_model.write(tmp_path / "1")
-    with pytest.raises(ConfigurationError, match="shard=rows divides the rows of table files that never change"):
-        InferenceSession.open(tmp_path / "1", device="cuda:0,1", shard="rows", **settings)
+    with pytest.raises(ConfigurationError, match="each GPU has its own cache over the stores; leave shard out"):
+        InferenceSession.open(tmp_path / "1", device="cuda:0,1", shard="rows", persistent_store="rocksdb:///none")

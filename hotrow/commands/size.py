@@ -165,12 +165,12 @@ def _memory(
             cache_bytes = configured_cache_bytes(spec, version.directory, on_device=devices > 0, **version.settings)
         config = configured_session(spec, version.directory, **version.settings)
         num_processes = processes or configured_instances(version.named)
-        rows_on_device = devices > 0 and config.has_fixed_rows
+        rows_on_device = devices > 0 and not config.has_store
         is_one_process = shard is not None or config.names_several_gpus
         if shard is None and config.names_several_gpus and rows_on_device:
             shard = config.shard
         if shard not in (None, "none") and not (devices > 1 and rows_on_device):
-            raise ConfigurationError(f"--shard={shard} needs --devices 2 or more, and table files that never change")
+            raise ConfigurationError(f"--shard={shard} needs --devices 2 or more, and rows in table files")
         items = memory_items(
             spec,
             version.directory,

@@ -20,11 +20,9 @@ from inference_session.device.cuda import CudaDevice
 from inference_session.device.cuda_memory import check_free, memory_checked
 from inference_session.embedding_cache.base import EmbeddingCache, check_range
 from inference_session.embedding_cache.gpu_budget import (
-    aligned,
     buckets_per_table,
     buckets_to_hold,
     fixed_bytes,
-    table_bytes,
 )
 from inference_session.embedding_cache.gpu_misses import GpuMisses, parts_within
 from inference_session.embedding_cache.gpu_writes import GivenRows, Uploads, as_array
@@ -38,8 +36,9 @@ from inference_session.kernels.cuda.records import (
     INDEX,
     ROWS,
     SLOTS,
-    index_bytes,
-    rows_record,
+    aligned,
+    rows_by_slot,
+    table_bytes,
     table_record,
 )
 from inference_session.kernels.records import Lookup, VectorCode, address_of
@@ -204,15 +203,12 @@ class GpuEmbeddingCache(EmbeddingCache):
 
     def _describe(self, t: int, offset: int, num_buckets: int, row_bytes: int, code: VectorCode) -> np.void:
         """The record of a table's part of the memory."""
-        tags = self._memory.ptr + offset
-        marks = tags + num_buckets * BUCKET_BYTES
-        keys = marks + num_buckets * BUCKET_BYTES
-        vectors = tags + aligned(index_bytes(num_buckets, marks=True, numbers=False))
         dim = int(self._dims[t])
+        index, rows = rows_by_slot(self._memory.ptr + offset, num_buckets, row_bytes, code, dim)
         return table_record(
             dim,
-            cached=np.array((tags, keys, marks, num_buckets), INDEX),
-            cached_rows=rows_record(vectors, row_bytes, code, dim),
+            cached=index,
+            cached_rows=rows,
             events_address=self._events_address + t * len(EVENTS) * 8,
         )
 

@@ -10,29 +10,18 @@ from inference_session.kernels.cuda.records import (
     GPU_TABLE,
     MOST_BUCKETS,
     SLOTS,
-    index_bytes,
+    aligned,
+    table_bytes,
 )
 from inference_session.model_spec import VectorType, bytes_per_row
 
-ALIGNMENT = 256
 _LOAD = 0.7
 """The fraction of slots that a table with a known number of rows fills: then hardly a key is evicted."""
-
-
-def aligned(num_bytes: int) -> int:
-    """The next aligned offset at or after this many bytes."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def fixed_bytes(num_tables: int) -> int:
     """The bytes a cache takes in addition to its tables: the counts of events, and the records."""
     return aligned(num_tables * len(EVENTS) * 8) + aligned(num_tables * GPU_TABLE.itemsize)
-
-
-def table_bytes(num_buckets: int, row_bytes: int) -> int:
-    """The bytes a table of this many buckets takes."""
-    index = aligned(index_bytes(num_buckets, marks=True, numbers=False))
-    return index + aligned(SLOTS * num_buckets * row_bytes)
 
 
 def buckets_to_hold(num_rows: int | None) -> int:

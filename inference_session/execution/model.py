@@ -55,7 +55,7 @@ def open_model(version: VersionDirectory, config: SessionConfig, devices: Sequen
     """
     spec = version.spec
     # Only what is looked up without a wait for stores is recorded; the other requests wait at the same time.
-    has_threads = len(devices) > 1 and config.has_fixed_rows
+    has_threads = len(devices) > 1 and not config.has_store
     threads = [DeviceThread(device, is_own=has_threads) for device in devices]
     engines = [thread.run(partial(_open_all_engines, version, config, thread)) for thread in threads]
     names = [engine.input_names for pair in engines[0] for engine in pair if engine is not None]

@@ -20,7 +20,7 @@ from inference_session.rows.base import Rows
 from inference_session.rows.mapped import MappedRows
 from inference_session.rows.stored import StoredRows
 from inference_session.rows.stored_writer import StoredWriter
-from inference_session.rows.updated import UpdatedRows
+from inference_session.rows.updated import PlacedUpdatedRows, TableWriter, UpdatedRows
 from inference_session.tables.base import DeviceTables
 from inference_session.tables.host_tables import HostTables
 from inference_session.tables.table_file import TableFile
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 def create_rows(version: VersionDirectory, config: SessionConfig, devices: Sequence[Device] = (HOST,)) -> list[Rows]:
     """The rows of a version directory: its own files, or with a store in the settings that store's, through a cache.
 
-    One for each device, which looks them up. Over a store, each device has its own cache. Rows that an update stream
-    changes and no store keeps are looked up on the CPU, for all devices.
+    One for each device, which looks them up. Over a store, each device has its own cache. Of rows that an update stream
+    changes and no store keeps, each device has a copy of those that were changed.
 
     Raises what `TableFile.open`, `create_parameter_server` and the caches do.
     """
@@ -42,7 +42,7 @@ def create_rows(version: VersionDirectory, config: SessionConfig, devices: Seque
         return _stored_rows(version, config, devices)
     files = version.open_tables(verify_indexes=config.verify == "full")
     if config.update_stream is not None:
-        return [UpdatedRows(files, num_threads=config.num_lookup_threads)] * len(devices)
+        return _updated_rows(files, config, devices)
     return [MappedRows(files, tables) for tables in open_device_tables(files, config, devices)]
 
 
@@ -70,15 +70,24 @@ def _stored_rows(version: VersionDirectory, config: SessionConfig, devices: Sequ
     return [StoredRows(tables, cache, server, writer=writer, async_from=async_from) for cache in caches]
 
 
+def _updated_rows(files: Sequence[TableFile], config: SessionConfig, devices: Sequence[Device]) -> list[Rows]:
+    """The rows of files, and one set of changes to them."""
+    if devices[0] is HOST:
+        return [UpdatedRows(files, num_threads=config.num_lookup_threads)]
+    all_tables = open_device_tables(files, config, devices, rows_change=True)
+    writer = TableWriter(files, all_tables)
+    return [PlacedUpdatedRows(files, tables, writer) for tables in all_tables]
+
+
 def open_device_tables(
-    files: Sequence[TableFile], config: SessionConfig, devices: Sequence[Device]
+    files: Sequence[TableFile], config: SessionConfig, devices: Sequence[Device], *, rows_change: bool = False
 ) -> Sequence[DeviceTables]:
     if devices[0] is HOST:
         return [HostTables(files, num_threads=config.num_lookup_threads)]
     from inference_session.tables.placed_tables import open_cuda_tables
 
     gpus = cast("Sequence[CudaDevice]", devices)
-    return open_cuda_tables(files, gpus, cache_bytes=config.cache_bytes, shard=config.shard)
+    return open_cuda_tables(files, gpus, cache_bytes=config.cache_bytes, shard=config.shard, rows_change=rows_change)
 
 
 def create_cache(spec: ModelSpec, config: SessionConfig, device: Device) -> EmbeddingCache:

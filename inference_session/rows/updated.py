@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +21,9 @@ from inference_session.rows.base import Rows, RowWriter
 from inference_session.rows.hot_keys import HotKeys
 from inference_session.rows.mapped import map_files
 from inference_session.rows.stats import RowStats, UpdatedTableStats
+from inference_session.tables.base import Changed, DeviceTables
 from inference_session.tables.base import Rows as RowBatch
-from inference_session.tables.row_numbers import RowNumbers, aliases_of
+from inference_session.tables.row_numbers import RowNumbers, aliases_of, stored_keys
 from inference_session.tables.table_file import TableFile
 from inference_session.tables.updated_table import UpdatedTable
 
@@ -34,12 +36,18 @@ class UpdatedRows(Rows):
 
     device = HOST
 
-    def __init__(self, files: Sequence[TableFile], *, num_threads: int) -> None:
-        """`num_threads`: threads over which a large look-up is split."""
+    def __init__(self, files: Sequence[TableFile], *, num_threads: int, writer: TableWriter | None = None) -> None:
+        """Read files and what a writer has changed.
+
+        Args:
+            files: the version's; they become this object's to close.
+            num_threads: threads over which a large look-up is split.
+            writer: one for the same files; None: an own one.
+        """
         self._files = {file.spec.folder: file for file in files}
         self._num_threads = num_threads
         self._row_numbers = RowNumbers([file.spec for file in files])
-        self.changes = self.writer = _TableWriter(files)
+        self.changes = self.writer = writer or TableWriter(files)
 
     def look_up(self, lookup: Lookup) -> None:
         """See Rows."""
@@ -77,11 +85,48 @@ class UpdatedRows(Rows):
             file.close()
 
 
-class _TableWriter(RowWriter):
-    """Keeps the changed rows of all tables, and publishes them to look-ups."""
+class PlacedUpdatedRows(UpdatedRows):
+    """The same, where a device has the rows of the files, and a copy of those that were changed."""
 
-    def __init__(self, files: Sequence[TableFile]) -> None:
+    def __init__(self, files: Sequence[TableFile], tables: DeviceTables, writer: TableWriter) -> None:
+        """`tables`: the same ones on the device, to which the writer passes changes; they become this object's to
+        close.
+        """
+        super().__init__(files, num_threads=1, writer=writer)
+        self._tables = tables
+        self.device = tables.device
+        self.is_launched = tables.is_launched
+
+    def prepare(self, segments: NDArray[np.void]) -> Any:
+        """See Rows."""
+        return self._tables.prepare(segments)
+
+    def look_up(self, lookup: Lookup) -> None:
+        """See Rows."""
+        self._tables.look_up(lookup)
+
+    def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:
+        """See Rows."""
+        if self._tables.placement is None:
+            super().warm_up(hot_keys, deadline)
+
+    def stats(self) -> RowStats:
+        """See Rows."""
+        return replace(super().stats(), placement=self._tables.placement)
+
+    def close(self) -> None:
+        """See Rows."""
+        super().close()
+        self._tables.close()
+
+
+class TableWriter(RowWriter):
+    """Keeps the changed rows of all tables, and publishes them to look-ups: on the host, then on each device."""
+
+    def __init__(self, files: Sequence[TableFile], copies: Sequence[DeviceTables] = ()) -> None:
+        """`copies`: the tables of devices that look them up; they are the caller's to close."""
         super().__init__()
+        self._copies = copies
         self._specs = {file.spec.folder: file.spec for file in files}
         self._records = np.array([file.record() for file in files], TABLE)
         self._readers = Readers()
@@ -111,7 +156,10 @@ class _TableWriter(RowWriter):
         with self._writing:
             self.tables[table].insert(aliases, rows)
             self._publish(table)
-            self.log.add(table, aliases)
+            try:
+                self._copy(table, Changed(keys, vectors, np.zeros(len(keys), np.bool_)))
+            finally:
+                self.log.add(table, aliases)
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
         """See RowWriter."""
@@ -119,13 +167,30 @@ class _TableWriter(RowWriter):
             aliases, _ = aliases_of(self._specs[table], keys)
             self.tables[table].erase(aliases)
             self._publish(table)
-            self.log.add(table, aliases)
+            default = np.full(self._specs[table].embedding_dim, self._specs[table].default_vector, np.float32)
+            try:
+                self._copy(table, Changed(keys, np.tile(default, (len(keys), 1)), np.ones(len(keys), np.bool_)))
+            finally:
+                self.log.add(table, aliases)
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
         """See RowWriter."""
         with self._writing:
             yield
+
+    def _copy(self, folder: str, changed: Changed) -> None:
+        """Have each device answer these rows. If one cannot, the others do all the same, and its error is raised. Must
+        be called while holding `_writing`.
+        """
+        with contextlib.ExitStack() as puts:
+            for tables in reversed(self._copies):
+                puts.callback(tables.put, self._numbers[folder], changed, lambda: self._all_changed(folder))
+
+    def _all_changed(self, folder: str) -> Changed:
+        """All rows that were changed, by the keys that devices know."""
+        changed, spec = self.tables[folder].held(), self._specs[folder]
+        return changed.where(stored_keys(spec, changed.keys) == changed.keys)
 
     def _publish(self, folder: str) -> None:
         """Make later look-ups find the changed rows of a table. Must be called while holding `_writing`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -42,8 +42,23 @@ class Placement(NamedTuple):
     """Tables, by folder, whose rows are divided among several devices."""
 
 
+class Changed(NamedTuple):
+    """Rows of one table that are newer than its files."""
+
+    keys: NDArray[np.int64]
+    """[n]; row numbers are counted from the start."""
+    vectors: NDArray[np.float32]
+    """[n, embedding_dim]; of deleted rows the default vector."""
+    deleted: NDArray[np.bool_]
+    """[n]"""
+
+    def where(self, these: slice | NDArray[np.bool_]) -> Changed:
+        """Some of them, contiguous."""
+        return Changed(*(np.ascontiguousarray(array[these]) for array in self))
+
+
 class DeviceTables(ABC):
-    """All tables of a model, in the order of its spec, where one device reads them. Their rows never change."""
+    """All tables of a model, in the order of its spec, where one device reads them."""
 
     device: Device
     is_launched = False
@@ -56,6 +71,20 @@ class DeviceTables(ABC):
     @abstractmethod
     def look_up(self, lookup: Lookup) -> None:
         """Answer a look-up within a request of the device, which may have to be waited for."""
+
+    def put(self, table: int, changed: Changed, all_changed: Callable[[], Changed]) -> None:
+        """Answer these rows from now on, each wholly, and of equal keys the last. One thread changes rows at a time.
+
+        Args:
+            table: its number.
+            changed: keys that are all different, or all of whose rows are deleted or are not.
+            all_changed: returns all rows of the table that were ever changed, these included.
+
+        Raises:
+            UnavailableError: the device has failed, or has too little memory; any of the rows may be answered already.
+            SessionClosedError: after `close`.
+        """
+        raise NotImplementedError(f"the rows of {self!r} never change")
 
     @property
     def placement(self) -> Placement | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import cupy
@@ -16,7 +16,8 @@ from inference_session.errors import SessionClosedError, UnavailableError
 from inference_session.kernels.cuda import launch as gpu
 from inference_session.kernels.cuda.records import GPU_TABLE
 from inference_session.kernels.records import Lookup, VectorCode, address_of
-from inference_session.tables.base import DeviceTables, Placement
+from inference_session.tables.base import Changed, DeviceTables, Placement
+from inference_session.tables.changed_rows import ChangedRows
 from inference_session.tables.device_rows import BaseRows, Shards
 from inference_session.tables.table_file import TableFile
 
@@ -29,7 +30,13 @@ class CudaTables(DeviceTables):
     is_launched = True
 
     def __init__(
-        self, files: Sequence[TableFile], device: CudaDevice, vectors: Sequence[Any], placement: Placement
+        self,
+        files: Sequence[TableFile],
+        device: CudaDevice,
+        vectors: Sequence[Any],
+        placement: Placement,
+        *,
+        rows_change: bool = False,
     ) -> None:
         """Use `placed_tables.open_cuda_tables`.
 
@@ -38,35 +45,40 @@ class CudaTables(DeviceTables):
             device: the GPU.
             vectors: of each table: Shards, an array in host memory, or None, of which this GPU gets a copy.
             placement: where they lie; the bytes are counted here.
+            rows_change: whether `put` may be called.
 
         Raises:
             ConfigurationError: there is too little memory, on the device or on the host.
         """
         self.device = self._cuda = device
         sharded = [each for each in vectors if isinstance(each, Shards)]
-        self._num_shards = len(sharded[0].arrays) if sharded else 1
+        self._variant = gpu.Variant(len(sharded[0].arrays) if sharded else 1, rows_change)
+        self._changed: dict[int, ChangedRows] = {}
+        """By table; tables without changes are not in it."""
         self._shard_devices = {array.device.id for each in sharded for array in each.arrays}
         self._defaults: Any
         self._records: Any
         with cupy.cuda.Device(device.device_id), device.stream:
             with memory_checked(device.device_id, "free some memory, or set cache_bytes to keep tables in host memory"):
-                gpu.compile_kernels(self._num_shards)
+                gpu.compile_kernels(self._variant)
                 self._bases = [_base_rows(file, each) for file, each in zip(files, vectors, strict=True)]
-                self._records = self._describe(files)
+                self._host_records = self._describe(files)
+                self._records = cupy.asarray(self._host_records.view(np.uint8).reshape(-1))
             device.stream.synchronize()
         self._placement = placement._replace(bytes=sum(base.num_bytes for base in self._bases))
 
     @property
     def placement(self) -> Placement:
         """See DeviceTables."""
-        return self._placement
+        changed = sum(rows.num_bytes for rows in [*self._changed.values()])
+        return self._placement._replace(bytes=self._placement.bytes + changed)
 
     def prepare(self, segments: NDArray[np.void]) -> gpu.Launch:
         """See DeviceTables."""
         if self._records is None:
             raise SessionClosedError("the session has been closed")
         with self._cuda.request():  # kernels are those of the current device
-            return gpu.prepare(segments, self._records.data.ptr, num_shards=self._num_shards)
+            return gpu.prepare(segments, self._records.data.ptr, variant=self._variant)
 
     def look_up(self, lookup: Lookup) -> None:
         """See DeviceTables: launched, not waited for."""
@@ -79,8 +91,35 @@ class CudaTables(DeviceTables):
                 lookup,
                 self._records.data.ptr,
                 num_unknown_address=address_of(lookup.num_unknown),
-                num_shards=self._num_shards,
+                variant=self._variant,
             )
+
+    def put(self, table: int, changed: Changed, all_changed: Callable[[], Changed]) -> None:
+        """See DeviceTables. Look-ups that were recorded find the rows as well."""
+        if self._records is None:
+            raise SessionClosedError("the session has been closed")
+        rows = self._changed.get(table)
+        if rows is None or not rows.put(changed):
+            self._replace(table, self._holding(table, all_changed()))
+
+    def _holding(self, table: int, changed: Changed) -> ChangedRows:
+        """Those rows, with room for as many more."""
+        dim, num_rows = int(self._host_records[table]["embedding_dim"]), 2 * len(changed.keys)
+        while not (rows := ChangedRows(self._cuda, dim, num_rows)).put(changed):
+            num_rows += num_rows // 8 + 1
+        return rows
+
+    def _replace(self, table: int, rows: ChangedRows) -> None:
+        """Let look-ups read these rows."""
+        with self._cuda.request():
+            if self._records is None:
+                raise SessionClosedError("the session has been closed")
+            record = self._host_records[table]
+            record["cached"], record["cached_rows"] = rows.index, rows.rows
+            begin = table * GPU_TABLE.itemsize
+            self._records[begin : begin + GPU_TABLE.itemsize].set(record.reshape(1).view(np.uint8))
+            self._cuda.wait()
+            self._changed[table] = rows  # the memory of those before is free from here on
 
     def close(self) -> None:
         """See DeviceTables. A failed GPU frees no memory until the process ends."""
@@ -88,13 +127,13 @@ class CudaTables(DeviceTables):
             for base in self._bases:
                 base.close()
             # The next version on the device can use all of the memory.
-            self._bases, self._records, self._defaults = [], None, None
+            self._bases, self._records, self._defaults, self._changed = [], None, None, {}
             for device_id in self._shard_devices | {self._cuda.device_id}:
                 with cupy.cuda.Device(device_id):
                     cupy.get_default_memory_pool().free_all_blocks()
 
-    def _describe(self, files: Sequence[TableFile]) -> Any:
-        """GPU_TABLE records, and the default vectors they lead to, on the device."""
+    def _describe(self, files: Sequence[TableFile]) -> NDArray[np.void]:
+        """GPU_TABLE records; the default vectors that they lead to are on the device."""
         dims = np.array([file.spec.embedding_dim for file in files], np.int64)
         begins = np.cumsum(-(-dims // 4) * 4) - -(-dims // 4) * 4
         self._defaults = cupy.zeros(int(begins[-1] + dims[-1]) if len(dims) else 0, np.float32)
@@ -103,7 +142,7 @@ class CudaTables(DeviceTables):
             default = np.full(file.spec.embedding_dim, file.spec.default_vector, np.float32)
             self._defaults[begin : begin + len(default)] = cupy.asarray(default)
             records[i] = base.record(self._defaults.data.ptr + 4 * begin)
-        return cupy.asarray(records.view(np.uint8).reshape(-1))
+        return records
 
 
 def _base_rows(table: TableFile, vectors: Any) -> BaseRows:

@@ -32,7 +32,12 @@ _FREE_FRACTION = 0.8
 
 
 def open_cuda_tables(
-    files: Sequence[TableFile], devices: Sequence[CudaDevice], *, cache_bytes: int | None = None, shard: Shard = "auto"
+    files: Sequence[TableFile],
+    devices: Sequence[CudaDevice],
+    *,
+    cache_bytes: int | None = None,
+    shard: Shard = "auto",
+    rows_change: bool = False,
 ) -> list[CudaTables]:
     """The rows of table files where each of these GPUs reads them: uploaded as far as they fit, the rest pinned.
 
@@ -41,6 +46,7 @@ def open_cuda_tables(
         devices: the GPUs, all alike.
         cache_bytes: most memory on each GPU for tables and their indexes; None: most of what is free.
         shard: the setting.
+        rows_change: whether rows may be changed later; changed rows take more memory, on each GPU.
 
     Raises:
         ConfigurationError: cache_bytes and the tables are more than a device has free; or there is too little memory,
@@ -65,11 +71,16 @@ def open_cuda_tables(
     if placement.on_host and cache_bytes is None:  # else it was asked for
         names = ", ".join(map(repr, placement.on_host))
         _log.warning("%s has no room for tables %s; they are read from host memory", placement.device, names)
-    return _on_all(files, devices, places, placement)
+    return _on_all(files, devices, places, placement, rows_change=rows_change)
 
 
 def _on_all(
-    files: Sequence[TableFile], devices: Sequence[CudaDevice], places: Sequence[Place], placement: Placement
+    files: Sequence[TableFile],
+    devices: Sequence[CudaDevice],
+    places: Sequence[Place],
+    placement: Placement,
+    *,
+    rows_change: bool,
 ) -> list[CudaTables]:
     """The tables of each device; shards, and what is pinned in host memory, exist once."""
     first = devices[0].device_id
@@ -84,7 +95,7 @@ def _on_all(
                 vectors[t] = memory.array
             for t, arrays in sharded.items():
                 vectors[t] = Shards(arrays, number, files[t].spec.num_rows)
-            all_tables.append(CudaTables(files, device, vectors, placement))
+            all_tables.append(CudaTables(files, device, vectors, placement, rows_change=rows_change))
     except BaseException:
         for tables in all_tables:
             tables.close()

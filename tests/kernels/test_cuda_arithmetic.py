@@ -207,15 +207,25 @@ def nvrtc() -> ctypes.CDLL:
 @pytest.mark.skipif(sys.platform != "linux", reason="NVRTC is installed on Linux only")
 @pytest.mark.parametrize("architecture", ["compute_75", "sm_90"])
 @pytest.mark.parametrize(
-    ("files", "num_shards"), [(SOURCES, 1), (SOURCES, 3), (HASH_ROWS, 1)], ids=["cache", "shards", "hash embeddings"]
+    ("files", "constants"),
+    [
+        (SOURCES, []),
+        (SOURCES, ["-DNUM_SHARDS=3"]),
+        (SOURCES, ["-DROWS_CHANGE=1"]),
+        (SOURCES, ["-DNUM_SHARDS=2", "-DROWS_CHANGE=1"]),
+        (HASH_ROWS, []),
+    ],
+    ids=["cache", "shards", "changed rows", "changed rows of shards", "hash embeddings"],
 )
-def test_the_kernels_compile(nvrtc: ctypes.CDLL, architecture: str, files: tuple[str, ...], num_shards: int) -> None:
+def test_the_kernels_compile(
+    nvrtc: ctypes.CDLL, architecture: str, files: tuple[str, ...], constants: list[str]
+) -> None:
     """All files as one, as CuPy compiles them: for a GPU older than some instructions asked for, and for an H100; for
     tables of one GPU, and of several.
     """
     source = "\n".join((CUDA / name).read_text() for name in files).encode()
     options = ["-std=c++17", "-ftz=true", "--device-as-default-execution-space", f"-arch={architecture}"]
-    options.append(f"-DNUM_SHARDS={num_shards}")
+    options.extend(constants)
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None) == 0
     given = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])

@@ -10,52 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from inference_session.device.discovery import unusable
 from inference_session.errors import ConfigurationError
-from inference_session.kernels.records import Lookup, PoolingCode, key_segment
-from inference_session.model_spec import TableSpec
-from inference_session.tables.base import DeviceTables
+from inference_session.kernels.records import PoolingCode
 from inference_session.tables.host_tables import HostTables
-from inference_session.tables.table_file import TableFile, write_table
+from inference_session.tables.table_file import TableFile
+from tests.testing.tables_of_all_kinds import answers, devices_of, some_keys
 
 NO_GPU = unusable(0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NO_GPU is not None, reason=f"no GPU: {NO_GPU}")]
-SHAPES = (
-    ("one_row", 1, 4, "float32", "row_number"),
-    ("few_rows", 5, 1, "float32", "stored"),
-    ("halves", 1000, 3, "float16", "stored"),
-    ("bytes", 777, 8, "int8", "row_number"),
-    ("odd_bytes", 300, 5, "int8", "stored"),
-    ("wide", 2001, 128, "float32", "stored"),
-    ("wider", 64, 300, "float32", "row_number"),
-    ("none", 0, 4, "float32", "row_number"),
-)
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> list[TableFile]:
-    """Tables of every kind, of which each GPU has no row, one, or many."""
-    folder, rng = tmp_path_factory.mktemp("tables"), np.random.default_rng(0)
-    opened = []
-    for name, num_rows, dim, dtype, keys in SHAPES:
-        spec = TableSpec(name, name, num_rows, dim, dtype=dtype, keys=keys, default_vector=(0.5,) * dim)  # type: ignore[arg-type]
-        numbers = np.unique(rng.integers(-(2**63), 2**63 - 1, num_rows)) if keys == "stored" else None
-        given = None if numbers is None else [rng.permutation(numbers)]
-        write_table(folder / name, [rng.standard_normal((num_rows, dim), np.float32)], keys=given, dtype=dtype)  # type: ignore[arg-type]
-        opened.append(TableFile.open(folder / name, spec))
-    return opened
-
-
-def devices_of(count: int) -> list[Any]:
-    """As many as `count`, spread over the GPUs that exist."""
-    import cupy
-
-    from inference_session.device.cuda import CudaDevice
-
-    num_gpus = cupy.cuda.runtime.getDeviceCount()
-    return [CudaDevice(number % num_gpus) for number in range(count)]
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 8])
@@ -67,35 +31,6 @@ def tables(request: pytest.FixtureRequest, files: list[TableFile]) -> Iterator[l
     yield opened
     for each in opened:
         each.close()
-
-
-def some_keys(file: TableFile, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Known ones, some of them often, negative and unknown ones."""
-    n = file.spec.num_rows
-    if file.spec.keys == "row_number":
-        return rng.integers(-n - 2, n + 2, count)
-    known = np.concatenate([np.asarray(file.keys()), [2**63 - 1, -1, 0]])
-    return np.asarray(rng.choice(known, count), np.int64)
-
-
-def answers(tables: DeviceTables, files: list[TableFile], keys: list[NDArray[np.int64]], pooling: PoolingCode) -> Any:
-    """One look-up in all tables: the vectors, and unknown keys, of each. Bags have four keys."""
-    bag = 1 if pooling == PoolingCode.NONE else 4
-    device = tables.device
-    with device.request():
-        staged = [device.stage(each) for each in keys]
-        outputs = [
-            device.output(np.zeros((len(k) // bag, f.spec.embedding_dim), np.float32))
-            for k, f in zip(keys, files, strict=True)
-        ]
-        segments = np.concatenate([key_segment(t, k, o) for t, (k, o) in enumerate(zip(staged, outputs, strict=True))])
-        segments["num_rows"] //= bag
-        segments["keys_per_row"], segments["row_stride"], segments["pooling"] = bag, 8 * bag, pooling
-        num_keys = np.array([len(each) for each in keys])
-        lookup = Lookup(segments, num_keys, device.counts(len(keys)), tables.prepare(segments))
-        tables.look_up(lookup)
-        device.wait()
-        return [output.copy() for output in outputs], lookup.num_unknown.copy()
 
 
 @pytest.mark.parametrize("pooling", list(PoolingCode))

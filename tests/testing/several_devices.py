@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -17,9 +17,10 @@ from inference_session.device.host import HOST, HostDevice
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache
 from inference_session.errors import UnavailableError
 from inference_session.execution import model
+from inference_session.kernels.records import Lookup
 from inference_session.model_spec import ModelSpec
-from inference_session.rows import create
-from inference_session.tables.host_tables import HostTables
+from inference_session.rows import UpdatedRows, create
+from inference_session.tables.base import Changed, DeviceTables
 from inference_session.tables.table_file import TableFile
 
 
@@ -66,6 +67,41 @@ class StandInCache(CpuEmbeddingCache):
             super().erase(*arguments)
 
 
+class StandInTables(DeviceTables):
+    """Rows of files, and a copy of those that were changed. As on GPUs, it outgrows its memory, and fills another."""
+
+    def __init__(self, files: Sequence[TableFile], device: Device, *, rows_change: bool) -> None:
+        self.device = device
+        self._files, self._rows_change = files, rows_change
+        self._rows = [UpdatedRows([file], num_threads=1) for file in files]
+        self._room = 4
+
+    def look_up(self, lookup: Lookup) -> None:
+        """See DeviceTables."""
+        for segment in range(len(lookup.segments)):
+            part = slice(segment, segment + 1)
+            segments = lookup.segments[part].copy()
+            rows = self._rows[int(segments["table"][0])]
+            segments["table"] = 0
+            rows.look_up(Lookup(segments, lookup.num_keys[part], lookup.num_unknown[part]))
+
+    def put(self, table: int, changed: Changed, all_changed: Callable[[], Changed]) -> None:
+        """See DeviceTables."""
+        assert self._rows_change
+        with self.device.request():
+            rows = self._rows[table]
+            if sum(each.num_rows for each in rows.changes.tables.values()) + len(changed.keys) > self._room:
+                rows, changed = UpdatedRows([self._files[table]], num_threads=1), all_changed()
+                self._room = 2 * len(changed.keys)
+            folder, live = self._files[table].spec.folder, changed.where(~changed.deleted)
+            rows.writer.update(folder, live.keys, live.vectors)
+            rows.writer.erase(folder, changed.where(changed.deleted).keys)
+            self._rows[table] = rows
+
+    def close(self) -> None:
+        """See DeviceTables."""
+
+
 def stand_in(patch: pytest.MonkeyPatch, count: int = 2) -> list[StandIn]:
     """Let sessions open this many devices that stand in for GPUs; returns them."""
     devices = [StandIn(number) for number in range(count)]
@@ -76,11 +112,10 @@ def stand_in(patch: pytest.MonkeyPatch, count: int = 2) -> list[StandIn]:
         cache.device = device
         return cache
 
-    def tables_on(files: Sequence[TableFile], config: SessionConfig, devices: Sequence[Device]) -> list[HostTables]:
-        opened = [HostTables(files, num_threads=config.num_lookup_threads) for _ in devices]
-        for tables, device in zip(opened, devices, strict=True):
-            tables.device = device
-        return opened
+    def tables_on(
+        files: Sequence[TableFile], _: SessionConfig, devices: Sequence[Device], *, rows_change: bool = False
+    ) -> list[StandInTables]:
+        return [StandInTables(files, device, rows_change=rows_change) for device in devices]
 
     patch.setattr(session, "open_devices", lambda _: [*devices])
     patch.setattr(model, "create_engine", lambda path, config, _: create_engine(path, config, HOST))

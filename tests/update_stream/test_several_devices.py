@@ -16,6 +16,27 @@ from tests.testing.stored_model import push, url_of
 from tests.testing.streamed_rows import DEFAULT, vectors
 
 
+def test_updates_of_files_reach_each_device_in_order(
+    broker: Broker, small: SmallVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a store: each device ends with the last update of each row, or without the row."""
+    stand_in(monkeypatch)
+    keys = small.tables["hashed/key"][:8]
+    with (
+        InferenceSession.open(small.directory, device="cuda:0,1", shard="rows", update_stream=broker.url) as session,
+        Publisher(broker.url, small.model) as publisher,
+    ):
+        for value in range(1, 30):
+            publisher.publish("hashed", keys, vectors(value, rows=len(keys), dim=2))
+        publisher.delete("hashed", keys[:2])
+        publisher.flush()
+        expected = np.concatenate([np.tile(np.array(DEFAULT, np.float32), (2, 1)), vectors(29, rows=6, dim=2)])
+        wait_until(
+            lambda: all(np.array_equal(session.lookup("hashed", keys), expected) for _ in session.rows),
+            "the last updates on each device",
+        )
+
+
 def test_updates_reach_each_cache_in_order(
     broker: Broker, small: SmallVersion, monkeypatch: pytest.MonkeyPatch
 ) -> None:

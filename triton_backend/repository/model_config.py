@@ -128,7 +128,7 @@ def configured_cache_bytes(spec: ModelSpec, version_dir: Path, *, on_device: boo
     config = configured_session(spec, version_dir, **settings)
     if config.has_store:
         return resolved_cache_bytes(spec, config, on_device=on_device)
-    if not (on_device and config.has_fixed_rows):
+    if not on_device:
         return 0
     return sum(map(bytes_on_device, spec.tables)) if config.cache_bytes is None else config.cache_bytes
 

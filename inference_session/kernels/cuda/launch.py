@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
@@ -38,7 +38,7 @@ _SEGMENTS_OFFSET = offset_of(REQUEST, "few_segments")
 _ADDRESSES_OFFSET, _SEED_OFFSET = offset_of(REQUEST, "missing_bits_address"), offset_of(REQUEST, "seed")
 _SOURCES = ("layout.cuh", "index.cuh", "vectors.cuh", "lookup.cu", "write.cu")
 _LOOK_UPS = ("look_up", "look_up_and_pool")
-_KERNELS = (*_LOOK_UPS, "note_last", "claim", "write_rows", "write_numbers", "erase", "dump")
+_KERNELS = (*_LOOK_UPS, "note_last", "claim", "write_rows", "write_numbers", "erase", "mark_deleted", "dump")
 
 
 def source() -> str:
@@ -47,27 +47,37 @@ def source() -> str:
     return "\n".join((folder / name).read_text(encoding="utf-8") for name in _SOURCES)
 
 
-@cache
-def _module(num_shards: int) -> Any:
-    return cupy.RawModule(code=source(), options=("-std=c++17", f"-DNUM_SHARDS={num_shards}"))
+class Variant(NamedTuple):
+    """What look-up kernels are compiled for."""
+
+    num_shards: int = 1
+    """GPUs that sharded tables lie on."""
+    rows_change: bool = False
+    """Whether the cached rows are all that were changed, as layout.cuh says."""
+
+
+_PLAIN = Variant()
 
 
 @cache
-def _kernel(name: str, num_shards: int = 1) -> Any:
-    return _module(num_shards).get_function(name)
+def _module(variant: Variant) -> Any:
+    constants = f"-DNUM_SHARDS={variant.num_shards}", f"-DROWS_CHANGE={int(variant.rows_change)}"
+    return cupy.RawModule(code=source(), options=("-std=c++17", *constants))
 
 
-def compile_kernels(num_shards: int = 1) -> dict[str, Any]:
+@cache
+def _kernel(name: str, variant: Variant = _PLAIN) -> Any:
+    return _module(variant).get_function(name)
+
+
+def compile_kernels(variant: Variant = _PLAIN) -> dict[str, Any]:
     """Compile, or load from CuPy's cache, for the current device: no request waits for it later.
 
-    Args:
-        num_shards: GPUs that sharded tables lie on; look-ups in them have kernels of their own.
-
     Returns:
-        CuPy's kernels by name, those for tables that are not sharded.
+        CuPy's kernels by name, of look-ups those for tables of one GPU that do not change.
     """
     kernels = {name: _kernel(name) for name in _KERNELS}
-    for kernel in (*kernels.values(), *(_kernel(name, num_shards) for name in _LOOK_UPS)):
+    for kernel in (*kernels.values(), *(_kernel(name, variant) for name in _LOOK_UPS)):
         kernel.compile()
     return kernels
 
@@ -88,15 +98,17 @@ class Launch:
     One run at a time: whoever holds the cache, or the device, runs it.
     """
 
-    def __init__(self, segments: NDArray[np.void], tiles: Tiles, *, num_shards: int = 1, **addresses: int) -> None:
-        """`addresses`: fields of the REQUEST that are the same in each run. `num_shards`: GPUs of sharded tables."""
+    def __init__(
+        self, segments: NDArray[np.void], tiles: Tiles, *, variant: Variant = _PLAIN, **addresses: int
+    ) -> None:
+        """`addresses`: fields of the REQUEST that are the same in each run."""
         request = request_of(segments, tiles)
         for field, address in addresses.items():
             request[field] = address
         self.num_tiles = int(tiles.first[-1])
         self.takes_segments = few = len(segments) <= MAX_INLINE_SEGMENTS
         """Whether `run` may be given other segments."""
-        self._kernel = _kernel(_LOOK_UPS[not few or tiles.pooled], num_shards).kernel
+        self._kernel = _kernel(_LOOK_UPS[not few or tiles.pooled], variant).kernel
         # Small blocks spread a small request over all multiprocessors.
         self._threads = _LOOKUP_THREADS if self.num_tiles >= _MANY_TILES else _FEW_THREADS
         self._num_blocks = -(-self.num_tiles // (self._threads // 32))
@@ -170,15 +182,17 @@ class Launch:
         driver.launchKernel(self._kernel.ptr, *size, 0, stream_address, argument.address, 0)
 
 
-def prepare(segments: NDArray[np.void], tables_address: int, *, num_shards: int = 1) -> Launch:
+def prepare(segments: NDArray[np.void], tables_address: int, *, variant: Variant = _PLAIN) -> Launch:
     """A look-up of SEGMENT records in GPU_TABLE records."""
-    return Launch(segments, divide(segments), num_shards=num_shards, tables_address=tables_address)
+    return Launch(segments, divide(segments), variant=variant, tables_address=tables_address)
 
 
-def start(lookup: Lookup, tables_address: int, *, num_unknown_address: int, seed: int = 0, num_shards: int = 1) -> None:
+def start(
+    lookup: Lookup, tables_address: int, *, num_unknown_address: int, seed: int = 0, variant: Variant = _PLAIN
+) -> None:
     """Launch a look-up on the current stream; see Launch.run."""
     if lookup.prepared is None or not lookup.prepared.takes_segments:
-        prepare(lookup.segments, tables_address, num_shards=num_shards).run(
+        prepare(lookup.segments, tables_address, variant=variant).run(
             num_unknown_address=num_unknown_address, seed=seed
         )
     else:
@@ -221,6 +235,10 @@ class Writer:
     def erase(self, keys: Any) -> None:
         """Drop keys, int64 [n] on the device."""
         _run("erase", len(keys), self._index, self._events, keys, np.uint32(len(keys)))
+
+    def mark_deleted(self, keys: Any) -> None:
+        """Of an index over rows that change: its keys, int64 [n] on the device, were deleted."""
+        _run("mark_deleted", len(keys), self._index, keys, np.uint32(len(keys)))
 
     def dump(self) -> Any:
         """All keys, int64 on the device. Waits for their number."""

@@ -15,6 +15,11 @@ constexpr int MAX_SHARDS = 8;
 #ifndef NUM_SHARDS
 #define NUM_SHARDS 1
 #endif
+// 1: rows change while they are looked up. The cache holds every row that has changed, row numbers counted from the start,
+// and the mark of a slot says whether the row was deleted.
+#ifndef ROWS_CHANGE
+#define ROWS_CHANGE 0
+#endif
 static_assert(NUM_SHARDS <= MAX_SHARDS, "a table record has room for fewer shards");
 
 enum VectorCode { FLOAT32 = 0, FLOAT16 = 1, INT8 = 2 };

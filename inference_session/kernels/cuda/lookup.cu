@@ -9,6 +9,7 @@ struct Source {
 };
 
 constexpr u8 MAX_MARK = 3;
+constexpr u8 DELETED_MARK = 0;  // where ROWS_CHANGE
 constexpr int TILES_PER_MARKING_BITS = 4;  // of so many tiles, as a power of two, the hits of one leave marks
 
 __device__ __forceinline__ bool is_marking(u32 tile, u32 seed) {
@@ -52,11 +53,22 @@ __device__ __forceinline__ Source base_source(const Table& table, i64 key, u64 h
   return source;
 }
 
+__device__ __forceinline__ bool is_deleted(const Index& index, i64 slot) {
+  return __ldcg(index.marks + slot / SLOTS * BUCKET_BYTES + slot % SLOTS) == DELETED_MARK;
+}
+
 __device__ __forceinline__ Source find_source(const Table& table, i64 key, bool marking, u64 policy) {
+  if constexpr (ROWS_CHANGE) {
+    if (table.base_by_number && key < 0 && key >= -table.num_base_rows) key += table.num_base_rows;
+  }
   const u64 hashed = hash_key(key);
   const i64 slot = table.cached.num_buckets != 0 ? find_slot<true>(table.cached, key, hashed, policy) : -1;
   if (slot < 0) return base_source(table, key, hashed, policy);
-  if (marking) leave_mark(table.cached, slot);
+  if constexpr (ROWS_CHANGE) {
+    if (is_deleted(table.cached, slot)) return {reinterpret_cast<const u8*>(table.default_vector), FLOAT32, false, false};
+  } else {
+    if (marking) leave_mark(table.cached, slot);
+  }
   return {table.cached_rows.vectors + slot * table.cached_rows.row_bytes, (int)table.cached_rows.code, true, true};
 }
 
@@ -373,8 +385,9 @@ __device__ __forceinline__ void pool_any(const Request& request, const Segment& 
                                          u32 count, bool marking, u64 policy) {
   __shared__ Found all_found[4];  // of the warps of a block
   Found& found = all_found[threadIdx.x / LANES];
-  if (table.cached_rows.code == FLOAT16) pool_bags<FLOAT16, WIDE>(request, segment, table, s, first, count, marking, policy, found);
-  else if (table.cached_rows.code == INT8) pool_bags<INT8, WIDE>(request, segment, table, s, first, count, marking, policy, found);
+  const i64 code = ROWS_CHANGE ? table.base_rows.code : table.cached_rows.code;  // of most rows
+  if (code == FLOAT16) pool_bags<FLOAT16, WIDE>(request, segment, table, s, first, count, marking, policy, found);
+  else if (code == INT8) pool_bags<INT8, WIDE>(request, segment, table, s, first, count, marking, policy, found);
   else pool_bags<FLOAT32, WIDE>(request, segment, table, s, first, count, marking, policy, found);
 }
 

@@ -25,6 +25,7 @@ MAX_INLINE_SEGMENTS = 32
 """Segments that travel as a kernel's parameter; more are copied to the device first."""
 MAX_SHARDS = 8
 """GPUs that the rows of one table may be divided among."""
+_ALIGNMENT = 256
 EVENTS = ("inserts", "updates", "evictions", "erases", "misses", "unknown", "refused")
 
 INDEX = np.dtype([(name, np.int64) for name in ("tags_address", "keys_address", "marks_address", "num_buckets")])
@@ -127,6 +128,30 @@ def request_of(segments: NDArray[np.void], tiles: Tiles) -> NDArray[np.void]:
 def index_bytes(num_buckets: int, *, marks: bool, numbers: bool) -> int:
     """Memory of an index."""
     return num_buckets * (BUCKET_BYTES * (2 if marks else 1) + SLOTS * (8 + (4 if numbers else 0)))
+
+
+def aligned(num_bytes: int) -> int:
+    """The next offset at or after this many bytes at which a part of a piece of memory may begin."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def table_bytes(num_buckets: int, row_bytes: int) -> int:
+    """Memory of a table of this many buckets whose slots have a row each: see `rows_by_slot`."""
+    index = aligned(index_bytes(num_buckets, marks=True, numbers=False))
+    return index + aligned(SLOTS * num_buckets * row_bytes)
+
+
+def rows_by_slot(
+    address: int, num_buckets: int, row_bytes: int, code: VectorCode, dim: int
+) -> tuple[NDArray[np.void], NDArray[np.void]]:
+    """INDEX and ROWS records of such a table at this address: tags, marks, keys, then vectors.
+
+    Tags and marks are the first 2 * BUCKET_BYTES * num_buckets bytes, and zeros at first.
+    """
+    marks = address + num_buckets * BUCKET_BYTES
+    keys = marks + num_buckets * BUCKET_BYTES
+    vectors = address + aligned(index_bytes(num_buckets, marks=True, numbers=False))
+    return np.array((address, keys, marks, num_buckets), INDEX), rows_record(vectors, row_bytes, code, dim)
 
 
 def buckets_for_all(num_rows: int) -> int:

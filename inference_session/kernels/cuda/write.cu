@@ -247,6 +247,14 @@ extern "C" __global__ void erase(Index index, u64* events, const i64* keys, u32 
   count(events, ERASES, erased);
 }
 
+// For an index over rows that change: these keys were deleted. Their rows hold the default vector.
+extern "C" __global__ void mark_deleted(Index index, const i64* keys, u32 n) {
+  const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  const i64 slot = find_slot(index, keys[i], hash_key(keys[i]), keeping_policy());
+  if (slot >= 0) index.marks[slot / SLOTS * BUCKET_BYTES + slot % SLOTS] = DELETED_MARK;
+}
+
 // The keys that are held, in any order; num_keys is zero before, and then how many there are.
 extern "C" __global__ void dump(Index index, i64* keys, u64* num_keys) {
   const u64 slot = (u64)blockIdx.x * blockDim.x + threadIdx.x;

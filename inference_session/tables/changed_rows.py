@@ -1,0 +1,71 @@
+"""The rows of one table that were changed since its files were written, where one GPU looks them up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import cupy
+import numpy as np
+from cupy.cuda.memory import OutOfMemoryError
+
+from inference_session.device.cuda import CudaDevice
+from inference_session.errors import UnavailableError
+from inference_session.kernels.cuda import launch as gpu
+from inference_session.kernels.cuda.records import (
+    BUCKET_BYTES,
+    EVENTS,
+    buckets_for_all,
+    rows_by_slot,
+    table_bytes,
+)
+from inference_session.kernels.records import VectorCode
+from inference_session.tables.base import Changed
+
+_REFUSED = EVENTS.index("refused")
+_BYTES_AT_ONCE = 16 << 20
+"""Of rows written within one request of the device: few enough not to delay others that wait for it."""
+
+
+class ChangedRows:
+    """Keys and float32 vectors in device memory, with room for a number of rows. One thread writes at a time."""
+
+    def __init__(self, device: CudaDevice, dim: int, num_rows: int) -> None:
+        """Allocate room for this many rows, and perhaps a few more. UnavailableError where the device has too little
+        memory.
+        """
+        self._device, self._dim = device, dim
+        num_buckets = buckets_for_all(num_rows)
+        num_bytes = table_bytes(num_buckets, 4 * dim)
+        with device.request():
+            try:
+                self._memory = cupy.empty(num_bytes, np.uint8)
+            except OutOfMemoryError as error:
+                raise UnavailableError(
+                    f"{device.name} has too little memory for {num_rows} changed rows of {dim} elements, {num_bytes}"
+                    " bytes: free some memory, or load a version with newer files"
+                ) from error
+            self._memory[: 2 * BUCKET_BYTES * num_buckets].fill(0)
+            self._events = cupy.zeros(len(EVENTS), np.uint64)
+        self.index, self.rows = rows_by_slot(self._memory.data.ptr, num_buckets, 4 * dim, VectorCode.FLOAT32, dim)
+        self.num_bytes = self._memory.nbytes
+
+    def put(self, changed: Changed) -> bool:
+        """Write rows, of equal keys the last; False: some found no room, and the others may have been written."""
+        return all(map(self._put, self._pieces(changed)))
+
+    def _put(self, changed: Changed) -> bool:
+        """Rows that are all deleted, or all not."""
+        with self._device.request():
+            writer = gpu.Writer(self.index, self._events.data.ptr)
+            keys, vectors = cupy.asarray(changed.keys), cupy.asarray(changed.vectors)
+            writer.write_rows(self.rows, keys, vectors, writer.claim(keys, may_insert=True, may_evict=False))
+            if changed.deleted.any():
+                writer.mark_deleted(keys)
+            return not int(self._events[_REFUSED])  # waits for the writes
+
+    def _pieces(self, changed: Changed) -> Iterator[Changed]:
+        step = max(_BYTES_AT_ONCE // (8 + 4 * self._dim), 1)
+        for deleted in (False, True):
+            these = changed.where(changed.deleted == deleted)
+            for begin in range(0, len(these.keys), step):
+                yield these.where(slice(begin, begin + step))
