@@ -54,7 +54,8 @@ class Changed(NamedTuple):
 
     def where(self, these: slice | NDArray[np.bool_]) -> Changed:
         """Some of them, contiguous."""
-        return Changed(*(np.ascontiguousarray(array[these]) for array in self))
+        keys, vectors, deleted = self.keys[these], self.vectors[these], self.deleted[these]
+        return Changed(np.ascontiguousarray(keys), np.ascontiguousarray(vectors), deleted)
 
 
 class DeviceTables(ABC):

@@ -12,6 +12,7 @@ from inference_session.device.discovery import unusable_for_sessions
 from inference_session.model_spec import ModelSpec
 from inference_session.versions import VersionManager
 from triton_backend.backend import model
+from triton_backend.backend.settings import DEFAULT_MAX_SAMPLES
 from triton_backend.repository.chosen_versions import is_chosen
 from triton_backend.repository.in_place import Backend, InPlaceModel, contradictions, read_model_folder
 
@@ -28,7 +29,7 @@ class TritonPythonModel(model.TritonPythonModel):
         with found.served_before(version) if is_chosen(config) else found.imported(version) as version_dir:
             versions = model.open_versions(version_dir, {**_device(args), **found.session_settings}, args)
         _warn(found, versions.spec, config, args)
-        return versions, model.DEFAULT_MAX_SAMPLES
+        return versions, DEFAULT_MAX_SAMPLES
 
 
 def _device(args: Mapping[str, str]) -> dict[str, str]:

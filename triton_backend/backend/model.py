@@ -14,7 +14,6 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from inference_session import InferenceSession
-from inference_session.errors import ConfigurationError
 from inference_session.model_spec import ModelSpec
 from inference_session.platform.user_cache import state_folder
 from inference_session.versions import VersionManager
@@ -24,12 +23,11 @@ from triton_backend.backend.heartbeat import Heartbeat
 from triton_backend.backend.joining import JoiningQueue
 from triton_backend.backend.log import show_log
 from triton_backend.backend.metrics import SessionMetrics, count_restarts
+from triton_backend.backend.settings import read_parameters
 from triton_backend.backend.tensors import check_types
 from triton_backend.backend.tracing import create_tracing
 from triton_backend.repository.model_config import check_config
 from triton_backend.repository.servable import SOURCE_LINK, VIEW_FOLDER
-
-DEFAULT_MAX_SAMPLES = 1024
 
 
 class TritonPythonModel:
@@ -100,21 +98,6 @@ class TritonPythonModel:
         self._heartbeat.stop()
 
 
-def read_parameters(parameters: Mapping[str, Mapping[str, str]], args: Mapping[str, str]) -> tuple[dict[str, Any], int]:
-    """The session's settings from config.pbtxt's `parameters`, and the limit of samples in a request.
-
-    Parameters in capitals are Triton's own. An instance that is bound to a GPU (KIND_GPU)
-    uses that one.
-    """
-    settings: dict[str, Any] = {}
-    if args.get("model_instance_kind") == "GPU":
-        settings["device"] = f"cuda:{args['model_instance_device_id']}"
-    for name, value in parameters.items():
-        if not name.isupper():
-            settings[name] = value["string_value"]
-    return settings, _limit(settings.pop("max_samples_per_request", DEFAULT_MAX_SAMPLES))
-
-
 def open_versions(directory: Path, settings: Mapping[str, Any], args: Mapping[str, str]) -> VersionManager:
     """Serve a version directory with these settings; those that are absent there and in session.json are Triton's:
     every byte is verified, and the version is warmed, with what was hot in the last one, before it serves.
@@ -141,13 +124,6 @@ def _users_own(version_dir: Path) -> Path:
     folder = version_dir.parent
     is_ours = folder.parent.name == VIEW_FOLDER and folder.is_symlink()
     return folder.readlink() / version_dir.name if is_ours else version_dir
-
-
-def _limit(value: str | int) -> int:
-    with contextlib.suppress(ValueError):
-        if (limit := int(value)) > 0:
-            return limit
-    raise ConfigurationError(f"setting 'max_samples_per_request' cannot be {value!r}; allowed: whole numbers from 1")
 
 
 def _num_samples(request: TritonRequest) -> int:

@@ -1,0 +1,49 @@
+"""The settings of a model's session, as config.pbtxt and Triton give them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from inference_session.errors import ConfigurationError
+
+DEFAULT_MAX_SAMPLES = 1024
+
+
+def read_parameters(parameters: Mapping[str, Mapping[str, str]], args: Mapping[str, str]) -> tuple[dict[str, Any], int]:
+    """The session's settings from config.pbtxt's `parameters`, and the limit of samples in a request.
+
+    Parameters in capitals are Triton's own. An instance that is bound to a GPU (KIND_GPU)
+    uses that one.
+
+    Raises:
+        ConfigurationError: the limit is not a whole number from 1, or an instance that has one GPU is to use several.
+    """
+    settings = {name: value["string_value"] for name, value in parameters.items() if not name.isupper()}
+    if args.get("model_instance_kind") == "GPU":
+        own = f"cuda:{args['model_instance_device_id']}"
+        _check_one_gpu(settings, own)
+        settings.setdefault("device", own)
+    return settings, _limit(settings.pop("max_samples_per_request", DEFAULT_MAX_SAMPLES))
+
+
+def _check_one_gpu(settings: Mapping[str, str], own: str) -> None:
+    """Each instance of KIND_GPU is a process with one GPU, and processes do not read each other's memory."""
+    device = settings.get("device", own)
+    names_several = "," in device or device == "cuda:all"
+    if not names_several and settings.get("shard") != "rows":
+        return
+    asked = f"device={device}" if names_several else "shard=rows"
+    raise ConfigurationError(
+        f"{asked} needs one process over several GPUs, but each instance of KIND_GPU is a process that has one GPU"
+        f" (this one: {own}), and processes do not share rows in device memory: set instance_group [ {{ count: 1 kind:"
+        " KIND_CPU } ] and device: cuda:0,1, or leave device and shard out to have the whole model on each GPU"
+    )
+
+
+def _limit(value: str | int) -> int:
+    with contextlib.suppress(ValueError):
+        if (limit := int(value)) > 0:
+            return limit
+    raise ConfigurationError(f"setting 'max_samples_per_request' cannot be {value!r}; allowed: whole numbers from 1")
