@@ -228,7 +228,6 @@ class SessionConfig:
         """Whether rows come from stores, through a cache."""
         return self.volatile_store is not None or self.persistent_store is not None
 
-    @property
     def check_devices(self, num_devices: int) -> None:
         """Refuse settings that are not supported with this many devices."""
         if self.shard != "rows":
