@@ -1,6 +1,7 @@
 """Updates and swaps under load on all GPUs of a host: goal M5.
 
     python benchmarks/several_gpus_updates.py [--swaps 20] [--rate 20000] [--device cuda:all] [--seconds 140]
+    python benchmarks/several_gpus_updates.py --files   the same without a store: files' rows are divided among the GPUs
 
 One model over a real Redis and a real broker, with a cache on each GPU. A process of its own publishes rows at a steady
 rate, while threads send requests and new versions take over. The rows of a new version include what had been published
@@ -235,16 +236,15 @@ def num_wrong(session: InferenceSession, newest: NDArray[np.int64]) -> int:
 
 
 @contextlib.contextmanager
-def settings_of(device: str) -> Iterator[dict[str, Any]]:
-    """Settings with a real Redis and a real broker."""
-    with Broker() as broker, RedisServer() as store:
-        yield {
-            "device": device,
-            "volatile_store": store.url,
-            "update_stream": broker.url,
-            "cache_fraction": 0.3,
-            "warm_up_s": 0.2,
-        }
+def settings_of(device: str, *, files: bool) -> Iterator[dict[str, Any]]:
+    """Settings with a real broker, and a real Redis unless rows come from files."""
+    with Broker() as broker:
+        settings = {"device": device, "update_stream": broker.url, "warm_up_s": 0.2}
+        if files:
+            yield {**settings, "shard": "none" if device == "cpu" else "rows"}
+        else:
+            with RedisServer() as store:
+                yield {**settings, "volatile_store": store.url, "cache_fraction": 0.3}
 
 
 def main() -> None:
@@ -255,8 +255,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=50_000)
     parser.add_argument("--seconds", type=float, default=140.0, help="of swaps; the rest takes up to half a minute")
     parser.add_argument("--device", default="cuda:all")
+    parser.add_argument("--files", action="store_true", help="without a store")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name, settings_of(options.device) as settings:
+    with tempfile.TemporaryDirectory() as name, settings_of(options.device, files=options.files) as settings:
         folder = Path(name)
         directory = write_version(folder, 1, np.zeros(options.rows, np.int64), None)
         # Kernels are compiled before the trainer begins.
@@ -300,12 +301,16 @@ def report(served: Served, num_swaps: int, rate: float, last: Snapshot) -> None:
     begin = time.monotonic()
     while (wrong := num_wrong(session, last.numbers)) and time.monotonic() < begin + _CATCH_UP_S:
         time.sleep(0.1)
-    cache = session.stats()["cache"]
+    stats = session.stats()
+    cache = stats["cache"]
+    held = f"{stats.get('updated', {}).get(TABLE, {}).get('rows')} changed rows on each GPU"
+    if cache:
+        held = f"{cache['rows']} of {cache['capacity']} rows cached, {cache['updates']} updated in caches"
     print(
         f"M5 {session.num_devices} devices, {num_swaps} swaps, {rate:.0f} rows/s, {served.num_answers} answers"
         f" (goal 0, 0, 0): {len(served.failures)} failed, {served.num_mixed} mixed, {wrong} of {len(last.numbers)} rows"
-        f" wrong {time.monotonic() - begin:.1f} s after the last update; {cache['rows']} of {cache['capacity']} rows"
-        f" cached, {cache['updates']} updated in caches; rows published again {last.num_repeated} times"
+        f" wrong {time.monotonic() - begin:.1f} s after the last update; {held}; rows published again"
+        f" {last.num_repeated} times"
         f" {served.failures[:1] or ''}",
         flush=True,
     )
