@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_session.device.base import Device
 from inference_session.device.host import HOST
 from inference_session.device.readers import Readers
 from inference_session.kernels.cpu import lookup as cpu
@@ -34,7 +35,7 @@ class UpdatedRows(Rows):
     A table without changes is read from its files alone; otherwise keys are searched among the changed rows first.
     """
 
-    device = HOST
+    device: Device = HOST
 
     def __init__(self, files: Sequence[TableFile], *, num_threads: int, writer: TableWriter | None = None) -> None:
         """Read files and what a writer has changed.

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from inference_session.device.discovery import unusable
 from inference_session.device.host import HOST
-from inference_session.errors import SessionClosedError
+from inference_session.errors import SessionClosedError, UnavailableError
 from inference_session.kernels.records import Lookup, PoolingCode
 from inference_session.rows import UpdatedRows
 from inference_session.rows.updated import PlacedUpdatedRows, TableWriter
 from inference_session.tables.table_file import TableFile
+from tests.testing.full_device import full_device
 from tests.testing.tables_of_all_kinds import answers, devices_of, some_keys
 
 NO_GPU = unusable(0)
@@ -105,3 +106,19 @@ def test_many_changed_rows_find_room(files: list[TableFile]) -> None:
         assert before is not None
         assert stats.placement.bytes > before.bytes + 63_000 * 4 * dim
         each.close()
+
+
+def test_changed_rows_that_find_no_memory_are_refused(files: list[TableFile]) -> None:
+    """The error says how much there must be; the device answers as before, and takes the rows once it has memory."""
+    _, writer, tables = open_both(files, 1, "none")
+    folder, dim = files[5].spec.folder, files[5].spec.embedding_dim
+    asked = [np.arange(40_000) if file.spec.folder == folder else np.zeros(4, np.int64) for file in files]
+    writer.update(folder, asked[5][:8], np.ones((8, dim), np.float32))
+    with full_device(), pytest.raises(UnavailableError, match=r"cuda:0 has too little memory for \d+ changed rows"):
+        writer.update(folder, asked[5], np.full((40_000, dim), 2, np.float32))
+    found, _ = answers(tables[0], files, asked, PoolingCode.NONE)
+    assert np.isin(found[5][:8], [1, 2]).all()
+    writer.update(folder, asked[5][:8], np.full((8, dim), 3, np.float32))
+    found, _ = answers(tables[0], files, asked, PoolingCode.NONE)
+    assert (found[5][:8] == 3).all()
+    tables[0].close()
