@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import cupy
@@ -35,33 +36,38 @@ class ChangedRows:
         """
         self._device, self._dim = device, dim
         num_buckets = buckets_for_all(num_rows)
-        num_bytes = table_bytes(num_buckets, 4 * dim)
-        with device.request():
-            try:
-                self._memory = cupy.empty(num_bytes, np.uint8)
-            except OutOfMemoryError as error:
-                raise UnavailableError(
-                    f"{device.name} has too little memory for {num_rows} changed rows of {dim} elements, {num_bytes}"
-                    " bytes: free some memory, or load a version with newer files"
-                ) from error
+        with self._request(num_rows):
+            self._memory = cupy.empty(table_bytes(num_buckets, 4 * dim), np.uint8)
             self._memory[: 2 * BUCKET_BYTES * num_buckets].fill(0)
             self._events = cupy.zeros(len(EVENTS), np.uint64)
         self.index, self.rows = rows_by_slot(self._memory.data.ptr, num_buckets, 4 * dim, VectorCode.FLOAT32, dim)
         self.num_bytes = self._memory.nbytes
 
     def put(self, changed: Changed) -> bool:
-        """Write rows, of equal keys the last; False: some found no room, and the others may have been written."""
+        """Write rows, of equal keys the last; False: some found no room, now or in an earlier call."""
         return all(map(self._put, self._pieces(changed)))
 
     def _put(self, changed: Changed) -> bool:
         """Rows that are all deleted, or all not."""
-        with self._device.request():
+        with self._request(len(changed.keys)):
             writer = gpu.Writer(self.index, self._events.data.ptr)
             keys, vectors = cupy.asarray(changed.keys), cupy.asarray(changed.vectors)
             writer.write_rows(self.rows, keys, vectors, writer.claim(keys, may_insert=True, may_evict=False))
             if changed.deleted.any():
                 writer.mark_deleted(keys)
             return not int(self._events[_REFUSED])  # waits for the writes
+
+    @contextlib.contextmanager
+    def _request(self, num_rows: int) -> Iterator[None]:
+        """A request of the device that takes memory for so many rows."""
+        with self._device.request():
+            try:
+                yield
+            except OutOfMemoryError as error:
+                raise UnavailableError(
+                    f"{self._device.name} has too little memory for {num_rows} changed rows of {self._dim} elements:"
+                    " free some memory, or load a version with newer files"
+                ) from error
 
     def _pieces(self, changed: Changed) -> Iterator[Changed]:
         step = max(_BYTES_AT_ONCE // (8 + 4 * self._dim), 1)
