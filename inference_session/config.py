@@ -113,7 +113,9 @@ def _device(value: Any) -> str:
     text = str(value)
     kind, _, numbers = text.partition(":")
     each = numbers.split(",")
-    is_list = kind == "cuda" and all(map(str.isdecimal, each)) and len(set(map(int, each))) == len(each)
+    is_list = (
+        kind == "cuda" and text.isascii() and all(map(str.isdecimal, each)) and len(set(map(int, each))) == len(each)
+    )
     if is_list or text in ("auto", "cpu", "cuda:all"):
         return text
     raise ValueError("allowed: auto, cpu, cuda:N, and for several GPUs cuda:N,M or cuda:all (N, M: numbers of GPUs)")

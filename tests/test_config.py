@@ -26,6 +26,7 @@ def test_the_first_source_wins() -> None:
         ("device", "cuda:-1"),
         ("device", "cuda:0,"),
         ("device", "cuda:0,0"),
+        ("device", "cuda:٣"),
         ("device", "cuda:0, 1"),
         ("device", "cuda:all,0"),
         ("shard", "columns"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
-from inference_session.kernels.cuda.records import buckets_for_all, index_bytes
+from inference_session.errors import ConfigurationError
+from inference_session.kernels.cuda.records import MAX_SHARDS, buckets_for_all, index_bytes
 from inference_session.model_spec import TableSpec
 
 Place: TypeAlias = Literal["device", "shards", "host"]
@@ -49,11 +50,18 @@ def places_of(tables: Sequence[TableSpec], budget: int, num_devices: int = 1, sh
 
     Indexes lie on each GPU in any case. If the vectors do not fit, the largest tables are sharded, as few as possible;
     if shards of all do not fit, the largest tables stay in host memory. With `rows` all tables are sharded, whatever
-    the budget; with `none`, no table is.
+    the budget; with `none`, or with `auto` and more than MAX_SHARDS devices, no table is.
+
+    Raises:
+        ConfigurationError: with `rows`, there are more than MAX_SHARDS devices.
     """
     if num_devices > 1 and shard == "rows":
+        if num_devices > MAX_SHARDS:
+            raise ConfigurationError(
+                f"shard=rows divides rows among {MAX_SHARDS} GPUs at most, not {num_devices}: name fewer GPUs in device"
+            )
         return ["shards" if table.num_rows else "device" for table in tables]
-    may_shard = num_devices > 1 and shard == "auto"
+    may_shard = 1 < num_devices <= MAX_SHARDS and shard == "auto"
     places: list[Place] = ["shards" if may_shard and table.num_rows else "device" for table in tables]
     largest_first = sorted(range(len(tables)), key=lambda t: vectors_bytes(tables[t]), reverse=True)
     for t in largest_first:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_session.device.placement import Place, bytes_on_each, places_of
+from inference_session.errors import ConfigurationError
 from inference_session.model_spec import TableSpec
 
 
@@ -19,6 +20,8 @@ def tables_of(*num_rows: int, keys: str = "row_number") -> list[TableSpec]:
     ("budget_rows", "num_devices", "shard", "places"),
     [
         (1110, 2, "auto", ["device", "device", "device"]),
+        (360, 8, "auto", ["device", "device", "shards"]),
+        (360, 9, "auto", ["device", "device", "host"]),
         (1109, 2, "auto", ["device", "device", "shards"]),
         (610, 2, "auto", ["device", "device", "shards"]),
         (609, 2, "auto", ["device", "shards", "shards"]),
@@ -36,6 +39,13 @@ def test_tables_of_10_100_and_1000_rows(budget_rows: int, num_devices: int, shar
     """With room for this many rows on each GPU."""
     found = places_of(tables_of(10, 100, 1000), 16 * budget_rows, num_devices, shard)  # type: ignore[arg-type]
     assert found == places
+
+
+def test_rows_are_divided_among_few_devices() -> None:
+    """As many as records have room for; the error says how many those are."""
+    assert places_of(tables_of(10), 0, 8, "rows") == ["shards"]
+    with pytest.raises(ConfigurationError, match="among 8 GPUs at most, not 9"):
+        places_of(tables_of(10), 0, 9, "rows")
 
 
 @given(
