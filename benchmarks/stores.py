@@ -79,7 +79,7 @@ def bench_rocksdb(keys: Keys, vectors: Vectors) -> None:
             fill("RocksDB", store, keys, vectors)
         plain = default_database(f"{folder}/plain", keys, vectors)
         with create_store(url, NAMESPACE, {"table": DIM}) as store:
-            family = store._db.get_column_family(TAG)  # type: ignore[attr-defined]
+            family = store._family("table")  # type: ignore[attr-defined]
             peers: dict[str, Fetch] = {
                 "rocksdict multiget": lambda k, _: family.get(k.view("V8").tolist()),
                 "the same, default settings": lambda k, _: plain.get(k.view("V8").tolist()),
