@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hotrow.training.kernels import device_rows
-from hotrow.training.key_index import create_index, distinct
+from hotrow.training.key_index import create_index, distinct, mixed_bits
 from hotrow.training.row_access import add_up, gather, scatter
 from hotrow.training.row_optimizers import RowOptimizer, kernel_of
 
@@ -192,7 +192,7 @@ class HashRows:
 
     def initial_vectors(self, keys: Tensor) -> Tensor:
         """int64 [n] to the vectors of new rows: they follow from the key alone, on any number of ranks."""
-        mixed = _mixed(keys)
+        mixed = mixed_bits(keys)
         columns = torch.arange(self.initial.shape[1], device=keys.device)
         # A parabola for each key, so that two keys hardly ever have the same vector.
         first, step, bend = mixed[:, None], mixed[:, None] >> 12, mixed[:, None] >> 24
@@ -258,11 +258,3 @@ class HashRows:
         scatter(self.vectors, rows, vectors)
         for name, tensor in states.items():
             scatter(self.states[name], rows, tensor)
-
-
-def _mixed(keys: Tensor) -> Tensor:
-    """Well-mixed bits of keys: int64 [n], 0 to 2^62 (SplitMix64's finaliser; torch's products wrap around)."""
-    mixed = keys ^ 0x1E3779B97F4A7C15
-    mixed = (mixed ^ (mixed >> 30 & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
-    mixed = (mixed ^ (mixed >> 27 & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
-    return (mixed ^ (mixed >> 31 & 0x1FFFFFFFF)) & 0x3FFFFFFFFFFFFFFF

@@ -242,6 +242,14 @@ def owners(keys: Tensor, num_owners: int) -> Tensor:
     return torch.remainder(keys, num_owners)
 
 
+def mixed_bits(keys: Tensor) -> Tensor:
+    """Well-mixed bits of keys: int64 [n], 0 to 2^62 (SplitMix64's finaliser; torch's products wrap around)."""
+    mixed = keys ^ 0x1E3779B97F4A7C15
+    mixed = (mixed ^ (mixed >> 30 & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    mixed = (mixed ^ (mixed >> 27 & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return (mixed ^ (mixed >> 31 & 0x1FFFFFFFF)) & 0x3FFFFFFFFFFFFFFF
+
+
 def distinct(keys: Tensor) -> tuple[Tensor, Tensor]:
     """int64 [n] to each of them once, int64 [m], and where each of the n stands there, int64 [n]."""
     if device_rows.can_run(keys.device):

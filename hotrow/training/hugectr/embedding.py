@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,12 +14,16 @@ from torch.nn import functional
 from hotrow.training.hugectr.enums import Update_t
 from hotrow.training.hugectr.optimizers import table_rule
 from hotrow.training.hugectr.parameters import OptParamsPy
+from hotrow.training.hugectr.processes import Processes
 from hotrow.training.hugectr.readers.block import Bags
-from hotrow.training.key_index import HashIndex, distinct
+from hotrow.training.key_index import HashIndex, distinct, mixed_bits
 
 _MIN_ROWS = 1024
 _LIMIT = 0.05
 """HugeCTR draws the elements of a new row evenly from -0.05 to 0.05."""
+_FRACTION_BITS = 24
+_ODD = 0x1E3779B97F4A7C15
+"""Keeps the columns of a key apart before their bits are mixed."""
 
 
 @dataclass
@@ -27,13 +31,15 @@ class BatchRows:
     """The rows of one batch, whose gradients torch adds up."""
 
     rows: Tensor
-    """int64 [m], each once."""
+    """int64 [rows], each once: those that this process keeps."""
+    kept: Tensor | None
+    """int64 [rows], where they are among the distinct keys of the batch; None if they are all."""
     vectors: Tensor
-    """[m, embedding_dim], a leaf of the graph of gradients."""
+    """[keys, embedding_dim] of the distinct keys, a leaf of the graph of gradients."""
 
 
 class EmbeddingTable:
-    """Rows in device memory; their keys in host memory."""
+    """Rows in device memory; their keys in host memory. Of several processes, each keeps the rows of its keys."""
 
     def __init__(
         self,
@@ -43,7 +49,7 @@ class EmbeddingTable:
         params: OptParamsPy,
         *,
         seed: int = 0,
-        device: torch.device | None = None,
+        processes: Processes | None = None,
     ) -> None:
         """UnsupportedModelError: the optimizer cannot train a table."""
         self.name = name
@@ -54,8 +60,9 @@ class EmbeddingTable:
         self.rule = table_rule(params)
         self._combiner = combiner
         self._moves_all = params.update_type is Update_t.Global and self.rule.moves_untouched
-        self._random = torch.Generator().manual_seed(seed)
-        self._device = device or torch.device("cpu")
+        self._seed = seed
+        self._processes = processes or Processes(0, 1, torch.device("cpu"))
+        self._device = self._processes.device
         self._rows = HashIndex()
         self._weight = torch.zeros((_MIN_ROWS, embedding_dim), device=self._device)
         self._states = [self._fresh(_MIN_ROWS) for _ in self.rule.state_names]
@@ -63,7 +70,7 @@ class EmbeddingTable:
 
     @property
     def num_rows(self) -> int:
-        """Rows that have a key."""
+        """Rows that have a key, on this process."""
         return self._rows.num_rows - 1
 
     @property
@@ -81,12 +88,27 @@ class EmbeddingTable:
         """As `weight`, by the names of the rule's states."""
         return [state[1 : self._rows.num_rows] for state in self._states]
 
+    @property
+    def columns(self) -> list[Tensor]:
+        """What is saved of each row, by rows: keys, vectors, states."""
+        return [self.keys, self.weight, *self.states]
+
+    def keeps(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether this process keeps the rows of keys, int64 [n]: bool [n]."""
+        kept: NDArray[np.bool_] = self._processes.owns(torch.from_numpy(np.array(keys))).numpy()
+        return kept
+
     def touch(self, bags: Bags) -> tuple[BatchRows, Tensor]:
-        """The rows of a batch, new ones made, and where each of its keys stands among them, int64 [keys]."""
+        """The rows of a batch, new ones made, and where each of its keys is among the distinct ones, int64 [keys].
+
+        All processes call it with the same batch.
+        """
         keys, places = distinct(torch.from_numpy(bags.keys))
-        rows = self._find_or_add(keys).to(self._device)
-        vectors = self._weight.index_select(0, rows)
-        return BatchRows(rows, vectors.requires_grad_(self.is_trainable)), places.to(self._device)
+        kept = self._kept(keys)
+        rows = self._find_or_add(keys if kept is None else keys[kept]).to(self._device)
+        kept = None if kept is None else kept.to(self._device)
+        vectors = self._vectors(rows, kept, len(keys))
+        return BatchRows(rows, kept, vectors.requires_grad_(self.is_trainable)), places.to(self._device)
 
     def pool(self, vectors: Tensor, places: Tensor, offsets: NDArray[np.int64]) -> Tensor:
         """[bags, embedding_dim]: rows of `vectors` summed or averaged; zeros where a bag is empty."""
@@ -95,39 +117,52 @@ class EmbeddingTable:
         ends = torch.from_numpy(offsets).to(self._device)
         return functional.embedding_bag(places, vectors, ends, mode=self._combiner, include_last_offset=True)
 
-    def evaluate(self, bags: Bags) -> Tensor:
-        """As `pool`, with zeros for keys that were never trained on, as serving answers them."""
-        rows = self._rows.find(torch.from_numpy(bags.keys)).to(self._device)
-        return self.pool(self._weight[: self._rows.num_rows], rows, bags.offsets)
+    def find(self, bags: Bags) -> tuple[Tensor, Tensor]:
+        """Vectors, [any, embedding_dim], and which of them each key of a batch has, int64 [keys].
+
+        Keys that were never trained on have zeros, as serving answers them. All processes call it with the same batch.
+        """
+        keys = torch.from_numpy(bags.keys)
+        if self._processes.count == 1:
+            return self._weight[: self._rows.num_rows], self._rows.find(keys).to(self._device)
+        keys, places = distinct(keys)
+        kept = self._kept(keys)
+        rows = self._rows.find(keys[kept]).to(self._device)
+        return self._vectors(rows, kept.to(self._device), len(keys)), places.to(self._device)
 
     def update(self, touched: BatchRows, gradient: Tensor, lr: float) -> None:
-        """One step of the optimizer, given the gradients of the touched rows, [m, embedding_dim]."""
+        """One step of the optimizer, given the gradients of the batch's distinct keys, [keys, embedding_dim]."""
         self.num_steps += 1
+        gradient = gradient if touched.kept is None else gradient[touched.kept]
         if self._gradient is not None:
             self._update_all(touched.rows, gradient, lr)
             return
-        weight = touched.vectors.detach()
+        weight = touched.vectors.detach() if touched.kept is None else touched.vectors.detach()[touched.kept]
         states = [state.index_select(0, touched.rows) for state in self._states]
         self.rule.update(weight, gradient, states, lr, self.num_steps)
         for whole, part in zip([self._weight, *self._states], [weight, *states], strict=True):
             whole.index_copy_(0, touched.rows, part)
 
     def load(self, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
-        """Replace all rows by these; their states begin anew."""
+        """Replace all rows by these, as far as this process keeps them; their states begin anew."""
         self._rows = HashIndex()
         self._states = [self._fresh(len(self._weight)) for _ in self.rule.state_names]
         found, last = np.unique(keys[::-1], return_index=True)  # of rows with one key, the last is found when served
         order = np.sort(len(keys) - 1 - last)
         del found
-        self._find_or_add(torch.from_numpy(np.ascontiguousarray(keys[order])))
+        self._rows.find_or_add(torch.from_numpy(np.ascontiguousarray(keys[order])))
+        self._make_room()
         self._weight[1 : len(order) + 1] = torch.from_numpy(np.ascontiguousarray(vectors[order]))
         self.num_steps = 0
 
-    def load_states(self, states: Sequence[NDArray[np.float32]], num_steps: int) -> None:
-        """Set the states, each [num_rows, embedding_dim] in the order of `keys`."""
-        for whole, part in zip(self.states, states, strict=True):
-            whole.copy_(torch.from_numpy(part.reshape(whole.shape)))
-        self.num_steps = num_steps
+    def rows_of(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """int64 [n] to the rows that this process keeps, int64 [n]; 0 for other keys."""
+        return self._rows.find(torch.from_numpy(keys)).numpy()
+
+    def set_state(self, number: int, rows: NDArray[np.int64], values: NDArray[np.float32]) -> None:
+        """Set the state of that number of some rows, as `rows_of` gives them, to [n, embedding_dim]."""
+        places = torch.from_numpy(rows).to(self._device)
+        self._states[number].index_copy_(0, places, torch.from_numpy(values).to(self._device))
 
     def _update_all(self, rows: Tensor, gradient: Tensor, lr: float) -> None:
         assert self._gradient is not None  # noqa: S101  for mypy
@@ -137,19 +172,41 @@ class EmbeddingTable:
         self.rule.update(self._weight[:used], self._gradient[:used], states, lr, self.num_steps)
         self._gradient.index_fill_(0, rows, 0.0)
 
+    def _kept(self, keys: Tensor) -> Any:
+        """int64 [rows]: which keys this process keeps the rows of; None where it is the only one."""
+        return None if self._processes.count == 1 else self._processes.owns(keys).nonzero().squeeze(1)
+
+    def _vectors(self, rows: Tensor, kept: Tensor | None, num_keys: int) -> Tensor:
+        """[num_keys, embedding_dim]: the vectors of a batch's distinct keys, each from the process that keeps it."""
+        if kept is None:
+            return self._weight.index_select(0, rows)
+        vectors = self._weight.new_zeros((num_keys, self.embedding_dim))
+        vectors[kept] = self._weight.index_select(0, rows)
+        return self._processes.add_up(vectors)
+
     def _find_or_add(self, keys: Tensor) -> Tensor:
         """The rows of keys, each given once; new keys get initial values."""
         begin = self._rows.num_rows
         rows = self._rows.find_or_add(keys)
         end = self._rows.num_rows
-        if end > len(self._weight):
-            self._grow(max(end, 2 * len(self._weight)))
+        self._make_room()
         if end > begin:
-            first = torch.empty((end - begin, self.embedding_dim))
-            self._weight[begin:end] = first.uniform_(-_LIMIT, _LIMIT, generator=self._random).to(self._device)
+            self._weight[begin:end] = self._first_vectors(self._rows.keys[begin:end]).to(self._device)
         return rows
 
-    def _grow(self, num_rows: int) -> None:
+    def _first_vectors(self, keys: Tensor) -> Tensor:
+        """float32 [n, embedding_dim], from key and seed alone: the same on any number of processes."""
+        columns = torch.arange(1, self.embedding_dim + 1) * _ODD
+        start = mixed_bits(torch.tensor(self._seed % 2**63))
+        bits = mixed_bits(mixed_bits(keys + start)[:, None] + columns)
+        fractions = (bits & ((1 << _FRACTION_BITS) - 1)).to(torch.float32) / (1 << _FRACTION_BITS)
+        return (2.0 * fractions - 1.0) * _LIMIT
+
+    def _make_room(self) -> None:
+        num_rows = self._rows.num_rows
+        if num_rows <= len(self._weight):
+            return
+        num_rows = max(num_rows, 2 * len(self._weight))
         self._weight = _longer(self._weight, torch.zeros((num_rows, self.embedding_dim), device=self._device))
         self._states = [_longer(state, self._fresh(num_rows)) for state in self._states]
         if self._gradient is not None:

@@ -277,8 +277,7 @@ class Model:
     ) -> None:
         """Write weights, tables and optimizer states as `<prefix>_dense_<iter>.model` and so on."""
         trainer = self._compiled("save_params_to_files")
-        if self._processes.rank == 0:
-            snapshot.save_snapshot(trainer, prefix, iter, data_source_params or self._data_source)
+        snapshot.save_snapshot(trainer, prefix, iter, data_source_params or self._data_source)
         self._processes.wait()
         self._say(f"Dumping weights and optimizer states of {prefix!r}, iteration {iter}, successful")
 

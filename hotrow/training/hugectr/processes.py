@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hotrow.training.key_index import owners
 from inference_session.errors import ConfigurationError
+
+_ROWS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
 class Processes:
-    """One process among all. Each reads the whole batch, computes its part, and keeps all rows."""
+    """One process among all. Each reads the whole batch, computes its part, and keeps the rows of its keys."""
 
     rank: int
     count: int
@@ -26,6 +29,43 @@ class Processes:
         """The samples of a batch that this process computes: begin and end."""
         share = num_samples // self.count
         return (self.rank * share, (self.rank + 1) * share) if num_samples % self.count == 0 else (0, num_samples)
+
+    def owns(self, keys: Tensor) -> Tensor:
+        """Whether this process keeps the rows of keys, int64 [n]: bool [n]. The row of a key is on `key % count`."""
+        return owners(keys, self.count) == self.rank
+
+    def rows_of_all(self, tensor: Tensor) -> Iterator[Tensor]:
+        """On process 0 the rows of all processes, some at a time, by rank; the others send theirs and get none.
+
+        All processes run it to its end.
+        """
+        if self.count == 1:
+            yield from tensor.split(_ROWS_AT_ONCE)
+            return
+        for rank, count in enumerate(self._counts(len(tensor))):
+            for begin in range(0, count, _ROWS_AT_ONCE):
+                size = min(_ROWS_AT_ONCE, count - begin)
+                if self.rank == rank == 0:
+                    yield tensor[begin : begin + size]
+                elif self.rank == rank:
+                    dist.send(tensor[begin : begin + size].to(self.device).contiguous(), 0)
+                elif self.rank == 0:
+                    piece = torch.empty((size, *tensor.shape[1:]), dtype=tensor.dtype, device=self.device)
+                    dist.recv(piece, rank)
+                    yield piece
+
+    def _counts(self, number: int) -> list[int]:
+        """The numbers of all processes."""
+        counts = torch.zeros(self.count, dtype=torch.int64, device=self.device)
+        counts[self.rank] = number
+        dist.all_reduce(counts)
+        return [int(count) for count in counts]
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes, in place."""
+        if self.count > 1:
+            dist.all_reduce(tensor)
+        return tensor
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """The mean over all processes, in place."""

@@ -9,9 +9,10 @@ import json
 import os
 import tempfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hotrow.training.hugectr.embedding import EmbeddingTable
+from hotrow.training.hugectr.processes import Processes
 from hotrow.training.hugectr.trainer import Trainer
 from inference_session.errors import ConfigurationError, ModelFormatError
 from inference_session.importers.hugectr.data_source import DataSourceParams
@@ -34,7 +36,9 @@ from inference_session.model_spec import KEY_FILE, VECTOR_FILE
 from inference_session.platform.staging import ABANDONED_S, working_folder
 
 _ROWS_PER_WRITE = 1 << 20
+_BYTES_AT_ONCE = 8 << 20
 _STATISTICS = ".ntp.json"
+_KEYS = ".key"
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,16 @@ class SnapshotNames:
 def save_snapshot(trainer: Trainer, prefix: str, iteration: int, params: DataSourceParams) -> None:
     """Write all files of a model, in the working directory or in `local_model_home` or `hdfs_model_home`.
 
+    All processes call it; process 0 writes, and the others send it their rows.
+
     Raises:
         OSError, UnavailableError: the files cannot be written; the files in place then are no complete model.
     """
+    if trainer.processes.rank > 0:
+        for column in (column for table in trainer.tables for column in table.columns):
+            for _ in trainer.processes.rows_of_all(column):
+                pass
+        return
     home = params.hdfs_model_home if params.is_hdfs else params.local_model_home
     whole = params.place_of(f"{home}/{prefix}_" if home else f"{prefix}_")
     folder, stem = split_place(whole)
@@ -90,11 +101,7 @@ def _write_all(trainer: Trainer, names: SnapshotNames, staging: Path) -> list[st
     """The written files, in the order in which they are to appear; the dense weights last."""
     written = []
     for number, table in enumerate(trainer.tables):
-        _write_table(table, staging / names.sparse(number))
-        written.append(names.sparse(number))
-        states = names.sparse_states(number)
-        about = {"num_rows": table.num_rows, "keys": _digest(table.keys)}
-        written += _write_states(staging, states, table.states, table.rule.__class__.__name__, table.num_steps, about)
+        written += _write_table(table, trainer.processes, names, number, staging)
     optimizer = trainer.dense_optimizer
     columns = [
         torch.cat([states[i].reshape(-1) for states in optimizer.states]) if optimizer.states else torch.empty(0)
@@ -109,14 +116,25 @@ def _write_all(trainer: Trainer, names: SnapshotNames, staging: Path) -> list[st
     return [*written, names.dense]
 
 
-def _write_table(table: EmbeddingTable, folder: Path) -> None:
+def _write_table(
+    table: EmbeddingTable, processes: Processes, names: SnapshotNames, number: int, staging: Path
+) -> list[str]:
+    """Rows and states of all processes, and with the states the keys that they are of."""
+    folder, states = staging / names.sparse(number), names.sparse_states(number)
+    keys, vectors, *columns = (processes.rows_of_all(column) for column in table.columns)
     folder.mkdir()
-    _write(folder / KEY_FILE, [table.keys.numpy().astype("<i8")])
-    _write_floats(folder / VECTOR_FILE, [table.weight])
+    _write(folder / KEY_FILE, (part.cpu().numpy().astype("<i8") for part in keys))
+    _write_floats(folder / VECTOR_FILE, vectors)
+    with (folder / KEY_FILE).open("rb") as file:
+        _write(staging / f"{states}{_KEYS}", iter(partial(file.read, _BYTES_AT_ONCE), b""))
+    about = {"num_rows": (folder / KEY_FILE).stat().st_size // 8, "keys": _digest(folder / KEY_FILE)}
+    parts = (part for column in columns for part in column)
+    written = _write_states(staging, states, parts, table.rule.__class__.__name__, table.num_steps, about)
+    return [names.sparse(number), f"{states}{_KEYS}", *written]
 
 
 def _write_states(
-    staging: Path, name: str, states: Sequence[Tensor], optimizer: str, num_steps: int, about: dict[str, Any]
+    staging: Path, name: str, states: Iterable[Tensor], optimizer: str, num_steps: int, about: dict[str, Any]
 ) -> list[str]:
     """Concatenated states, and in a separate JSON what HugeCTR does not save: the steps so far, and the optimizer."""
     _write_floats(staging / name, states)
@@ -132,7 +150,7 @@ def _write_statistics(path: Path, statistics: Sequence[tuple[Tensor, Tensor]]) -
     _write(path, [json.dumps({"layers": layers}, indent=2).encode()])
 
 
-def _write_floats(path: Path, tensors: Sequence[Tensor]) -> None:
+def _write_floats(path: Path, tensors: Iterable[Tensor]) -> None:
     parts = (part for tensor in tensors for part in tensor.split(_ROWS_PER_WRITE))
     _write(path, (part.cpu().numpy().astype("<f4") for part in parts))
 
@@ -194,7 +212,7 @@ def load_dense_states(trainer: Trainer, place: str, params: DataSourceParams) ->
 def load_table(table: EmbeddingTable, place: str, params: DataSourceParams, key_type: KeyType) -> None:
     """Read a table and replace its rows; errors as `load_dense_weights`."""
     folder = SparseFolder(fetch(params.place_of(place)), table.embedding_dim, key_type)
-    chunks = list(folder.chunks())
+    chunks = [(part[kept], vectors[kept]) for part, vectors in folder.chunks() for kept in [table.keeps(part)]]
     keys = np.concatenate([np.empty(0, np.int64), *(part for part, _ in chunks)])
     vectors = np.concatenate([np.empty((0, table.embedding_dim), np.float32), *(part for _, part in chunks)])
     table.load(keys, vectors)
@@ -210,14 +228,31 @@ def load_table_states(table: EmbeddingTable, place: str, params: DataSourceParam
     about = _about_states(place, params, table.rule.__class__.__name__)
     if not table.rule.state_names:
         return
-    if (about.get("num_rows"), about.get("keys")) != (table.num_rows, _digest(table.keys)):
+    if "num_rows" not in about:
         raise ModelFormatError(
-            f"{path}: states of {about.get('num_rows', 'unknown')} rows; the table {table.name!r} has "
-            f"{table.num_rows} others. Load the sparse weights of the same snapshot first. Files that HugeCTR wrote "
-            "do not say whose rows they are about, and cannot be loaded"
+            f"{path}: no {Path(place).name}.json says which keys its states belong to. Files that HugeCTR wrote have "
+            "none, and cannot be loaded"
         )
-    floats = _floats(path, len(table.rule.state_names) * table.num_rows * table.embedding_dim)
-    table.load_states(np.split(floats, len(table.rule.state_names)), about["num_steps"])
+    keys = _keys_of_states(fetch(params.place_of(f"{place}{_KEYS}")), about)
+    rows = table.rows_of(keys)
+    if np.count_nonzero(rows) != table.num_rows:
+        raise ModelFormatError(
+            f"{path}: states of {len(keys)} rows, which are not those of the table {table.name!r}. Load the sparse "
+            "weights of the same snapshot first"
+        )
+    count = len(table.rule.state_names)
+    floats = _floats(path, count * len(keys) * table.embedding_dim).reshape(count, len(keys), table.embedding_dim)
+    for number, values in enumerate(floats):
+        table.set_state(number, rows[rows > 0], values[rows > 0])
+    table.num_steps = about["num_steps"]
+
+
+def _keys_of_states(path: Path, about: Mapping[str, Any]) -> NDArray[np.int64]:
+    if not path.exists():
+        raise ModelFormatError(f"{path}: no such file; it holds the keys of the states next to it")
+    if path.stat().st_size != 8 * about["num_rows"] or _digest(path) != about["keys"]:
+        raise ModelFormatError(f"{path}: not the {about['num_rows']} keys that the states next to it were saved with")
+    return np.fromfile(path, "<i8").astype(np.int64, copy=False)
 
 
 def _about_states(place: str, params: DataSourceParams, optimizer: str) -> dict[str, Any]:
@@ -250,5 +285,9 @@ def _floats(path: Path, count: int) -> NDArray[np.float32]:
     return np.fromfile(path, "<f4").astype(np.float32, copy=False)
 
 
-def _digest(keys: Tensor) -> int:
-    return zlib.crc32(keys.numpy().astype("<i8").tobytes())
+def _digest(path: Path) -> int:
+    digest = 0
+    with path.open("rb") as file:
+        while part := file.read(_BYTES_AT_ONCE):
+            digest = zlib.crc32(part, digest)
+    return digest

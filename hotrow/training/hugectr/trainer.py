@@ -64,7 +64,7 @@ class Trainer:
         self.loss_weights: dict[str, float] = {}
         """By label; 1 by default."""
         self.is_dense_trainable = True
-        self._graph, self._solver, self._processes = graph, solver, processes
+        self._graph, self._solver, self.processes = graph, solver, processes
         self._table_inputs = table_inputs
         rule = dense_rule(params)
         self.dense_optimizer = DenseOptimizer(
@@ -72,7 +72,7 @@ class Trainer:
         )
         self.tables = [
             EmbeddingTable(
-                item.name, item.embedding_dim, item.combiner, own, seed=solver.seed + 1 + i, device=processes.device
+                item.name, item.embedding_dim, item.combiner, own, seed=solver.seed + 1 + i, processes=processes
             )
             for i, (item, own) in enumerate(zip(graph.embeddings, table_params, strict=True))
         ]
@@ -87,15 +87,12 @@ class Trainer:
         """One step."""
         self.network.train()
         self.network.requires_grad_(self.is_dense_trainable)
-        begin, end = self._processes.part(len(batch))
+        begin, end = self.processes.part(len(batch))
         touched, tensors = [], self._dense(batch, begin, end)
         for table, bags, name in self._lookups(batch):
             rows, places = table.touch(bags)
             touched.append((table, rows))
-            slots = (len(bags.offsets) - 1) // len(batch)
-            offsets = bags.offsets[begin * slots : end * slots + 1]
-            pooled = table.pool(rows.vectors, places[offsets[0] : offsets[-1]], offsets - offsets[0])
-            tensors[name] = pooled.reshape(end - begin, slots, table.embedding_dim)
+            tensors[name] = _pooled(table, rows.vectors, places, bags, len(batch), begin, end)
         with self._precision():
             logits = self.network(tensors)
         loss = self._total_loss(logits, self._labels(batch, begin, end))
@@ -107,30 +104,30 @@ class Trainer:
     def current_loss(self) -> float:
         """The loss of the last batch, as the mean over all processes."""
         loss = self._loss.clone()
-        self._processes.average([loss])
+        self.processes.average([loss])
         return float(loss)
 
     def evaluate(self, batch: Block) -> tuple[NDArray[np.float32], float]:
         """Predictions, [samples, columns of all labels], and the loss."""
         self.network.eval()
-        begin, end = self._processes.part(len(batch))
+        begin, end = self.processes.part(len(batch))
         part = batch.part(begin, end)
         tensors = self._dense(part, 0, len(part))
         with torch.no_grad():
-            for table, bags, name in self._lookups(part):
-                tensors[name] = table.evaluate(bags).reshape(len(part), -1, table.embedding_dim)
+            for table, bags, name in self._lookups(batch):
+                tensors[name] = _pooled(table, *table.find(bags), bags, len(batch), begin, end)
             with self._precision():
                 logits = self.network(tensors)
             loss = self._total_loss(logits, self._labels(part, 0, len(part)))
-            self._processes.average([loss])
+            self.processes.average([loss])
             found = self.network.predictions(logits)
         joined = torch.cat([found[label.name] for label in self.network.translated.outputs], dim=1)
-        return self._processes.gathered(joined, len(batch)).cpu().numpy(), float(loss)
+        return self.processes.gathered(joined, len(batch)).cpu().numpy(), float(loss)
 
     def _learn(self, touched: Sequence[tuple[EmbeddingTable, BatchRows]], lr: float) -> None:
         rows = [(table, each) for table, each in touched if each.vectors.grad is not None]
         gradients = [weight.grad for weight in self.weights if weight.grad is not None]
-        self._processes.average([*gradients, *(each.vectors.grad for _, each in rows if each.vectors.grad is not None)])
+        self.processes.average([*gradients, *(each.vectors.grad for _, each in rows if each.vectors.grad is not None)])
         with torch.no_grad():
             if self.is_dense_trainable:
                 self.dense_optimizer.step(self.weights, self._scaler, lr)
@@ -143,7 +140,7 @@ class Trainer:
         return self._solver.scaler if self._solver.use_mixed_precision else 1.0
 
     def _precision(self) -> torch.autocast:
-        kind = self._processes.device.type
+        kind = self.processes.device.type
         dtype = torch.float16 if kind == "cuda" else torch.bfloat16
         return torch.autocast(kind, dtype=dtype, enabled=self._solver.use_mixed_precision)
 
@@ -160,10 +157,10 @@ class Trainer:
 
     def _dense(self, batch: Block, begin: int, end: int) -> dict[str, Tensor]:
         dense = torch.from_numpy(np.ascontiguousarray(batch.dense[begin:end]))
-        return {self._graph.dense_name: dense.to(self._processes.device)}
+        return {self._graph.dense_name: dense.to(self.processes.device)}
 
     def _labels(self, batch: Block, begin: int, end: int) -> dict[str, Tensor]:
-        columns = torch.from_numpy(np.ascontiguousarray(batch.labels[begin:end])).to(self._processes.device)
+        columns = torch.from_numpy(np.ascontiguousarray(batch.labels[begin:end])).to(self.processes.device)
         parts = columns.split([label.dim for label in self._graph.labels], dim=1)
         return {label.name: part for label, part in zip(self._graph.labels, parts, strict=True)}
 
@@ -172,3 +169,13 @@ class Trainer:
             (table, batch.bags[number], table.name)
             for table, number in zip(self.tables, self._table_inputs, strict=True)
         ]
+
+
+def _pooled(
+    table: EmbeddingTable, vectors: Tensor, places: Tensor, bags: Bags, num_samples: int, begin: int, end: int
+) -> Tensor:
+    """[end - begin, slots, embedding_dim]: some samples of a batch, given the vector of each of its keys."""
+    slots = (len(bags.offsets) - 1) // num_samples
+    offsets = bags.offsets[begin * slots : end * slots + 1]
+    pooled = table.pool(vectors, places[offsets[0] : offsets[-1]], offsets - offsets[0])
+    return pooled.reshape(end - begin, slots, table.embedding_dim)

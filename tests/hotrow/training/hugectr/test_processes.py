@@ -19,7 +19,8 @@ from tests.testing.training_jobs import run_ranks
 pytestmark = pytest.mark.training
 
 
-def _train(folder: Path, prefix: str, name: str = "wdl_parquet", **solver: Any) -> None:
+def _train(folder: Path, prefix: str, name: str = "wdl_parquet", *, after: str = "", **solver: Any) -> None:
+    """Train some steps, from the snapshot `after` on if there is one, and save."""
     torch.set_num_threads(1)
     os.chdir(folder)
     sample = SAMPLES[name]
@@ -29,13 +30,21 @@ def _train(folder: Path, prefix: str, name: str = "wdl_parquet", **solver: Any) 
         sample.network(_WithoutDropout(model))  # type: ignore[arg-type]
 
     model = make_model(Sample(**{**vars(sample), "network": network}), folder, **solver)
+    if after:
+        model.load_dense_weights(f"{after}_dense_6.model")
+        model.load_sparse_weights([f"{after}{table}_sparse_6.model" for table in range(2)])
+        model.load_dense_optimizer_states(f"{after}_opt_dense_6.model")
+        model.load_sparse_optimizer_states([f"{after}{table}_opt_sparse_6.model" for table in range(2)])
     model.start_data_reading()
     for _ in range(6):
         assert model.train()
     loss = model.get_current_loss()
     assert model.eval()
     model.save_params_to_files(prefix, 6)
-    if os.environ.get("RANK", "0") == "0":
+    rank = os.environ.get("RANK", "0")
+    for number, table in enumerate(model._compiled("").tables):
+        np.save(folder / f"{prefix}{number}_keys_of_{rank}.npy", table.keys.numpy())
+    if rank == "0":
         model.export_predictions(f"{prefix}_predictions", f"{prefix}_labels")
         (folder / f"{prefix}_loss").write_text(repr(loss))
 
@@ -50,20 +59,31 @@ class _WithoutDropout:
         self._model.add(layer)  # type: ignore[attr-defined]
 
 
-def _rank(rank: int, folder: str) -> None:
+def _rank(rank: int, folder: str, prefix: str, after: str) -> None:
     os.environ.update({"WORLD_SIZE": "2", "RANK": str(rank)})
-    _train(Path(folder), "two")
+    _train(Path(folder), prefix, after=after)
 
 
-def test_two_processes_learn_what_one_learns(tmp_path: Path) -> None:
+def test_two_processes_learn_what_one_learns_and_go_on_from_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each keeps the rows of its keys; the files are those of one process, and either number restores the other's."""
     make_data(SAMPLES["wdl_parquet"], tmp_path)
-    here = Path.cwd()
-    try:
-        _train(tmp_path, "one")
-    finally:
-        os.chdir(here)
-    run_ranks(_rank, str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+    _train(tmp_path, "one")
+    run_ranks(_rank, str(tmp_path), "two", "")
+
     _compare(tmp_path, "one", "two", atol=2e-5)
+    for table in range(2):
+        kept = [np.load(f"two{table}_keys_of_{rank}.npy") for rank in range(2)]
+        assert all(len(keys) and (keys % 2 == rank).all() for rank, keys in enumerate(kept))
+        assert sorted(np.concatenate(kept)) == sorted(np.load(f"one{table}_keys_of_0.npy"))
+
+    _train(tmp_path, "one_after_two", after="two")
+    run_ranks(_rank, str(tmp_path), "two_after_one", "one")
+
+    _compare(tmp_path, "one_after_two", "two_after_one", atol=5e-5)
 
 
 def _compare(folder: Path, one: str, two: str, *, atol: float) -> None:
@@ -71,15 +91,24 @@ def _compare(folder: Path, one: str, two: str, *, atol: float) -> None:
         first, second = (np.fromfile(folder / f"{prefix}_{name}", np.float32) for prefix in (one, two))
         np.testing.assert_allclose(first, second, atol=atol)
     for table in range(2):
-        keys = [np.fromfile(folder / f"{p}{table}_sparse_6.model" / "key", np.int64) for p in (one, two)]
-        np.testing.assert_array_equal(*keys)
-        rows = [np.fromfile(folder / f"{p}{table}_sparse_6.model" / "emb_vector", np.float32) for p in (one, two)]
-        np.testing.assert_allclose(*rows, atol=atol)
+        found = [_rows(folder, f"{prefix}{table}") for prefix in (one, two)]
+        for first, second in zip(*found, strict=True):
+            np.testing.assert_allclose(first, second, atol=atol)
     texts = [np.loadtxt(folder / f"{prefix}_predictions") for prefix in (one, two)]
     assert texts[0].shape == (200,)
     np.testing.assert_allclose(*texts, atol=5 * atol)
     losses = [float((folder / f"{prefix}_loss").read_text()) for prefix in (one, two)]
     assert losses[0] == pytest.approx(losses[1], abs=5 * atol)
+
+
+def _rows(folder: Path, prefix: str) -> tuple[np.ndarray[Any, Any], ...]:
+    """Keys, ascending, with their vectors and optimizer states."""
+    keys = np.fromfile(folder / f"{prefix}_sparse_6.model" / "key", np.int64)
+    vectors = np.fromfile(folder / f"{prefix}_sparse_6.model" / "emb_vector", np.float32).reshape(len(keys), -1)
+    states = np.fromfile(folder / f"{prefix}_opt_sparse_6.model", np.float32).reshape(-1, *vectors.shape)
+    assert len(states), "the optimizer keeps no states"
+    order = np.argsort(keys)
+    return keys[order], vectors[order], states[:, order]
 
 
 @pytest.mark.gpu

@@ -163,7 +163,8 @@ def test_lazy_updates_are_for_adam_alone() -> None:
 def test_keys_never_trained_on_are_answered_with_zeros_and_get_no_row() -> None:
     table = EmbeddingTable("t", 4, "sum", optimizer(Optimizer_t.SGD))
     table.touch(Bags(np.array([7, -7]), np.array([0, 1, 2])))
-    found = table.evaluate(Bags(np.array([8, 7, 2**62]), np.array([0, 1, 2, 3])))
+    bags = Bags(np.array([8, 7, 2**62]), np.array([0, 1, 2, 3]))
+    found = table.pool(*table.find(bags), bags.offsets)
     assert table.num_rows == 2
     assert not found[0].any()
     assert found[1].any()
@@ -369,8 +370,8 @@ def test_a_snapshot_that_fails_leaves_no_model(small: Path, monkeypatch: pytest.
     model.save_params_to_files("a", 1)
     names = {path.name for path in Path().iterdir() if path.name.startswith("a")}
     assert names == {
-        "a0_sparse_1.model", "a0_opt_sparse_1.model", "a0_opt_sparse_1.model.json", "a_opt_dense_1.model",
-        "a_opt_dense_1.model.json", "a_dense_1.model", "a_dense_1.model.ntp.json",
+        "a0_sparse_1.model", "a0_opt_sparse_1.model", "a0_opt_sparse_1.model.json", "a0_opt_sparse_1.model.key",
+        "a_opt_dense_1.model", "a_opt_dense_1.model.json", "a_dense_1.model", "a_dense_1.model.ntp.json",
     }  # fmt: skip
     renamed: list[Path] = []
     rename = Path.rename
