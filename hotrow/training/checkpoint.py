@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import tempfile
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -19,7 +22,7 @@ from torch import nn
 from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
-from hotrow.training.checkpoint_files import CheckpointReader
+from hotrow.training.checkpoint_files import METADATA_FILE, CheckpointReader
 from hotrow.training.ranks import Ranks
 from hotrow.training.state import RestoredState, note_restored, publisher_of
 from hotrow.training.training_state import TrainingState
@@ -69,8 +72,12 @@ class Checkpoint:
         """
         if not isinstance(keep, int) or keep < 1:
             raise ConfigurationError(f"keep must be a whole number of at least 1, found {keep!r}")
+        if not isinstance(model, nn.Module):
+            raise ConfigurationError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+        if not isinstance(place, (str, Path)) or not str(place):
+            raise ConfigurationError(f"place is {place!r}; give a folder or an hdfs:// URL")
         self._model, self._place, self._keep = model, str(place), keep
-        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         self._state = TrainingState(model, optimizers)
         self._ranks = Ranks()
         with create_source(place):
@@ -109,7 +116,12 @@ class Checkpoint:
             ConfigurationError: no checkpoint of this step exists, or it is of another model.
             UnavailableError: the place does not answer, or a rank failed.
         """
-        steps = self._ranks.first(self.steps)
+        steps, damaged = self._ranks.first(lambda: (self.steps(), self._incomplete()))
+        if step is None and damaged:
+            raise ModelFormatError(
+                f"{self._place}/{damaged[-1]}: the newest checkpoint has no {DESCRIPTION_FILE}; remove its folder, or "
+                "name the step to restore"
+            )
         if step is None and not steps:
             return 0
         chosen = steps[-1] if step is None else step
@@ -121,11 +133,19 @@ class Checkpoint:
 
     def steps(self) -> list[int]:
         """The steps that have checkpoints, ascending."""
+        return self._folders_with(DESCRIPTION_FILE)
+
+    def _incomplete(self) -> list[int]:
+        """Steps after the newest checkpoint whose folders have lost their description."""
+        newest = max(self.steps(), default=-1)
+        return [step for step in self._folders_with(METADATA_FILE) if step > newest]
+
+    def _folders_with(self, file: str) -> list[int]:
         with create_source(self._place) as source:
             if source.stat("") is None:
                 return []
             paths = [entry.path for entry in source.entries()]
-        folders = [path.partition("/")[0] for path in paths if path.endswith(f"/{DESCRIPTION_FILE}")]
+        folders = [path.partition("/")[0] for path in paths if path.partition("/")[2] == file]
         return sorted(int(name) for name in folders if name.isdecimal())
 
     # Writing
@@ -192,10 +212,14 @@ class Checkpoint:
         place = f"{self._place.rstrip('/')}/{step}"
         with create_source(place) as source:
             description = _description(source)
+            _check_metadata(source, description)
+            unconfirmed = _unconfirmed(source)
             try:
                 reader = CheckpointReader(source)
                 saved = reader.read_metadata().state_dict_metadata
                 tensors = self._state.targets(saved, place)
+                targets = [name for of_rank in self._ranks.gather(list(tensors)) for name in of_rank]
+                self._state.check_fits(saved, description["state"], targets, place)
                 distributed_checkpoint.load(
                     tensors, storage_reader=reader, process_group=self._ranks.group, no_dist=self._ranks.size == 1
                 )
@@ -205,7 +229,7 @@ class Checkpoint:
             except (Exception, CheckpointException) as error:
                 raise _translated(error, f"{place}: the checkpoint cannot be restored") from error
             self._state.apply(tensors, description["state"])
-            return RestoredState(datetime.fromisoformat(description["moment"]), _unconfirmed(source))
+            return RestoredState(datetime.fromisoformat(description["moment"]), unconfirmed)
 
 
 def _read_alone(source: ModelSource, tensors: dict[str, Any]) -> None:
@@ -214,7 +238,12 @@ def _read_alone(source: ModelSource, tensors: dict[str, Any]) -> None:
 
 
 def _describe(folder: Path, description: Mapping[str, Any]) -> None:
-    (folder / DESCRIPTION_FILE).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
+    digest = {"metadata_sha256": _digest((folder / METADATA_FILE).read_bytes())}
+    (folder / DESCRIPTION_FILE).write_text(json.dumps({**description, **digest}, indent=1) + "\n", encoding="utf-8")
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _description(source: ModelSource) -> dict[str, Any]:
@@ -230,6 +259,13 @@ def _description(source: ModelSource) -> dict[str, Any]:
     return dict(document)
 
 
+def _check_metadata(source: ModelSource, description: Mapping[str, Any]) -> None:
+    """ModelFormatError if the metadata are not those that were saved; releases up to 0.1.0 noted no checksum."""
+    digest = _digest(_content(source, METADATA_FILE))
+    if description.get("metadata_sha256", digest) != digest:
+        raise ModelFormatError(f"{source.name_of(METADATA_FILE)}: damaged: {DESCRIPTION_FILE} has another checksum")
+
+
 def _content(source: ModelSource, path: str) -> bytes:
     entry = source.stat(path)
     if entry is None:
@@ -242,11 +278,17 @@ def _unconfirmed(source: ModelSource) -> dict[str, NDArray[np.int64]]:
     found: dict[str, NDArray[np.int64]] = {}
     for entry in source.entries():
         if entry.path.startswith(_UNCONFIRMED):
-            arrays = np.load(io.BytesIO(_content(source, entry.path)), allow_pickle=False)
-            for table in arrays.files:
-                keys = arrays[table].astype(np.int64)
+            for table, keys in _saved_keys(source, entry.path).items():
                 found[table] = np.union1d(found[table], keys) if table in found else keys
     return found
+
+
+def _saved_keys(source: ModelSource, path: str) -> dict[str, NDArray[np.int64]]:
+    try:
+        with np.load(io.BytesIO(_content(source, path)), allow_pickle=False) as arrays:
+            return {table: arrays[table].astype(np.int64) for table in arrays.files}
+    except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile, zlib.error, AttributeError) as error:
+        raise ModelFormatError(f"{source.name_of(path)}: damaged: {error!r}") from error
 
 
 @contextmanager

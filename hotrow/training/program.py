@@ -10,7 +10,9 @@ import json
 import math
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -23,7 +25,7 @@ from hotrow.training.assembly import assemble
 from hotrow.training.checkpoint_files import CheckpointReader
 from hotrow.training.dense_network import TableFile, external_tensor, first_lines, quiet
 from hotrow.training.tables import Shard, Table, create_file, write_table
-from inference_session.errors import ConfigurationError, ModelFormatError, UnsupportedModelError
+from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError
 from inference_session.importers.onnx import ImportReport
 from inference_session.model_source import create_source
 from inference_session.model_spec import TABLES_FOLDER, VECTOR_FILE, ModelSpec, folder_names
@@ -33,6 +35,8 @@ from inference_session.version_directory.manifest import write_manifest
 from inference_session.version_directory.publishing import share_unchanged
 
 _WEIGHTS, _CONFIG, _SAMPLES = "data/weights/", "_weights_config.json", "data/sample_inputs/"
+_DAMAGE = (zipfile.BadZipFile, zlib.error, KeyError, NotImplementedError, EOFError)
+"""What reading a damaged archive raises."""
 _LOOKUPS = ("aten.embedding", "aten.embedding_bag", "aten._embedding_bag")
 
 
@@ -77,7 +81,7 @@ def import_program(
                 complete(staging, spec)
             write_manifest(staging)
             share_unchanged(staging)
-    return ImportReport(target, spec)
+    return ImportReport(target, spec, notes=weights.notes())
 
 
 # The archive
@@ -101,37 +105,53 @@ class _Archive:
                 self._names = archive.namelist()
                 self._config_entry = next(name for name in self._names if name.endswith(_CONFIG) and _WEIGHTS in name)
                 self.config: dict[str, Any] = json.loads(archive.read(self._config_entry))
+                self._sizes = {item.filename: item.file_size for item in archive.infolist()}
             self._folder = self._config_entry.partition("data/")[0]
             self.payloads = {name: self._payload(name, item) for name, item in self.config["config"].items()}
         except OSError as error:
             raise ModelFormatError(f"{path}: not readable: {error.strerror}") from error
-        except (zipfile.BadZipFile, StopIteration, ValueError, KeyError, TypeError, AttributeError) as error:
+        except ModelFormatError:
+            raise
+        except (*_DAMAGE, StopIteration, ValueError, TypeError, AttributeError) as error:
             raise ModelFormatError(
                 f"{path}: not a program written by torch.export.save of torch 2.9 or newer: {error!r}"
             ) from error
 
     def load(self, copy: Path) -> Any:
         """The program, read by torch; a weight that may be a table has one element that stands for all."""
-        with zipfile.ZipFile(self._path) as source, zipfile.ZipFile(copy, "w", zipfile.ZIP_STORED) as target:
-            slim = {name: payload for name, payload in self.payloads.items() if _may_be_table(payload)}
-            left_out = {payload.entry for payload in slim.values()}
-            for name in self._names:
-                if name == self._config_entry:
-                    target.writestr(name, json.dumps(self._slim_config(slim)))
-                elif name in left_out:
-                    target.writestr(name, bytes(8))
-                else:
-                    # Samples are pickled, and not needed.
-                    target.writestr(name, b"" if _SAMPLES in name else source.read(name))
+        with self._open() as source, zipfile.ZipFile(copy, "w", zipfile.ZIP_STORED) as target:
+            self._copy_slim(source, target)
         with quiet():
             try:
                 return torch.export.load(copy)
             except Exception as error:
                 raise ModelFormatError(f"{self._path}: torch cannot read it: {first_lines(error)}") from error
 
-    def open(self, payload: _Payload) -> IO[bytes]:
-        """The values of a weight, to be read in order."""
-        return zipfile.ZipFile(self._path).open(payload.entry)
+    @contextmanager
+    def values(self, payload: _Payload) -> Iterator[IO[bytes]]:
+        """The values of a weight, to be read in order; ModelFormatError if they are damaged."""
+        with self._open() as archive, archive.open(payload.entry) as file:
+            yield file
+
+    @contextmanager
+    def _open(self) -> Iterator[zipfile.ZipFile]:
+        try:
+            with zipfile.ZipFile(self._path) as archive:
+                yield archive
+        except _DAMAGE as error:
+            raise ModelFormatError(f"{self._path}: damaged: {error}") from error
+
+    def _copy_slim(self, source: zipfile.ZipFile, target: zipfile.ZipFile) -> None:
+        slim = {name: payload for name, payload in self.payloads.items() if _may_be_table(payload)}
+        left_out = {payload.entry for payload in slim.values()}
+        for name in self._names:
+            if name == self._config_entry:
+                target.writestr(name, json.dumps(self._slim_config(slim)))
+            elif name in left_out:
+                target.writestr(name, bytes(8))
+            else:
+                # Samples are pickled, and not needed.
+                target.writestr(name, b"" if _SAMPLES in name else source.read(name))
 
     def _slim_config(self, slim: Mapping[str, _Payload]) -> dict[str, Any]:
         config = json.loads(json.dumps(self.config))
@@ -150,6 +170,11 @@ class _Archive:
         dtype = _dtype(meta["dtype"])
         entry = f"{self._folder}{_WEIGHTS}{item['path_name']}"
         plain = meta["storage_offset"]["as_int"] == 0 and strides == _contiguous(shape)
+        needed = math.prod(shape) * dtype.itemsize
+        if plain and self._sizes[entry] < needed:
+            raise ModelFormatError(
+                f"{self._path}: {name!r} needs {needed} bytes, but {entry!r} has only {self._sizes[entry]}"
+            )
         return _Payload(entry if plain else "", shape, dtype)
 
 
@@ -224,14 +249,37 @@ class _SavedWeights:
 
     def pieces(self, name: str) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         """The parts of a tensor, as ranks saved them, one after the other: where each begins, and its values."""
+        entry = self.metadata.state_dict_metadata[name]
+        sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
+        num_found = 0
         for index, info in self.metadata.storage_data.items():
-            if index.fqn != name:
-                continue
-            path = self.reader.fs.concat_path(self.reader.path, info.relative_path)
-            with self.reader.fs.create_stream(path, "rb") as stream:
-                part = self.reader._slice_file(stream, info)
-                tensor: Tensor = torch.load(part, map_location="cpu", weights_only=True)
-            yield tuple(index.offset or (0,) * tensor.dim()), tensor
+            if index.fqn == name:
+                tensor = self._piece(info)
+                begin = tuple(index.offset or (0,) * tensor.dim())
+                if sizes.get(begin) != tuple(tensor.shape):
+                    raise ModelFormatError(f"{self.place}: a part of {name!r} has the shape {list(tensor.shape)}")
+                num_found += tensor.numel()
+                yield begin, tensor
+        if num_found != math.prod(entry.size):
+            raise ModelFormatError(
+                f"{self.place}: {name!r} has {math.prod(entry.size)} elements, of which {num_found} are there"
+            )
+
+    def _piece(self, info: Any) -> Tensor:
+        path = self.reader.fs.concat_path(self.reader.path, info.relative_path)
+        with self.reader.fs.create_stream(path, "rb") as stream:
+            part = self.reader._slice_file(stream, info)
+            try:
+                tensor = torch.load(part, map_location="cpu", weights_only=True)
+            except HotrowError:
+                raise
+            except Exception as error:
+                raise ModelFormatError(
+                    f"{self.source.name_of(info.relative_path)}: damaged: {first_lines(error)}"
+                ) from error
+        if not isinstance(tensor, Tensor):
+            raise ModelFormatError(f"{self.source.name_of(info.relative_path)}: holds no tensor where one was saved")
+        return tensor
 
 
 @dataclass
@@ -263,6 +311,13 @@ class _Weights:
         if self.saved and not found:
             raise ConfigurationError(f"{self.saved.place}: contains none of the program's weights")
 
+    def notes(self) -> tuple[str, ...]:
+        """Which weights a checkpoint lacks, if there is one."""
+        if self.saved is None:
+            return ()
+        own = [name for name in self.archive.payloads if self.saved.name_of(name) is None]
+        return (f"not in the checkpoint, so taken from the program: {', '.join(map(repr, own))}",) if own else ()
+
     def shards(self, name: str) -> Iterator[Shard]:
         """The parts of a weight; of the checkpoint as ranks saved them, of the archive some megabytes at a time."""
         other = self.saved.name_of(name) if self.saved else None
@@ -274,7 +329,7 @@ class _Weights:
         payload = self.archive.payloads[name]
         row_bytes = max(1, math.prod(payload.shape[1:]) * payload.dtype.itemsize)
         step = max(1, (32 << 20) // row_bytes)
-        with self.archive.open(payload) as file:
+        with self.archive.values(payload) as file:
             for begin in range(0, payload.shape[0] if payload.shape else 1, step):
                 content = file.read(step * row_bytes)
                 yield Shard(begin, 0, _tensor(content, payload))

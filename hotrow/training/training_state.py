@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -17,6 +17,7 @@ from inference_session.errors import ConfigurationError, UnsupportedModelError
 Others: TypeAlias = "dict[str, Any]"
 """Numbers and texts by name: what JSON holds."""
 
+_KIND = "kind"
 _NONE: Any = object()
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -29,6 +30,7 @@ class TrainingState:
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """ConfigurationError: an optimizer is none, or trains parameters that are not the model's."""
         self._model = unwrapped(model)
         modules = self._model.named_modules()
         self._hashed = {f"rows.{path}": module for path, module in modules if isinstance(module, HashTable)}
@@ -37,6 +39,9 @@ class TrainingState:
         for number, optimizer in enumerate(optimizers):
             name = f"optimizer.{number}"
             (self._keyed if _is_keyed(optimizer) else self._plain)[name] = optimizer
+        known = self._names()
+        for name, optimizer in self._plain.items():
+            _check_parameters(name, optimizer, known)
         fused = getattr(model, "fused_optimizer", None)
         if fused is not None and not any(_holds(optimizer, fused) for optimizer in self._keyed.values()):
             self._keyed["fused"] = fused
@@ -112,6 +117,33 @@ class TrainingState:
                 )
         return tensors
 
+    def check_fits(self, saved: Iterable[str], others: Others, targets: Iterable[str], place: str) -> None:
+        """Refuse a checkpoint of other optimizers, or with tensors for which no rank has a place.
+
+        Args:
+            saved: the names of its tensors, and
+            others: of all else.
+            targets: names that `targets` returned, on any rank.
+            place: for messages.
+
+        Raises:
+            ConfigurationError: names what does not fit.
+        """
+        for prefix, optimizer in self._plain.items():
+            kind = type(optimizer).__name__
+            if others.get(f"{prefix}.{_KIND}", kind) != kind:
+                raise ConfigurationError(
+                    f"{place}: {prefix} was {others[f'{prefix}.{_KIND}']}, but is {kind} now; restore with the same"
+                )
+        # TorchRec's optimizers name their states differently where tables are sharded differently.
+        begins = ("model.", "rows.") if self._keyed else ("model.", "rows.", "optimizer.")
+        known, hashed = set(targets), tuple(f"{prefix}." for prefix in self._hashed)
+        for name in saved:
+            if name not in known and name.startswith(begins) and not name.startswith(hashed):
+                raise ConfigurationError(
+                    f"{place}: holds {name!r}, which this model and its optimizers lack; it belongs to others"
+                )
+
     def apply(self, tensors: Mapping[str, Any], others: Others) -> None:
         """Adopt the values that were read into `targets`."""
         model = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
@@ -138,6 +170,7 @@ class TrainingState:
             for parameter, state in optimizer.state.items():
                 yield from _flat(f"{prefix}.state.{names[parameter]}", state)
             yield from _groups(prefix, optimizer, names)
+            yield f"{prefix}.{_KIND}", type(optimizer).__name__
 
     def _names(self) -> dict[Any, str]:
         return {parameter: name for name, parameter in self._model.named_parameters()}
@@ -177,6 +210,17 @@ def _parts(prefix: str, saved: Mapping[str, Any]) -> dict[int, dict[str, str]]:
         if full_name.startswith(f"{prefix}.") and rank.isdecimal():
             parts.setdefault(int(rank), {})[full_name] = name
     return parts
+
+
+def _check_parameters(name: str, optimizer: Any, known: Mapping[Any, str]) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(f"{name} is a {type(optimizer).__name__}; give optimizers of torch or TorchRec")
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in known:
+                raise ConfigurationError(
+                    f"{name} trains a parameter of shape {list(parameter.shape)} that is not one of the model's"
+                )
 
 
 def _is_keyed(optimizer: Any) -> bool:

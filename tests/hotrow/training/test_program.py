@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,20 @@ def test_weights_of_a_checkpoint_take_the_place_of_the_programs_own(tmp_path: Pa
         _check(tmp_path / "repository" / "ctr" / str(number), trained)
 
 
+def test_a_table_that_a_checkpoint_lacks_comes_from_the_program_and_is_named(tmp_path: Path) -> None:
+    network = _Network()
+    path = _program(network, tmp_path / "ctr.pt2")
+    trained = _Network()
+    weights = {name: value for name, value in trained.state_dict().items() if name != "words.weight"}
+    torch.distributed.checkpoint.save(weights, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+
+    report = import_program(path, tmp_path, "ctr", checkpoint=tmp_path / "checkpoint")
+
+    assert "Note: not in the checkpoint, so taken from the program: 'words.weight'" in str(report)
+    trained.words = network.words
+    _check(tmp_path / "ctr" / "1", trained)
+
+
 def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     """Named, and nothing appears."""
     path = _program(_Network(), tmp_path / "ctr.pt2")
@@ -105,16 +121,69 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("repository/**/session.json"))
 
 
+def _changed(path: Path, change: Callable[[str, bytes], bytes | None]) -> Path:
+    """A copy of an archive; `change` gets each member's name and content, and leaves it out by None."""
+    target = path.with_name(f"changed-{path.name}")
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(target, "w") as copy:
+        for name in source.namelist():
+            content = change(name, source.read(name))
+            if content is not None:
+                copy.writestr(name, content)
+    return target
+
+
+def test_a_program_whose_weights_are_damaged_is_refused(tmp_path: Path) -> None:
+    """A weight that is missing, cut, or changed."""
+    path = _program(_Network(), tmp_path / "ctr.pt2")
+    with zipfile.ZipFile(path) as archive:
+        weights = [name for name in archive.namelist() if "/weights/" in name and not name.endswith(".json")]
+        payload = archive.read(max(weights, key=lambda name: archive.getinfo(name).file_size))
+    repository = tmp_path / "repository"
+    for weight in weights:
+        for change in (lambda content: None, lambda content: content[: len(content) // 2]):
+            changed = _changed(path, lambda name, content: change(content) if name == weight else content)  # noqa: B023
+            with pytest.raises(ModelFormatError, match="changed-ctr"):
+                import_program(changed, repository, "ctr")
+    content = bytearray(path.read_bytes())
+    content[content.index(payload[:64]) + 9] ^= 1
+    path.write_bytes(bytes(content))
+    with pytest.raises(ModelFormatError, match=r"ctr\.pt2: damaged"):
+        import_program(path, repository, "ctr")
+    assert not list(repository.glob("**/session.json"))
+
+
+def test_a_checkpoint_whose_parts_are_damaged_is_refused(tmp_path: Path) -> None:
+    """A value that changed, and a part that its metadata do not list."""
+    path = _program(_Network(), tmp_path / "ctr.pt2")
+    trained = _Network()
+    place, repository = tmp_path / "checkpoint", tmp_path / "repository"
+    torch.distributed.checkpoint.save(trained.state_dict(), checkpoint_id=place, no_dist=True)
+    (file,) = place.glob("*.distcp")
+    content = file.read_bytes()
+    changed = bytearray(content)
+    changed[content.index(trained.users.weight[0].detach().numpy().tobytes()) + 2] ^= 1
+    file.write_bytes(bytes(changed))
+    with pytest.raises(ModelFormatError, match=r"distcp: damaged"):
+        import_program(path, repository, "ctr", checkpoint=place)
+    file.write_bytes(content)
+
+    metadata = pickle.loads((place / ".metadata").read_bytes())  # noqa: S301  written above
+    metadata.storage_data = {i: info for i, info in metadata.storage_data.items() if i.fqn != "users.weight"}
+    (place / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ModelFormatError, match=r"'users\.weight' has 16000 elements, of which 0 are there"):
+        import_program(path, repository, "ctr", checkpoint=place)
+    assert not list(repository.glob("**/session.json"))
+
+
 def test_nothing_of_a_program_is_unpickled(tmp_path: Path) -> None:
     """Its samples are left out; a weight that says it is pickled is refused."""
     path = _program(_Network(), tmp_path / "ctr.pt2")
-    changed = tmp_path / "changed.pt2"
-    with zipfile.ZipFile(path) as source, zipfile.ZipFile(changed, "w") as target:
-        for name in source.namelist():
-            content = source.read(name)
-            if "weights_config" in name:
-                content = content.replace(b'"use_pickle": false', b'"use_pickle": true', 1)
-            target.writestr(name, content)
+
+    def pickled(name: str, content: bytes) -> bytes:
+        is_config = "weights_config" in name
+        return content.replace(b'"use_pickle": false', b'"use_pickle": true', 1) if is_config else content
+
+    changed = _changed(path, pickled)
 
     with pytest.raises(ModelFormatError, match="is pickled, and pickled data is never read"):
         import_program(changed, tmp_path / "repository", "ctr")
