@@ -201,8 +201,7 @@ class BagStandIn(nn.Module):
         begins, ends = offsets, torch.cat([offsets[1:], offsets.new_full((1,), 1) * input.shape[0]])
         if self.include_last_offset:
             begins, ends = offsets[:-1], offsets[1:]
-        factors = _product(present, per_sample_weights, self.weight.dtype)
-        return self._lists(input, begins, ends, factors)
+        return self._lists(input, begins, ends, present, per_sample_weights)
 
     def _matrix(self, keys: Tensor, present: Tensor | None, weights: Tensor | None) -> Tensor:
         vectors = functional.embedding(keys, self.weight)
@@ -218,13 +217,20 @@ class BagStandIn(nn.Module):
             factors = factors / present.sum(1, keepdim=True).clamp(min=1)
         return vectors.sum(1) if factors is None else (vectors * factors[..., None]).sum(1)
 
-    def _lists(self, keys: Tensor, begins: Tensor, ends: Tensor, factors: Tensor | None) -> Tensor:
+    def _lists(
+        self, keys: Tensor, begins: Tensor, ends: Tensor, present: Tensor | None, weights: Tensor | None
+    ) -> Tensor:
         if self.mode == "max":
             raise UnsupportedModelError(f"{self._table.path}: the maximum over lists with offsets is not supported")
-        if factors is not None and self.mode == "mean":
-            raise UnsupportedModelError(f"{self._table.path}: a mean with offsets and padding_idx is not supported")
+        factors = _product(present, weights, self.weight.dtype)
         pooled = pool_lists(_factored(functional.embedding(keys, self.weight), factors), begins, ends)
-        return pooled if self.mode == "sum" else pooled / (ends - begins).clamp(min=1)[:, None]
+        if self.mode == "sum":
+            return pooled
+        counts = ends - begins
+        if present is not None:
+            before = functional.pad(present.to(torch.int64).cumsum(0), (1, 0))  # keys in front of each place
+            counts = before[ends] - before[begins]
+        return pooled / counts.clamp(min=1)[:, None]
 
 
 def _product(present: Tensor | None, weights: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -30,7 +30,7 @@ from hotrow.training.inputs import (
     width_of,
 )
 from hotrow.training.tables import Table
-from inference_session.errors import UnsupportedModelError
+from inference_session.errors import ConfigurationError, UnsupportedModelError
 
 _DOMAIN = "hotrow.training"
 _ELEM_TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
@@ -166,6 +166,7 @@ def trace(
 
     Raises:
         UnsupportedModelError: the network cannot be traced, or cannot be written as ONNX.
+        ConfigurationError: an output has the name of a served input.
     """
     network = _TracedNetwork(cut_copy(model, cuts), [file.table for file in files], inputs, chosen)
     tables = [file.table.stand_in(file.num_rows) for file in files]
@@ -242,7 +243,8 @@ class _Sizes:
     ) -> tuple[Tensor, dict[int, Any] | None]:
         """The array, wide enough for the trace, and its open dimensions."""
         if isinstance(item, DenseInput):
-            return array, {0: self._batch} if counts else None
+            # Of another first dimension, torch finds out whether it is open: offsets of bags are, a matrix may not be.
+            return array, {0: self._batch if counts else torch.export.Dim.AUTO} if array.dim() else None
         if isinstance(form, Padded):
             while array.shape[1] < 2:  # a size of 1 would become a constant
                 array = torch.cat([array, torch.full_like(array[:, :1], form.pad if name == item.name else 0)], dim=1)
@@ -271,6 +273,8 @@ def _finished(model: ModelProto, inputs: list[str], outputs: list[str], files: S
             graph.initializer.append(external_tensor(name, file))
     graph.input.extend(values[name] for name in given[len(files) :] if name in read)
     served = dict(zip(given[len(files) :], inputs, strict=True))
+    if clashes := {served[value.name] for value in graph.input} & set(outputs):
+        raise ConfigurationError(f"{min(clashes)!r} is the name of a served input as well; give the output another")
     served.update((value.name, name) for value, name in zip(graph.output, outputs, strict=True))
     _rename(graph, served)
     del model.opset_import[:]

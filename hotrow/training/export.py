@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from hotrow.training.assembly import assemble, folder_of
 from hotrow.training.cutting import Cut, find_cuts
-from hotrow.training.dense_network import TableFile, flat_outputs, table_names, trace, unwrapped
+from hotrow.training.dense_network import TableFile, first_lines, flat_outputs, table_names, trace, unwrapped
 from hotrow.training.inputs import Form, ServedInputs
 from hotrow.training.ranks import Ranks
 from hotrow.training.state import exporting
 from hotrow.training.tables import FileWriter, Table, as_vectors, create_file, write_table
 from inference_session import InferenceSession
-from inference_session.errors import ConfigurationError, UnavailableError, UnsupportedModelError
+from inference_session.errors import ConfigurationError, HotrowError, UnavailableError, UnsupportedModelError
 from inference_session.model_spec import KEY_FILE, TABLES_FOLDER, VECTOR_FILE, ModelSpec, TableSpec, folder_names
 from inference_session.platform.staging import stage_version
 from inference_session.version_directory.manifest import write_manifest
@@ -77,10 +77,18 @@ def export(
     """
     ranks = Ranks()
     began = datetime.now(timezone.utc)
+    _check_names(name, version)
     plan = ranks.together(lambda: _Plan.make(model, example, inputs, outputs))
     expected = ranks.together(lambda: plan.run_live(model))
     job = _Export(plan, ranks, Path(repository), name, version, began)
     return job.run(expected)
+
+
+def _check_names(name: Any, version: Any) -> None:
+    if not isinstance(name, str):
+        raise ConfigurationError(f"name is {name!r}; give the model's name as text")
+    if version is not None and (not isinstance(version, int) or isinstance(version, bool)):
+        raise ConfigurationError(f"version is {version!r}; give a whole number, or None for the next one")
 
 
 @dataclass
@@ -103,7 +111,7 @@ class _Plan:
         outputs: Sequence[str],
     ) -> _Plan:
         network = unwrapped(model)
-        names = [outputs] if isinstance(outputs, str) else list(outputs)
+        names = [outputs] if isinstance(outputs, str) else list(outputs or ())
         if not names or len(set(names)) < len(names) or not all(isinstance(name, str) and name for name in names):
             raise ConfigurationError(f"outputs are {names!r}; give at least one, each with a different name")
         cuts = find_cuts(network)
@@ -111,11 +119,21 @@ class _Plan:
 
     def run_live(self, model: nn.Module) -> list[NDArray[Any]]:
         """The live model's outputs for the example; all ranks run it, as sharded modules need."""
-        args, kwargs = self.inputs.original
         with _evaluating(model), _noting_orders(self.cuts):
-            tensors = flat_outputs(model(*args, **kwargs))
+            tensors = _forward(model, *self.inputs.original)
         self.chosen = _chosen(tensors, self.outputs, self.inputs)
         return [tensors[index].detach().cpu().numpy() for index in self.chosen]
+
+
+def _forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    try:
+        return flat_outputs(model(*args, **kwargs))
+    except HotrowError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"the model cannot compute the example: {first_lines(error)}; give a batch as in training"
+        ) from error
 
 
 @contextmanager

@@ -48,11 +48,13 @@ def padded(max_len: int, pad: int = -1) -> Padded:
     Weights of ids arrive as `<feature>_weights`, float32 of the same shape.
 
     Raises:
-        ConfigurationError: max_len is no whole number above 0.
+        ConfigurationError: max_len is no whole number above 0, or pad no whole number.
     """
-    if not isinstance(max_len, int) or max_len < 1:
+    if not isinstance(max_len, int) or isinstance(max_len, bool) or max_len < 1:
         raise ConfigurationError(f"padded(max_len={max_len!r}): max_len must be a whole number of at least 1")
-    return Padded(max_len, int(pad))
+    if not isinstance(pad, int) or isinstance(pad, bool):
+        raise ConfigurationError(f"padded(pad={pad!r}): pad must be a whole number")
+    return Padded(max_len, pad)
 
 
 def lengths() -> Lengths:
@@ -278,6 +280,10 @@ def _form(item: JaggedInput, forms: Form | Mapping[str, Form] | None) -> Form:
 
 
 def _check_names(known: Mapping[str, Form], forms: Form | Mapping[str, Form] | None) -> None:
+    if not isinstance(forms, (Padded, Lengths, Mapping, type(None))):
+        raise ConfigurationError(
+            f"inputs is {forms!r}; give training.padded(max_len=...), training.lengths(), or a dict of these by feature"
+        )
     unknown = sorted(set(forms) - set(known)) if isinstance(forms, Mapping) else []
     if unknown:
         has = ", ".join(map(repr, known)) or "none"
@@ -291,6 +297,8 @@ def _num_samples(inputs: Mapping[str, DenseInput | JaggedInput]) -> int:
     sizes = [len(item.lengths) for item in inputs.values() if isinstance(item, JaggedInput)]
     if not sizes:
         sizes = [item.tensor.shape[0] for item in inputs.values() if isinstance(item, DenseInput) and item.tensor.dim()]
+    if not inputs:
+        raise ConfigurationError("the example holds no tensor; give a batch of tensors, as forward takes it")
     if not sizes or max(sizes) == 0:
         raise ConfigurationError("the example holds no samples; give a batch of at least one")
     return max(set(sizes), key=sizes.count)

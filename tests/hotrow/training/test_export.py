@@ -334,6 +334,41 @@ def test_examples_and_names_that_do_not_fit(tmp_path: Path) -> None:
         _refused(model, tmp_path, ConfigurationError, text, **options)
 
 
+def test_an_example_that_the_model_cannot_compute_is_an_error_of_its_own(tmp_path: Path) -> None:
+    """With what the model raised: samples of dense and jagged inputs differ, a feature is missing."""
+    model = models.Clicks(_bags(), 16)
+    dense, lists = _batch(3)
+    for example, text in (
+        ((dense[:2], models.features(lists)), "cannot compute the example: RuntimeError"),
+        ((dense, models.features({"f0": lists["f0"]})), "cannot compute the example: KeyError: 'f1'"),
+    ):
+        _refused(model, tmp_path, ConfigurationError, text, example=example, inputs=training.padded(max_len=5))
+
+
+def test_managed_collisions_by_probing_are_refused_by_name(tmp_path: Path) -> None:
+    """TorchRec's MPZCH: what it answers for unknown ids depends on its own hash function."""
+    from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
+
+    def probing(rows: int) -> Any:
+        return HashZchManagedCollisionModule(
+            zch_size=rows, device=torch.device("cpu"), total_num_buckets=1, input_hash_size=0
+        )
+
+    model = models.Clicks(managed_collisions(), 16)
+    collisions = model.bags._managed_collision_collection._managed_collision_modules
+    collisions["t1"] = probing(50)
+    dense, lists = _batch(3)
+    text = r"bags\._managed_collision_collection: 't1': a HashZchManagedCollisionModule is not supported"
+    _refused(
+        model,
+        tmp_path,
+        UnsupportedModelError,
+        text,
+        example=(dense, models.features(lists)),
+        inputs=training.padded(max_len=5),
+    )
+
+
 def test_a_version_that_exists_is_refused(tmp_path: Path) -> None:
     """And does not change."""
     model = models.Clicks(_bags(), 16)

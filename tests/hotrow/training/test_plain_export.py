@@ -1,0 +1,119 @@
+"""Exports of models of torch alone: bags in every form, and arguments that do not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from hotrow import training  # noqa: E402
+from inference_session import InferenceSession  # noqa: E402
+from inference_session.errors import ConfigurationError, UnsupportedModelError  # noqa: E402
+from tests.testing import training_models as models  # noqa: E402
+
+pytestmark = [pytest.mark.training, pytest.mark.filterwarnings("ignore")]
+
+EXACT = 1e-6
+
+
+class _Bags(nn.Module):
+    """Bags of concatenated ids, given by offsets, in each form that is supported."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.sums = nn.EmbeddingBag(30, 4, mode="sum")
+        self.means = nn.EmbeddingBag(30, 4, mode="mean")
+        self.weighted = nn.EmbeddingBag(30, 4, mode="sum", padding_idx=1)
+        self.present = nn.EmbeddingBag(30, 4, mode="mean", padding_idx=2)
+        self.last = nn.EmbeddingBag(30, 4, mode="sum", include_last_offset=True)
+
+    def forward(self, ids: Any, offsets: Any, weights: Any) -> Any:
+        ends = torch.cat([offsets, torch.full((1,), 1, dtype=offsets.dtype) * ids.shape[0]])
+        parts = [self.sums(ids, offsets), self.means(ids, offsets), self.weighted(ids, offsets, weights)]
+        return torch.cat([*parts, self.present(ids, offsets), self.last(ids, ends)], dim=1)
+
+
+def _bags(seed: int, num_bags: int) -> tuple[Any, Any, Any]:
+    """Ids with duplicates and padding; empty bags among them."""
+    random = np.random.default_rng(seed)
+    counts = random.integers(0, 5, num_bags)
+    ids = torch.from_numpy(random.integers(0, 4, counts.sum()))
+    offsets = torch.from_numpy(np.cumsum(counts) - counts)
+    return ids, offsets, torch.from_numpy(random.random(len(ids)).astype(np.float32))
+
+
+def test_bags_with_offsets_of_any_number(tmp_path: Path) -> None:
+    """Neither the number of ids nor that of bags is the example's; requests are not joined, as offsets would shift."""
+    model = _Bags()
+
+    directory = models.export(model, tmp_path, example=_bags(0, 6), outputs=["vectors"])
+
+    for seed, num_bags in enumerate((6, 1, 17, 3)):
+        ids, offsets, weights = _bags(seed + 10, num_bags)
+        sent = {"ids": ids.numpy(), "offsets": offsets.numpy(), "weights": weights.numpy()}
+        (found,) = models.answers(directory, sent, ["vectors"])
+        np.testing.assert_allclose(found, models.live(model, ids, offsets, weights), atol=EXACT)
+    with InferenceSession.open(directory, device="cpu") as session:
+        assert not session.spec.joins_requests
+
+
+def test_maxima_of_bags_with_offsets_are_refused_by_name(tmp_path: Path) -> None:
+    class Network(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower = nn.ModuleDict({"words": nn.EmbeddingBag(30, 4, mode="max")})
+
+        def forward(self, ids: Any, offsets: Any) -> Any:
+            return self.tower["words"](ids, offsets)
+
+    with pytest.raises(UnsupportedModelError, match=r"tower\.words: the maximum over lists with offsets"):
+        models.export(Network(), tmp_path, example=_bags(0, 4)[:2], outputs=["vectors"])
+
+
+class _Clicks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.Embedding(20, 4)
+
+    def forward(self, item: Any, click: Any = None) -> Any:
+        return self.items(item).sum(-1)
+
+
+def test_arguments_of_another_kind_are_refused(tmp_path: Path) -> None:
+    """Each with what was found, and before anything is written."""
+    ids = torch.tensor([1, 2, 3])
+    given: dict[str, Any] = {"example": ids, "outputs": ["score"], "repository": tmp_path, "name": "ctr"}
+    for options, text in (
+        ({"name": None}, "name is None"),
+        ({"name": "a/b"}, "'a/b' cannot be the name of a model"),
+        ({"version": "1"}, "version is '1'"),
+        ({"version": True}, "version is True"),
+        ({"outputs": None}, "outputs are"),
+        ({"outputs": ["item"]}, "'item' is the name of a served input as well"),
+        ({"inputs": "padded"}, "inputs is 'padded'"),
+        ({"example": np.arange(3)}, "holds no tensor"),
+        ({"example": torch.zeros(0, dtype=torch.int64)}, "holds no samples"),
+        ({"example": torch.tensor([1, 20])}, "cannot compute the example: IndexError"),
+        ({"example": torch.tensor([0.5])}, "cannot compute the example: RuntimeError"),
+    ):
+        with pytest.raises(ConfigurationError, match=text):
+            training.export(_Clicks(), **{**given, **options})
+    for pad in ("x", None, 0.5):
+        with pytest.raises(ConfigurationError, match="pad must be a whole number"):
+            training.padded(3, pad)  # type: ignore[arg-type]
+    assert not list(tmp_path.rglob("session.json"))
+    assert not list(tmp_path.rglob(".tmp-*"))
+
+
+def test_an_output_may_have_the_name_of_a_label_that_is_not_served(tmp_path: Path) -> None:
+    ids = torch.tensor([1, 2, 3])
+    directory = models.export(_Clicks(), tmp_path, example=(ids, torch.ones(3)), outputs=["click"])
+    (found,) = models.answers(directory, {"item": np.array([4, 5])})
+    assert found.shape == (2,)
