@@ -70,13 +70,17 @@ class KerasCallback(keras.callbacks.Callback):
         """Those that were published, in order."""
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Reach the brokers; raises UnavailableError where none answers."""
+        """Reach the brokers, unless an earlier `fit` did; raises UnavailableError where none answers.
+
+        Rows that an earlier `fit` of the same model could not publish, because it failed, are sent now.
+        """
         layers = [layer for layer in self.model._flatten_layers() if isinstance(layer, keras.layers.Embedding)]
         if not layers:
             raise UnsupportedModelError("the model has no Embedding layer, so there are no rows to publish")
-        folders = folder_names([layer.name for layer in layers])
-        self._tables = [_LayerTable(layer, folder) for layer, folder in zip(layers, folders, strict=True)]
-        if self._url is not None:
+        if [id(table.layer) for table in self._tables] != [id(layer) for layer in layers]:
+            folders = folder_names([layer.name for layer in layers])
+            self._tables = [_LayerTable(layer, folder) for layer, folder in zip(layers, folders, strict=True)]
+        if self._url is not None and self._outbox is None:
             url = self._url
             self._outbox = Outbox(lambda: Publisher(url, self._name, timeout_s=self._timeout_s))
 
@@ -114,12 +118,12 @@ class _LayerTable:
     """The rows of one layer, and those that were published last."""
 
     def __init__(self, layer: Any, folder: str) -> None:
-        self._layer, self._folder = layer, folder
+        self.layer, self._folder = layer, folder
         self._published = _rows(layer).copy()
 
     def changes(self) -> Iterator[Changes]:
         """The rows that have changed since the last call, some at a time."""
-        now = _rows(self._layer)
+        now = _rows(self.layer)
         for begin in range(0, len(now), _CHUNK_ROWS):
             part, before = now[begin : begin + _CHUNK_ROWS], self._published[begin : begin + _CHUNK_ROWS]
             keys = np.flatnonzero((part != before).any(axis=1))

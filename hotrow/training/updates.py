@@ -21,6 +21,7 @@ from hotrow.training.tables import KnownKeys, Shard, Table
 from hotrow.training.touched_rows import TouchedRows, Watch
 from inference_session.errors import ConfigurationError, SessionClosedError
 from inference_session.model_spec import folder_names
+from inference_session.platform.staging import MAX_VERSION
 from inference_session.update_stream.publisher import DEFAULT_TIMEOUT_S, Encoding, Publisher
 
 _CLOCKS_DIFFER = timedelta(minutes=1)
@@ -75,6 +76,8 @@ class UpdatePublisher:
         """
         if not isinstance(every_steps, int) or every_steps < 1:
             raise ConfigurationError(f"every_steps must be a whole number of at least 1, found {every_steps!r}")
+        if not isinstance(url, str) or not isinstance(name, str):
+            raise ConfigurationError(f"url {url!r} and name {name!r} must both be text")
         self._model, self._every_steps, self._url, self._name = model, every_steps, url, name
         self._ranks = Ranks()
         cuts = find_cuts(unwrapped(model))
@@ -120,11 +123,17 @@ class UpdatePublisher:
         return keys
 
     def announce(self, version: int) -> None:
-        """Tell servers that `hotrow follow` to serve this version; all ranks call it. Errors as of `step`.
+        """Tell servers that `hotrow follow` to serve this version; all ranks call it.
 
         Returns when all rows that were queued on any rank, and then the announcement, are confirmed.
+
+        Raises:
+            ConfigurationError: the version is no whole number above 0.
+            UnavailableError, StoreError: as of `step`.
         """
         self._check_open()
+        if not isinstance(version, int) or not 0 < version <= MAX_VERSION:  # it would be queued, and never be sent
+            raise ConfigurationError(f"version {version!r} is not allowed; versions are whole numbers from 1")
         self._ranks.together(self._outbox.drain)
         self._ranks.first(lambda: self._outbox.announce(version))
 

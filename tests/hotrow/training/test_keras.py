@@ -14,8 +14,9 @@ os.environ.setdefault("KERAS_BACKEND", "torch")
 keras = pytest.importorskip("keras")
 
 from hotrow import training  # noqa: E402
+from hotrow.training.keras_callback import export_keras  # noqa: E402
 from inference_session import InferenceSession  # noqa: E402
-from inference_session.errors import ConfigurationError, UnsupportedModelError  # noqa: E402
+from inference_session.errors import ConfigurationError, UnavailableError, UnsupportedModelError  # noqa: E402
 from inference_session.update_stream.announcements import Announcements  # noqa: E402
 from inference_session.urls.kafka_url import KafkaUrl  # noqa: E402
 from tests.testing.broker import Broker  # noqa: E402
@@ -69,6 +70,26 @@ def test_versions_and_rows_of_a_fit(tmp_path: Path, broker: Broker) -> None:
     directory = tmp_path / "keras" / "2"
     with InferenceSession.open(directory, device="cpu", update_stream=broker.url) as session:
         wait_until(lambda: _serves(session, model), "all rows to be served")
+
+
+def test_rows_of_a_fit_that_failed_are_sent_by_the_next(tmp_path: Path) -> None:
+    """A broker that goes away ends `fit`; the rows that it did not confirm are not lost."""
+    model = _model()
+    model.compile("sgd", "binary_crossentropy")  # moves only the rows of its batch
+    few = [np.full((32, 3), row, np.int32) for row in (1, 2)]
+    model.predict(few, verbose=0)
+    export_keras(model, tmp_path, "keras")
+    with Broker() as broker:
+        callback = training.KerasCallback("keras", url=broker.url, every_steps=1, timeout_s=2)
+        away = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: broker.stop())
+        with pytest.raises(UnavailableError, match="unconfirmed rows are kept"):
+            model.fit([few[1], few[0]], np.ones(32), batch_size=32, verbose=0, callbacks=[callback, away])
+        broker.start()
+
+        model.fit(few, np.ones(32), batch_size=32, verbose=0, callbacks=[callback])
+
+        with InferenceSession.open(tmp_path / "keras" / "1", device="cpu", update_stream=broker.url) as session:
+            wait_until(lambda: _serves(session, model), "all rows to be served")
 
 
 def test_a_version_answers_as_the_model(tmp_path: Path) -> None:

@@ -184,11 +184,22 @@ def test_bad_arguments_are_refused(broker: Broker) -> None:
     model = models.Clicks(bag_collection(), 16)
     with pytest.raises(ConfigurationError, match="every_steps"):
         training.UpdatePublisher(model, broker.url, "ctr", every_steps=0)
+    with pytest.raises(ConfigurationError, match="must both be text"):
+        training.UpdatePublisher(model, None, "ctr")  # type: ignore[arg-type]
     with Broker() as other:
         other.stop()
         with pytest.raises(UnavailableError, match="no Kafka broker answers"):
             training.UpdatePublisher(model, other.url, "ctr", timeout_s=1.0)
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_version_that_is_none_is_refused_before_it_is_queued(broker: Broker) -> None:
+    """Otherwise every later call would fail with it, `close` too."""
+    updates = training.UpdatePublisher(models.Clicks(bag_collection(), 16), broker.url, "ctr")
+    for version in (0, -1, "1", None, 2**63):
+        with pytest.raises(ConfigurationError, match="versions are whole numbers"):
+            updates.announce(version)  # type: ignore[arg-type]
+    updates.close()
 
 
 KEYS = st.lists(st.integers(-3, 3), max_size=6, unique=True)
