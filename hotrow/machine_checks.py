@@ -53,7 +53,7 @@ LEAST_OPEN_FILES = 1024
 _NEWEST_PYTHON, _OLDEST_PYTHON = (3, 13), (3, 10)
 _START_S = 30
 _ENOUGH_LARGE_PAGES = 0.5
-_PACKAGES = {
+PACKAGES = {
     "rocksdict": ("rocksdb", "store rocksdb://", ("rocksdb://",)),
     "confluent_kafka": ("kafka", "update streams kafka://", ("kafka://",)),
     "hdfs": ("hdfs", "sources hdfs://", ("hdfs://",)),
@@ -330,7 +330,7 @@ def _repository(repository: Path) -> Iterator[Finding]:
         yield from _packages(set())
         return
     yield Finding("repository", "ok", f"{counted(len(models), 'model')}: {', '.join(model.name for model in models)}")
-    yield from _permissions(repository)
+    yield from check_permissions(repository)
     for model, need in zip(models, needs, strict=True):
         if need.dense is not None:
             yield _dense_network(model.name, need.dense)
@@ -339,7 +339,7 @@ def _repository(repository: Path) -> Iterator[Finding]:
     yield from _packages({url for need in needs for url in need.urls})
 
 
-def _permissions(repository: Path) -> Iterator[Finding]:
+def check_permissions(repository: Path) -> Iterator[Finding]:
     paths = [repository, *repository.rglob("*")]
     closed = [path for path in paths if not _may(path, os.R_OK | (os.X_OK if path.is_dir() else 0))]
     # HugeCTR's own folders get none: a copy is served.
@@ -444,7 +444,7 @@ def _needs_in_place(found: InPlaceModel) -> _Needs:
 
 
 def _packages(urls: set[str]) -> Iterator[Finding]:
-    for module, (extra, purpose, schemes) in _PACKAGES.items():
+    for module, (extra, purpose, schemes) in PACKAGES.items():
         needed = any(url.startswith(scheme) for url in urls for scheme in schemes)
         if find_spec(module) is not None:
             yield Finding(module, "ok", f"installed, for {purpose}")

@@ -116,6 +116,7 @@ class InferenceSession:
         self.directory = version.path
         self._closed = True  # until everything below is set
         cpu.compile_kernels()
+        # Others may look at layout, rows and replicas, but only a session calls what changes them.
         self.layout, self.rows, self.replicas, self._kept_contexts = open_model(version, config, devices)
         self._writer = self.rows[0].writer  # the same for all devices
         self._input_names = tuple(tensor.name for tensor in spec.inputs)

@@ -85,7 +85,7 @@ class WrittenRows:
         """Every row is its last one, in each of the stores that has it."""
         self.read(EVERY)
         server = self._session.rows[0].server  # type: ignore[attr-defined]
-        for tier in server._tiers:
+        for tier in server.tiers:
             vectors = np.empty((NUM_ROWS, 4), np.float32)
             found = tier.store.fetch("user_weight", EVERY, vectors)
             assert (vectors[found, 0] == self._done[found]).all(), f"old rows in {tier.store!r}"

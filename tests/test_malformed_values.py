@@ -102,7 +102,7 @@ def test_the_next_tier_answers_for_a_malformed_value(
 
     with opened_store(database) as store:
         assert isinstance(store, RocksDbStore)
-        store._family("user_weight").put(packed(BAD_KEY), b"short")
+        store.family("user_weight").put(packed(BAD_KEY), b"short")
     with InferenceSession.open(directory, persistent_store=database, cache_bytes=0) as session:
         np.testing.assert_array_equal(session.lookup("user.weight", EVERY), tables["user_weight"])
         assert session.stats()["tiers"]["persistent"]["malformed"] == 1

@@ -50,7 +50,7 @@ def test_work_may_take_longer_than_the_timeout_as_long_as_it_goes_on(monkeypatch
     """Each piece of a large call has its own deadline, however many pieces there are."""
     monkeypatch.setattr(redis_client, "BYTES_PER_BATCH", 16 << 10)
     monkeypatch.setattr("inference_session.parameter_server.redis.store.BYTES_PER_BATCH", 16 << 10)
-    monkeypatch.setattr(redis_client, "_BYTES_UNDER_WAY", 16 << 10)
+    monkeypatch.setattr(redis_client, "BYTES_UNDER_WAY", 16 << 10)
     keys, vectors = random_keys(2000), random_vectors(2000, 64)
     with RedisServer() as server, slowed(server.port, lambda size: 0.05 if size > 1000 else 0.0) as port:
         namespace, dims = Namespace("large", "1"), {"user": 64}

@@ -73,28 +73,30 @@ class CpuEmbeddingCache(HostCache):
         limits = [_rows_to_hold((num_rows or {}).get(table, _MOST_ROWS)) for table in dims]
         rows = _rows_per_table(cache_bytes, row_bytes, limits)
         try:
-            self._arrays = {t: _allocate(n, size) for t, n, size in zip(dims, rows, row_bytes, strict=True)}
+            self.arrays = {t: _allocate(n, size) for t, n, size in zip(dims, rows, row_bytes, strict=True)}
         except MemoryError as error:
             message = f"cache_bytes is {cache_bytes}, more memory than this process can allocate: {error}"
             raise ConfigurationError(message) from error
         self._capacities = {table: n - _spare_rows(n) for table, n in zip(dims, rows, strict=True)}
-        self._records = _describe(self._arrays.values(), dims.values(), dtype)
-        self._readers = Readers()
+        self.records = _describe(self.arrays.values(), dims.values(), dtype)
+        """TABLE records of them, which look-ups read."""
+        self.readers = Readers()
+        """Look-ups under way: what they may read stays as it is until they end."""
         self._write_lock = Lock()
         cpu.compile_kernels()
-        for arrays in self._arrays.values():
+        for arrays in self.arrays.values():
             cpu_cache.compile_kernels(arrays)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[NDArray[np.void]]:
         """See HostCache."""
-        reader = self._readers.enter()
+        reader = self.readers.enter()
         try:
             # Checked after we enter the set: `close` sets it, then waits for all look-ups in the set.
             self._check_open()
-            yield self._records
+            yield self.records
         finally:
-            self._readers.leave(reader)
+            self.readers.leave(reader)
 
     def insert(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
         """See EmbeddingCache."""
@@ -109,20 +111,20 @@ class CpuEmbeddingCache(HostCache):
         checked = np.require(self._checked_keys(table, keys), np.int64, _AS_COMPILED)
         with self._write_lock:
             self._check(table)
-            cpu_cache.erase_rows(self._arrays[table], checked)
+            cpu_cache.erase_rows(self.arrays[table], checked)
 
     def dump(self, table: str) -> NDArray[np.int64]:
         """See EmbeddingCache."""
         with self._write_lock:
             self._check(table)
-            arrays = self._arrays[table]
+            arrays = self.arrays[table]
             return arrays.keys[arrays.lists >= cpu_cache.SMALL]
 
     def hottest(self, table: str) -> NDArray[np.int64]:
         """See EmbeddingCache."""
         with self._write_lock:
             self._check(table)
-            arrays = self._arrays[table]
+            arrays = self.arrays[table]
             cached = np.flatnonzero(arrays.lists >= cpu_cache.SMALL)
             keys, lists, marks = arrays.keys[cached], arrays.lists[cached], arrays.marks[cached]
         heat = marks + np.uint8(MAX_MARK + 1) * (lists == cpu_cache.MAIN)
@@ -135,7 +137,7 @@ class CpuEmbeddingCache(HostCache):
                 return
             self._closed = True
             self._await_readers()
-            self._arrays = {}
+            self.arrays = {}
 
     def __repr__(self) -> str:
         if self._closed:
@@ -149,7 +151,7 @@ class CpuEmbeddingCache(HostCache):
         checked = np.require(checked, np.int64, _AS_COMPILED)
         with self._write_lock:
             self._check(table)
-            arrays, capacity = self._arrays[table], self._capacities[table]
+            arrays, capacity = self.arrays[table], self._capacities[table]
             done = cpu_cache.write_rows(arrays, capacity, checked, rows, 0, may_insert)
             while done < len(checked):
                 self._await_readers()
@@ -161,9 +163,9 @@ class CpuEmbeddingCache(HostCache):
 
         Must be called while holding the write lock.
         """
-        if self._readers.includes_this_thread:
+        if self.readers.includes_this_thread:
             raise InvalidRequestError("a thread cannot write to or close an embedding cache that it is reading()")
-        self._readers.wait_for_those_under_way()
+        self.readers.wait_for_those_under_way()
 
     def _encode(self, table: str, vectors: NDArray[np.floating[Any]]) -> NDArray[np.uint8]:
         """Vectors as rows of the cache: uint8 [n, row_bytes]."""
@@ -176,7 +178,7 @@ class CpuEmbeddingCache(HostCache):
     def _row_counts(self, table: str) -> RowCounts:
         with self._write_lock:
             self._check(table)
-            arrays = self._arrays[table]
+            arrays = self.arrays[table]
             rows = arrays.counts[cpu_cache.SMALL] + arrays.counts[cpu_cache.MAIN]
             num_bytes = _num_bytes(len(arrays.keys), arrays.vectors.shape[1])
             inserts, updates, evictions, erases = arrays.events.tolist()

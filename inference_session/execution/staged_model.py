@@ -29,9 +29,9 @@ from inference_session.requests.batch import RequestLayout
 from inference_session.rows.base import Rows
 
 _MAX_PLANS = 1024
-_MAX_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Of inputs and vectors in one batch: larger ones gain little, and this memory stays."""
-_FIRST_REQUESTS, _MAX_REQUESTS = 16, 4096
+_FIRST_REQUESTS, MAX_REQUESTS = 16, 4096
 
 _Records: TypeAlias = "tuple[NDArray[np.void], NDArray[np.int64], NDArray[np.int64]]"
 """Segments, keys and unknown keys of each, of a Lookup."""
@@ -135,11 +135,11 @@ class Staging:
     def _grow(self, num_requests: int) -> bool:
         """Make room for a batch that did not fit; False: it is too large."""
         if num_requests > len(self._counts):
-            if num_requests > _MAX_REQUESTS:
+            if num_requests > MAX_REQUESTS:
                 return False
             self._make_room(_power_of_two(num_requests))
             return True
-        if self._inputs["wanted_bytes"].sum() + self._blocks["wanted_bytes"].sum() > _MAX_BYTES:
+        if self._inputs["wanted_bytes"].sum() + self._blocks["wanted_bytes"].sum() > MAX_BYTES:
             return False
         self._plans.clear()  # they use the memory that is replaced
         for kind, records in (("input", self._inputs), ("block", self._blocks)):

@@ -94,10 +94,11 @@ class ParameterServer:
         on_store_failure: what becomes of keys that are not found while a tier is out: `default_vector` leaves them not
         found and counts them, `error` raises UnavailableError.
         """
-        self._tiers = tuple(tiers)
-        for depth, tier in enumerate(self._tiers):
-            tier.is_backed = any(below.store.keeps_rows for below in self._tiers[depth + 1 :])
-        self._durable = next((tier for tier in self._tiers if tier.durable), None)
+        self.tiers = tuple(tiers)
+        """From the top."""
+        for depth, tier in enumerate(self.tiers):
+            tier.is_backed = any(below.store.keeps_rows for below in self.tiers[depth + 1 :])
+        self._durable = next((tier for tier in self.tiers if tier.durable), None)
         self._on_store_failure = on_store_failure
         self._retirement = retirement
         self.log = WriteLog()
@@ -109,7 +110,8 @@ class ParameterServer:
         self._degraded_keys = 0
         self._closed = False
         self._known = known or KnownIncarnation()
-        self._upkeep = Upkeep(self._tiers, self.log, self._writing, self._written, self._known)
+        self.upkeep = Upkeep(self.tiers, self.log, self._writing, self._written, self._known)
+        """The work in the background."""
 
     def fetch(
         self, requests: Sequence[FetchRequest], *, on_store_failure: OnStoreFailure | None = None
@@ -127,7 +129,7 @@ class ParameterServer:
         now = time.monotonic()
         wanted = [self._wanted(request) for request in requests]
         failed = [
-            tier for depth, tier in enumerate(self._tiers) if not self._fetch_from(tier, self._tiers[:depth], wanted)
+            tier for depth, tier in enumerate(self.tiers) if not self._fetch_from(tier, self.tiers[:depth], wanted)
         ]
         self._settle(wanted, failed, on_store_failure or self._on_store_failure, now)
         return [want.found for want in wanted]
@@ -154,9 +156,7 @@ class ParameterServer:
     def forget(self, table: str, keys: NDArray[np.int64]) -> None:
         """See what others have written, and drop rows that they have changed below from the volatile tiers."""
         self.refresh()
-        self._write(
-            table, keys, lambda store: store.erase(table, keys), [tier for tier in self._tiers if tier.volatile]
-        )
+        self._write(table, keys, lambda store: store.erase(table, keys), [tier for tier in self.tiers if tier.volatile])
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
@@ -177,7 +177,7 @@ class ParameterServer:
             UnavailableError: a tier is out, so that rows would be missing, or older than they are.
         """
         seen = np.empty(0, np.int64)
-        for tier in self._tiers:
+        for tier in self.tiers:
             if tier.failure is not None:
                 raise UnavailableError(f"table {table!r} cannot be read completely: {tier.name}: {tier.failure}")
             found: list[NDArray[np.int64]] = []
@@ -186,13 +186,13 @@ class ParameterServer:
                     raise SessionClosedError(f"{self!r} has been closed")
                 new = ~contains(seen, keys)
                 yield keys[new], vectors[new]
-                if tier is not self._tiers[-1]:
+                if tier is not self.tiers[-1]:
                     found.append(keys[new])
             seen = np.unique(np.concatenate([seen, *found]))
 
     def sync(self) -> None:
         """Return when what has been written survives the machine, in the tiers that are not volatile."""
-        for tier in self._tiers:
+        for tier in self.tiers:
             if not tier.volatile:
                 tier.store.sync()
 
@@ -213,29 +213,29 @@ class ParameterServer:
 
     def on_drop(self, tell: Callable[[str, NDArray[np.int64] | None], None]) -> None:
         """Register a cache's callback for rows that it may have read too old: table and keys, None for all rows."""
-        self._upkeep.on_drop = tell
+        self.upkeep.on_drop = tell
 
     def refresh(self) -> None:
         """Let stores see what others have written to them, and ask again for keys that were unknown."""
-        self._upkeep.look_after_all()
+        self.upkeep.look_after_all()
         self._unknown.forget_all()
 
     def stats(self) -> ServerStats:
         """Counts since the server was made."""
-        tiers = {tier.name: tier.stats() for tier in self._tiers}
-        return ServerStats(self._degraded_keys, self._upkeep.promotions.num_dropped, tiers)
+        tiers = {tier.name: tier.stats() for tier in self.tiers}
+        return ServerStats(self._degraded_keys, self.upkeep.promotions.num_dropped, tiers)
 
     def close(self) -> None:
         """End the background work and close all tiers. May be called twice."""
         self._closed = True
-        self._upkeep.close()
+        self.upkeep.close()
         if self._retirement is not None:
             self._retirement.close()
-        for tier in self._tiers:
+        for tier in self.tiers:
             tier.store.close()
 
     def __repr__(self) -> str:
-        tiers = ", ".join(f"{tier.name}{' (unavailable)' if tier.failure else ''}" for tier in self._tiers)
+        tiers = ", ".join(f"{tier.name}{' (unavailable)' if tier.failure else ''}" for tier in self.tiers)
         return f"<ParameterServer [{tiers or 'no tiers'}]>"
 
     def _wanted(self, request: FetchRequest) -> _WantedRows:
@@ -256,7 +256,7 @@ class ParameterServer:
         for want, request, part in zip(asking, requests, found, strict=True):
             want.take(request, part)
             if tier.touches:
-                self._upkeep.touches.put(Touch(tier, want.table, request.keys[part], want.moment))
+                self.upkeep.touches.put(Touch(tier, want.table, request.keys[part], want.moment))
             self._promote(tier, above, want, request, part)
         return True
 
@@ -286,7 +286,7 @@ class ParameterServer:
         if not tiers or not hits.any():
             return
         rows = request.keys[hits], request.out[hits]
-        self._upkeep.promotions.put(Promotion(source, tiers, want.table, *rows, want.moment))
+        self.upkeep.promotions.put(Promotion(source, tiers, want.table, *rows, want.moment))
 
     def _write(
         self,
@@ -296,13 +296,13 @@ class ParameterServer:
         tiers: Sequence[Tier] | None = None,
     ) -> None:
         """Write to these tiers; all if none are given. Rows that none of them has kept are an error."""
-        keepers = [tier for tier in self._tiers if tier.store.keeps_rows]
+        keepers = [tier for tier in self.tiers if tier.store.keeps_rows]
         if tiers is None and not keepers:
             raise StoreError(f"table {table!r} cannot be written to: {self!r} has no writable store")
         failures: dict[Tier, HotrowError] = {}
         with self._writing:
             try:
-                for tier in reversed(self._tiers if tiers is None else tiers):
+                for tier in reversed(self.tiers if tiers is None else tiers):
                     error = self._write_to(tier, table, keys, write, is_news=tiers is None)
                     if error is not None:
                         failures[tier] = error
@@ -313,7 +313,7 @@ class ParameterServer:
                 self._unknown.forget(table, keys)
                 self._written.add(table, keys)
             if tiers is None and not failures:
-                self._upkeep.own_writes.add(table, keys)
+                self.upkeep.own_writes.add(table, keys)
         if tiers is None and all(tier in failures for tier in keepers):
             raise failures[keepers[-1]]
 
@@ -349,7 +349,7 @@ class ParameterServer:
         """A tier has refused a write, and may have taken some of its rows. The tiers above must not show older ones:
         after an outage of theirs, in which the newer ones were answered, these would come back.
         """
-        for tier in self._tiers:
+        for tier in self.tiers:
             if tier.volatile and tier.is_backed:
                 tier.drop(table, keys)
                 if tier.unwritten:

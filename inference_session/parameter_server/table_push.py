@@ -23,8 +23,8 @@ from inference_session.platform.progress import Progress
 from inference_session.tables.table_file import TableFile
 from inference_session.version_directory import manifest
 
-_BYTES_PER_BATCH = 4 << 20
-_NOTE_INTERVAL_S = 1.0
+BYTES_PER_BATCH = 4 << 20
+NOTE_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class TablePush:
         noted = time.monotonic()
         for begin, keys, vectors in self._batches(first_row):
             self._store.insert(self.spec.folder, keys, vectors)
-            if time.monotonic() - noted >= _NOTE_INTERVAL_S:
+            if time.monotonic() - noted >= NOTE_INTERVAL_S:
                 self._note(begin + len(keys))
                 noted = time.monotonic()
             if progress is not None:
@@ -81,7 +81,7 @@ class TablePush:
 
     @property
     def _rows_per_batch(self) -> int:
-        return max(1, _BYTES_PER_BATCH // (4 * self.spec.embedding_dim))
+        return max(1, BYTES_PER_BATCH // (4 * self.spec.embedding_dim))
 
     def _batches(self, first_row: int) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.float32]]]:
         keys = self._file.keys()

@@ -100,10 +100,10 @@ class Upkeep:
             self._take_turn()
             if time.monotonic() >= next_round:
                 self.look_after_all()
-                self._survive(self._drop_outdated, self.promotions.take_unverified())
+                self._survive(self.drop_outdated, self.promotions.take_unverified())
                 next_round = time.monotonic() + ROUND_INTERVAL_S
             rest_s = max(TURN_INTERVAL_S, rest_after(time.thread_time() - started_s))
-        self._survive(self._drop_outdated, self.promotions.take_unverified())
+        self._survive(self.drop_outdated, self.promotions.take_unverified())
         self.promotions.discard()
 
     def _take_turn(self) -> None:
@@ -160,7 +160,7 @@ class Upkeep:
                 touched = tier.write_if_welcome(lambda store, t=table, k=used: store.touch(t, k))  # type: ignore[misc]
                 tier.touched += len(used) if touched else 0
 
-    def _drop_outdated(self, inserted: Sequence[UnverifiedPromotion]) -> None:
+    def drop_outdated(self, inserted: Sequence[UnverifiedPromotion]) -> None:
         """Drop promoted rows that another process has changed or erased, where the source tier showed that too late.
 
         That process writes the lower tier first: what it changes after this look, it will change above as well. Done

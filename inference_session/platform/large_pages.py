@@ -118,7 +118,7 @@ def large_page_fraction(path: Path) -> float | None:
         content = np.frombuffer(mapped, np.uint8)
         pages = np.unique(np.linspace(0, num_pages - 1, min(num_pages, _MAX_SAMPLES)).astype(np.int64))
         content[pages * LARGE_PAGE_BYTES].sum()  # maps them
-        fraction = _mapped_large_bytes(content) / (len(pages) * LARGE_PAGE_BYTES)
+        fraction = mapped_large_bytes(content) / (len(pages) * LARGE_PAGE_BYTES)
         del content  # else the mapping could not be closed
     return min(fraction, 1.0)
 
@@ -132,7 +132,7 @@ def large_page_setting() -> str:
     return text.partition("[")[2].partition("]")[0]
 
 
-def _mapped_large_bytes(array: NDArray[np.uint8]) -> int:
+def mapped_large_bytes(array: NDArray[np.uint8]) -> int:
     """Of the mapping that an array begins."""
     begins, is_it = f"{array.ctypes.data:x}-", False
     with Path("/proc/self/smaps").open(encoding="utf-8", errors="replace") as lines:

@@ -61,7 +61,9 @@ class StoredRows(Rows):
         self._specs = specs
         self._row_numbers = RowNumbers(specs) if cache.device is HOST else None
         self.cache = cache
+        """Of the hottest rows; filled by this object and its writer only."""
         self.server = server
+        """The source of missing rows."""
         self._defaults = [np.full(spec.embedding_dim, spec.default_vector, np.float32) for spec in specs]
         self._async_from = math.inf if async_from is None else async_from
         is_late = async_from is not None or cache.inserts_at_once

@@ -32,8 +32,8 @@ from inference_session.errors import TraceFormatError
 TRACE_FORMATS = ("auto", "npy", "int64", "int64-be", "text", "csv")
 _SUFFIXES = {".npy": "npy", ".txt": "text", ".csv": "csv"}
 _COMPRESSED = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-_CHUNK_KEYS = 1 << 20
-_CHUNK_BYTES = 1 << 22
+CHUNK_KEYS = 1 << 20
+CHUNK_BYTES = 1 << 22
 _LONGEST_NUMBER = 64
 _LONGEST_LINE = 1 << 16
 _BROKEN = (EOFError, OSError, lzma.LZMAError, zlib.error, tokenize.TokenError)
@@ -101,7 +101,7 @@ def _read_npy(stream: IO[bytes]) -> Iterator[TracePart]:
 
 
 def _read_binary(stream: IO[bytes], dtype: np.dtype[np.integer]) -> Iterator[TracePart]:
-    while data := _read_fully(stream, dtype.itemsize * _CHUNK_KEYS):
+    while data := _read_fully(stream, dtype.itemsize * CHUNK_KEYS):
         if rest := len(data) % dtype.itemsize:
             raise ValueError(f"{rest} bytes are left over; a key has {dtype.itemsize}")
         yield TracePart(None, np.frombuffer(data, dtype).astype(np.int64))
@@ -117,7 +117,7 @@ def _read_fully(stream: IO[bytes], num_bytes: int) -> bytes:
 
 def _read_text(stream: IO[bytes]) -> Iterator[TracePart]:
     rest = b""
-    while data := stream.read(_CHUNK_BYTES):
+    while data := stream.read(CHUNK_BYTES):
         words = (rest + data.replace(b",", b" ")).split()
         # The last word may continue in the next piece.
         rest = words.pop() if words and not data[-1:].isspace() and data[-1:] != b"," else b""
@@ -146,7 +146,7 @@ def _read_csv(stream: IO[bytes]) -> Iterator[TracePart]:
                 raise ValueError(f"row {number} has {len(row)} columns, the header {len(header)}")
             table = None if table_column is None else row[table_column]
             keys.setdefault(table, []).append(int(row[key_column]))
-        if number % _CHUNK_KEYS == 0:
+        if number % CHUNK_KEYS == 0:
             yield from _drained(keys)
     yield from _drained(keys)
 

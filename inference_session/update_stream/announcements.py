@@ -27,7 +27,7 @@ from inference_session.update_stream.topics import announcement_topic
 from inference_session.urls.kafka_url import KafkaUrl
 
 KEY = b"version"
-_BROKER_S = 10.0
+BROKER_S = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -92,11 +92,11 @@ class Announcements:
 
     def _find(self) -> _Announcement | None:
         """The last announcement that is a version; None: none was ever announced. Then follow new messages."""
-        topic = self._consumer.list_topics(timeout=_BROKER_S).topics.get(self.topic)
+        topic = self._consumer.list_topics(timeout=BROKER_S).topics.get(self.topic)
         if topic is None or topic.error is not None:
             assign(self._consumer, [])
             return None
-        low, high = self._consumer.get_watermark_offsets(TopicPartition(self.topic, 0), timeout=_BROKER_S)
+        low, high = self._consumer.get_watermark_offsets(TopicPartition(self.topic, 0), timeout=BROKER_S)
         found, refused = None, None
         for begin in _begins(low, high):
             found, refused = self._read_from(begin)
@@ -119,7 +119,7 @@ class Announcements:
         """From an offset to the end, the last message that is a version, and the last that is not."""
         assign(self._consumer, [TopicPartition(self.topic, 0, begin)])
         found, refused = None, None
-        deadline = time.monotonic() + _BROKER_S
+        deadline = time.monotonic() + BROKER_S
         while time.monotonic() < deadline:
             for message in self._consumer.consume(1, max(deadline - time.monotonic(), 0.0)):
                 error = message.error()
@@ -129,7 +129,7 @@ class Announcements:
                     raise KafkaException(error)
                 read = _Announcement(message.offset(), message.timestamp()[1], _version(message))
                 found, refused = (found, read) if read.version is None else (read, refused)
-        raise UnavailableError(f"topic {self.topic!r} at {self._url} cannot be read within {_BROKER_S:g} s")
+        raise UnavailableError(f"topic {self.topic!r} at {self._url} cannot be read within {BROKER_S:g} s")
 
     def _wait(self, timeout_s: float) -> bool:
         """Wait for a message; returns whether one came. With nothing assigned, the consumer waits as well."""

@@ -59,14 +59,14 @@ MAX_MESSAGES = 500
 """Taken from the client library at once."""
 _BYTES_AT_ONCE = 256 << 10
 """Of messages that are taken at once, about."""
-_TAKES = 8
+TAKES = 8
 """After this many, the messages taken are applied: stores take rows faster in larger batches."""
 _POLL_S = 0.05
 _SAVE_S = 1.0
-_BROKER_S = 2.0
+BROKER_S = 2.0
 """How long a question to the brokers may take."""
 _BEGINNING: int = OFFSET_BEGINNING
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 _CLOSE_S = 10.0
 _HELD_POLL_S = 0.005
 _HOLD_S = 10.0
@@ -120,7 +120,7 @@ class KafkaUpdateStream:
         self._updates = UpdateApplier(
             model, tables, rows, self._stats, self._rests, allow_non_finite=allow_non_finite, closing=self._closing
         )
-        self._consumer = _create_consumer(url, f"hotrow.{model}.{version}.{socket.gethostname()}")
+        self._consumer = create_consumer(url, f"hotrow.{model}.{version}.{socket.gethostname()}")
         self._admin = create_client(AdminClient, url)
         self._url = url
         self._thread = threading.Thread(target=self._work, name="hotrow-update-stream", daemon=True)
@@ -196,14 +196,14 @@ class KafkaUpdateStream:
             work()
         except KafkaException as error:
             self._stats.fail(f"the brokers: {error.args[0].str()}")
-            self._closing.wait(_FIRST_PAUSE_S)
+            self._closing.wait(FIRST_PAUSE_S)
         except (UnavailableError, StoreError) as error:  # closing: unapplied messages come again at the next start
             self._stats.fail(str(error))
         except Exception as error:  # noqa: BLE001 - any error is logged, and the same messages come again
             self._stats.fail(f"{type(error).__name__}: {error}")
             _log.exception("the update stream of model %r failed and is trying again", self._model)
             self._suspect(self._positions.followed)
-            self._closing.wait(_LONGEST_PAUSE_S)
+            self._closing.wait(LONGEST_PAUSE_S)
 
     def _step(self) -> None:
         if time.monotonic() >= self._discover_at:
@@ -224,7 +224,7 @@ class KafkaUpdateStream:
     def _discover(self) -> None:
         """Follow the topics that there are now."""
         try:
-            listed = self._consumer.list_topics(timeout=_BROKER_S).topics
+            listed = self._consumer.list_topics(timeout=BROKER_S).topics
             topics = {name: listed[name] for name in listed if self._is_ours(name)}
             changed = self._identify(topics)
         except KafkaException as error:
@@ -254,7 +254,7 @@ class KafkaUpdateStream:
     def _identify(self, topics: Collection[str]) -> set[str]:
         """Learn the ids of topics; returns those whose id has changed. An id that is not given now stays as it was."""
         known = self._positions.topic_ids
-        found = topic_ids(self._admin, topics, _BROKER_S)
+        found = topic_ids(self._admin, topics, BROKER_S)
         self._positions.topic_ids = {**known, **found}
         return {topic for topic in found.keys() & known.keys() if found[topic] != known[topic]}
 
@@ -351,7 +351,7 @@ class KafkaUpdateStream:
 
     def _take(self) -> Iterator[list[Any]]:
         """Messages, and events for partitions' ends, as far as they have arrived."""
-        for take in range(_TAKES):
+        for take in range(TAKES):
             num_wanted = self._num_at_once
             try:
                 messages = self._consumer.consume(num_wanted, 0.0 if take else _POLL_S)
@@ -426,7 +426,7 @@ class KafkaUpdateStream:
                 self._note_doubt(one, "its table was pushed again")
 
 
-def _create_consumer(url: KafkaUrl, group: str) -> Consumer:
+def create_consumer(url: KafkaUrl, group: str) -> Consumer:
     settings = {
         "group.id": group,  # no consumer joins it: offsets are committed under its name
         "enable.auto.commit": False,

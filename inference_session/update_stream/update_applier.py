@@ -21,10 +21,10 @@ from inference_session.update_stream.stream_stats import StreamStats
 from inference_session.update_stream.topics import table_of
 
 _ROWS_AT_ONCE = 1024
-_FOLLOW_S = 5.0
+FOLLOW_S = 5.0
 """How long a store's one writer may take to write what we have read before we log that we wait for it."""
 _POLL_S = 0.05
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 
 Result = TypeVar("Result")
 
@@ -158,7 +158,7 @@ class UpdateApplier:
 
     def _await_writer(self, table: str, reached: Mapping[Partition, AppliedPosition]) -> bool:
         """Whether the other process, the store's writer, has saved as much within some seconds."""
-        deadline = time.monotonic() + _FOLLOW_S
+        deadline = time.monotonic() + FOLLOW_S
         while time.monotonic() < deadline and not self._closing.wait(_POLL_S):
             note = self._rows.note(table)
             if all(wanted.is_within(read_applied(note, topic).get(p)) for (topic, p), wanted in reached.items()):
@@ -167,7 +167,7 @@ class UpdateApplier:
 
     def _persist(self, work: Callable[[], Result], while_waiting: Callable[[], None]) -> Result:
         """Make a call to the stores, repeatedly until it succeeds."""
-        pause_s = _FIRST_PAUSE_S
+        pause_s = FIRST_PAUSE_S
         while True:
             try:
                 result = work()
@@ -179,7 +179,7 @@ class UpdateApplier:
             else:
                 self._stats.recover()
                 return result
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _refuse(self, topic: str, messages: MessageBatch, refusals: Iterable[Refusal]) -> None:
         """Set messages aside."""

@@ -58,9 +58,9 @@ def test_all_memory_is_accounted_for(dims: list[int], extra: int, dtype: str) ->
     cache = CpuEmbeddingCache(named, least + extra, dtype=dtype)  # type: ignore[arg-type]
     stats = cache.stats()
 
-    arrays = [array for table in cache._arrays.values() for array in table]
+    arrays = [array for table in cache.arrays.values() for array in table]
     allocated = sum((array if array.base is None else _owner(array)).nbytes for array in arrays)
-    assert stats.bytes == allocated + cache._records.nbytes <= cache.cache_bytes
+    assert stats.bytes == allocated + cache.records.nbytes <= cache.cache_bytes
     assert all(counts.capacity >= 1 for counts in stats.tables.values())
     assert cache.cache_bytes - stats.bytes < sum(4 * dim + 8 + 100 for dim in dims)
 
@@ -173,13 +173,13 @@ def test_a_row_is_not_written_to_while_it_may_be_read() -> None:
             cache.update("t", np.arange(8), vectors_of(np.arange(8), 2, version))
         written.set()
 
-    arrays = cache._arrays["t"]
+    arrays = cache.arrays["t"]
     with cache.reading():
         cached = np.flatnonzero(arrays.lists >= 2)
         before = arrays.vectors[cached].copy()
         writer = threading.Thread(target=write)
         writer.start()
-        while not cache._readers.writer_waits:
+        while not cache.readers.writer_waits:
             assert not written.is_set()
         assert np.array_equal(arrays.vectors[cached], before)
     writer.join()
@@ -221,12 +221,12 @@ def test_closing_waits_for_readers() -> None:
     with cache.reading():
         closer = threading.Thread(target=cache.close)
         closer.start()
-        while not cache._readers.writer_waits:
+        while not cache.readers.writer_waits:
             assert closer.is_alive()
-        assert cache._arrays
+        assert cache.arrays
     closer.join()
 
-    assert not cache._arrays
+    assert not cache.arrays
     assert repr(cache) == "<CpuEmbeddingCache closed>"
 
 

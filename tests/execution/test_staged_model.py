@@ -258,8 +258,8 @@ def test_batches_that_are_too_large_take_the_plain_way(
     directory: Path, plain: InferenceSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = staged_model.inputs(50, np.random.default_rng(0))
-    monkeypatch.setattr(staged, "_MAX_BYTES", 10_000)
-    monkeypatch.setattr(staged, "_MAX_REQUESTS", 3)
+    monkeypatch.setattr(staged, "MAX_BYTES", 10_000)
+    monkeypatch.setattr(staged, "MAX_REQUESTS", 3)
     with InferenceSession.open(directory) as session:
         assert session.run_arrays(arrays_of([inputs]), 1) is None
         assert_same(session.run(inputs), plain.run(inputs))

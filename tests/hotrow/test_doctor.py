@@ -151,7 +151,7 @@ def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
     found = list(examine(Plan(ports=_ANY_PORTS)))
 
     assert any(f.level == "problem" and "/locked/libpython.so: Permission denied" in f.message for f in found)
-    assert found[-1].check in machine_checks._PACKAGES
+    assert found[-1].check in machine_checks.PACKAGES
 
 
 def test_files_that_cannot_be_read(repository: Path) -> None:
@@ -159,7 +159,7 @@ def test_files_that_cannot_be_read(repository: Path) -> None:
     path = repository / "ctr" / "1" / "dense.onnx"
     path.chmod(0)
 
-    (finding,) = _as_nobody(lambda: list(machine_checks._permissions(repository)))
+    (finding,) = _as_nobody(lambda: list(machine_checks.check_permissions(repository)))
 
     assert finding.level == "problem"
     assert finding.message.startswith(str(path))
@@ -172,12 +172,12 @@ def test_an_index_that_cannot_be_kept(repository: Path) -> None:
     folder = repository / "small" / "1" / "tables" / "hashed"
     folder.chmod(0o555)
 
-    (finding,) = _as_nobody(lambda: list(machine_checks._permissions(repository)))
+    (finding,) = _as_nobody(lambda: list(machine_checks.check_permissions(repository)))
     assert (finding.level, str(folder) in finding.message) == ("warning", True)
 
     folder.chmod(0o755)
     InferenceSession.open(repository / "small" / "1").close()
-    (finding,) = machine_checks._permissions(repository)
+    (finding,) = machine_checks.check_permissions(repository)
     assert finding.level == "ok"
 
 

@@ -327,7 +327,7 @@ def test_a_missing_nginx_is_an_error_that_says_how_to_install_it(
     """Before anything is started."""
     write_ctr(tmp_path / "repository" / "ctr" / "1")
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(front, "_SYSTEM_FOLDERS", str(tmp_path))
+    monkeypatch.setattr(front, "SYSTEM_FOLDERS", str(tmp_path))
 
     result = CliRunner().invoke(cli, ["serve", "--repository", str(tmp_path / "repository"), "--front"])
 

@@ -139,8 +139,8 @@ def test_a_version_is_pushed_to_rocksdb(tmp_path: Path, version_dir: Path) -> No
 
 def test_a_push_goes_on_where_it_was_interrupted(version_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that the note counts are not written again; later rows are, and all rows are right in the end."""
-    monkeypatch.setattr(table_push, "_BYTES_PER_BATCH", 400 * 64)
-    monkeypatch.setattr(table_push, "_NOTE_INTERVAL_S", 0)
+    monkeypatch.setattr(table_push, "BYTES_PER_BATCH", 400 * 64)
+    monkeypatch.setattr(table_push, "NOTE_INTERVAL_S", 0)
     memory, calls = MemoryStore(DIMS), iter(range(100))
     store = FaultStore(memory, lambda verb: UnavailableError("gone") if verb == "insert" and next(calls) == 5 else None)
     spec = ModelSpec.read(version_dir).tables[0]

@@ -106,7 +106,7 @@ def test_rows_that_were_found_go_up_and_nothing_else(make: Callable[..., Stack])
 def test_a_promotion_never_replaces_a_newer_row(make: Callable[..., Stack]) -> None:
     """A row written while an older one is being promoted stays."""
     stack = make()
-    with stack.server._writing:  # the promotion has to wait, as it would behind a long write
+    with stack.server.frozen():  # the promotion has to wait, as it would behind a long write
         stack.fetch(KEYS[:10])
         stack.volatile.insert("user", KEYS[:5], -VECTORS[:5])
     await_promotions(stack.server)
@@ -195,7 +195,7 @@ def test_rows_of_files_that_another_process_has_erased_are_not_promoted(*, lags:
         Tier("files", DeletableFiles(files, marks)),
     ]
     server = ParameterServer(tiers)
-    with server._writing:  # the promotion has to wait until the rows are erased
+    with server.frozen():  # the promotion has to wait until the rows are erased
         fetch_any(server, [FetchRequest("user", KEYS[:20], np.empty((20, 4), np.float32))])
         behind.insert(erased, KEYS[:5], np.ones((5, 1), np.float32))
 
@@ -247,7 +247,7 @@ def test_the_check_of_promoted_rows_keeps_written_ones_alone(monkeypatch: pytest
     shared.insert("user" + ERASED_SUFFIX, KEYS[10:15], np.ones((5, 1), np.float32))
     server.log.add_all()
 
-    server._upkeep._drop_outdated(server._upkeep.promotions.take_unverified())
+    server.upkeep.drop_outdated(server.upkeep.promotions.take_unverified())
 
     held = shared.fetch("user", KEYS[:20], np.empty((20, 4), np.float32))
     assert held.tolist() == [True] * 10 + [False] * 5 + [True] * 5
@@ -258,7 +258,7 @@ def test_promotions_are_bounded_in_bytes(make: Callable[..., Stack], monkeypatch
     """Rows that wait are dropped and counted once they take too much memory, however few requests they are of."""
     monkeypatch.setattr(pending, "MAX_PENDING_BYTES", 100)
     stack = make()
-    with stack.server._writing:  # so that nothing is promoted meanwhile
+    with stack.server.frozen():  # so that nothing is promoted meanwhile
         for begin in range(0, 200, 20):
             stack.fetch(KEYS[begin : begin + 20])
     await_promotions(stack.server)
@@ -397,7 +397,7 @@ def test_a_tier_comes_back_in_pieces(make: Callable[..., Stack], monkeypatch: py
     monkeypatch.setattr(tier_module, "KEYS_PER_DROP", 10)
     stack = make()
     stack.volatile.insert("user", KEYS, VECTORS)
-    tier = stack.server._tiers[0]
+    tier = stack.server.tiers[0]
     reluctant = ReluctantStore(tier.store)
     tier.store = reluctant
     stack.faults["volatile"] = UnavailableError("gone")
@@ -416,7 +416,7 @@ def test_a_late_call_concerns_itself(make: Callable[..., Stack]) -> None:
     """A tier that answers a check stays in use, unless it is late repeatedly; an answer in time resets the count."""
     stack = make()
     stack.volatile.insert("user", KEYS, VECTORS)
-    tier = stack.server._tiers[0]
+    tier = stack.server.tiers[0]
     late = FaultStore(stack.volatile, lambda verb: LateError("late") if verb == "fetch_many" else None)
     sound = tier.store
     for _ in range(2):
@@ -445,7 +445,7 @@ def test_a_late_call_to_a_tier_that_is_down_tells_so(make: Callable[..., Stack])
 def test_the_first_write_goes_to_a_known_incarnation(make: Callable[..., Stack]) -> None:
     """A store that is another incarnation right after it is not used until it has dropped the written rows."""
     stack = make()
-    tier = stack.server._tiers[0]
+    tier = stack.server.tiers[0]
     dropped: list[str] = []
     stack.server.on_drop(lambda table, _keys: dropped.append(table))
     replaced = HookedStore(tier.store)
@@ -576,7 +576,7 @@ def test_a_tier_that_answers_checks_only_is_tried_less_and_less(
     monkeypatch.setattr(tier_module, "STEADY_S", 1e6)
     stack = make()
     stack.volatile.insert("user", KEYS, VECTORS)
-    tier = stack.server._tiers[0]
+    tier = stack.server.tiers[0]
     faulty = FaultStore(stack.volatile, lambda verb: UnavailableError("late") if verb == "fetch_many" else None)
     sound, tier.store = tier.store, faulty
     pauses = []
@@ -598,7 +598,7 @@ def test_promotions_are_bounded(make: Callable[..., Stack]) -> None:
     """Rows that do not fit in the queue are dropped and counted; requests do not wait."""
     stack = make()
     in_hand = pending.PROMOTIONS_AT_ONCE
-    with stack.server._writing:
+    with stack.server.frozen():
         for _ in range(pending.MAX_PENDING_PROMOTIONS + in_hand + 10):
             assert stack.fetch(KEYS[:7])[0].all()
         assert stack.server.stats().dropped_promotions >= 7 * 8

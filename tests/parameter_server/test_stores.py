@@ -30,10 +30,10 @@ class MemoryContract(StoreContract):
     memory: MemoryStore
 
     def put(self, table: str, key: int, row: bytes) -> None:
-        self.memory._rows[table][key] = np.frombuffer(row, np.float32)
+        self.memory.rows[table][key] = np.frombuffer(row, np.float32)
 
     def get(self, table: str, key: int) -> bytes | None:
-        row = self.memory._rows[table].get(key)
+        row = self.memory.rows[table].get(key)
         return None if row is None else row.tobytes()
 
 

@@ -69,7 +69,7 @@ def keeps_large_pages(tmp_path: Path) -> bool:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         content = np.frombuffer(mapped, np.uint8)
         content[::4096].sum()
-        found = large_pages._mapped_large_bytes(content)
+        found = large_pages.mapped_large_bytes(content)
         del content
     return found == 4 * LARGE_PAGE_BYTES
 

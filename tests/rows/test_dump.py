@@ -216,7 +216,7 @@ def scanned(server: ParameterServer) -> dict[int, set[float]]:
 
 def test_updates_wait_for_a_scan_and_reads_do_not(server: ParameterServer) -> None:
     """An update during a frozen scan is in none of its rows, and is applied when the scan has ended."""
-    volatile = server._tiers[0].store
+    volatile = server.tiers[0].store
     assert isinstance(volatile, _HookedStore)
     writers: list[threading.Thread] = []
 
@@ -238,7 +238,7 @@ def test_updates_wait_for_a_scan_and_reads_do_not(server: ParameterServer) -> No
 
 def test_a_tier_that_is_down_fails_the_scan(server: ParameterServer) -> None:
     """Rows are never left out without a message: while a tier is down there is no dump."""
-    server._tiers[0].failure = "gone"
+    server.tiers[0].failure = "gone"
     with pytest.raises(UnavailableError, match="volatile: gone"):
         scanned(server)
 

@@ -31,8 +31,8 @@ def _keys(path: Path, trace_format: str = "auto") -> list[int]:
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small files, too, are read in several pieces."""
-    monkeypatch.setattr(trace_file, "_CHUNK_KEYS", 4)
-    monkeypatch.setattr(trace_file, "_CHUNK_BYTES", 7)
+    monkeypatch.setattr(trace_file, "CHUNK_KEYS", 4)
+    monkeypatch.setattr(trace_file, "CHUNK_BYTES", 7)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ class MemoryStore(BoundStore):
 
     def __init__(self, embedding_dims: Mapping[str, int]) -> None:
         super().__init__(embedding_dims)
-        self._rows: dict[str, dict[int, NDArray[np.float32]]] = {table: {} for table in embedding_dims}
+        self.rows: dict[str, dict[int, NDArray[np.float32]]] = {table: {} for table in embedding_dims}
         self._notes: dict[str, str] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -91,12 +91,12 @@ class MemoryStore(BoundStore):
         self._closed = True
 
     def __repr__(self) -> str:
-        return f"<MemoryStore [{len(self._rows)} tables]>"
+        return f"<MemoryStore [{len(self.rows)} tables]>"
 
     def _open(self, table: str) -> dict[int, NDArray[np.float32]]:
         self._refuse_if_closed()
         self.embedding_dim(table)
-        return self._rows[table]
+        return self.rows[table]
 
     def _refuse_if_closed(self) -> None:
         if self._closed:

@@ -28,4 +28,4 @@ def fetch_any(server: ParameterServer, requests: Sequence[FetchRequest]) -> list
 
 def await_promotions(server: ParameterServer) -> None:
     """Return when all promotions queued so far are done."""
-    server._upkeep.promotions.wait()
+    server.upkeep.promotions.wait()

@@ -117,8 +117,8 @@ def test_updates_never_tear_or_hide_rows(broker: Broker, small: SmallVersion) ->
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Brokers, and other writers of a store, may take as long as a busy machine needs."""
-    monkeypatch.setattr(kafka_stream, "_BROKER_S", PATIENCE_S / 2)
-    monkeypatch.setattr(update_applier, "_FOLLOW_S", PATIENCE_S / 2)
+    monkeypatch.setattr(kafka_stream, "BROKER_S", PATIENCE_S / 2)
+    monkeypatch.setattr(update_applier, "FOLLOW_S", PATIENCE_S / 2)
 
 
 def test_the_stream_is_replayed_where_nothing_is_durable(broker: Broker, small: SmallVersion, patience: None) -> None:
@@ -381,7 +381,7 @@ def test_a_session_that_ends_while_it_is_held_writes_nothing_more(
     broker: Broker, small: SmallVersion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Messages that it has received are older than the rows that its successor has written to the same store."""
-    for name in ("MAX_MESSAGES", "_TAKES"):  # one more step would apply an old message, and not the newest
+    for name in ("MAX_MESSAGES", "TAKES"):  # one more step would apply an old message, and not the newest
         monkeypatch.setattr(kafka_stream, name, 1)
     with RedisServer() as redis:
         settings = {"volatile_store": redis.url, "update_stream": broker.url, "store_timeout_ms": PATIENCE_MS}
@@ -405,7 +405,7 @@ def test_a_session_that_is_held_does_not_write_what_a_store_has_refused(
     broker: Broker, small: SmallVersion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its store answers again while it is held; its successor has written a newer row there by then."""
-    for name in ("_FIRST_PAUSE_S", "_LONGEST_PAUSE_S"):  # it would write as soon as the store takes rows
+    for name in ("FIRST_PAUSE_S", "LONGEST_PAUSE_S"):  # it would write as soon as the store takes rows
         monkeypatch.setattr(update_applier, name, 0.001)
     with RedisServer() as redis, Proxy(redis.port) as network:
         settings = {"update_stream": broker.url, "store_timeout_ms": PATIENCE_MS, "cache_bytes": 0}

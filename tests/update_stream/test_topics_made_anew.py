@@ -141,8 +141,8 @@ def test_a_topic_that_is_not_listed_for_a_while_goes_on(
 ) -> None:
     """Nor is a topic with an error in its metadata begun anew: rows never become older, and nothing is read twice."""
     answers: list[str] = []
-    create = kafka_stream._create_consumer
-    monkeypatch.setattr(kafka_stream, "_create_consumer", lambda *args: Unsteady(create(*args), answers))
+    create = kafka_stream.create_consumer
+    monkeypatch.setattr(kafka_stream, "create_consumer", lambda *args: Unsteady(create(*args), answers))
     topic = small.topic("user_weight")
     with serving(small, database, broker) as session:
         send(broker, topic, NUM_OLD, 100)

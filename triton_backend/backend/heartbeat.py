@@ -36,7 +36,7 @@ class Heartbeat:
     def __init__(self) -> None:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="hotrow-heartbeat", daemon=True)
-        self._guard = _start_guard()
+        self._guard = start_guard()
         self._thread.start()
 
     def stop(self) -> None:
@@ -74,7 +74,7 @@ def _open_file() -> int | None:
     return None
 
 
-def _start_guard() -> subprocess.Popen[bytes] | None:
+def start_guard() -> subprocess.Popen[bytes] | None:
     """A guard for this process; None if this is no backend process. Its argument 2 names its shared memory."""
     memory = Path("/proc/self/cmdline").read_bytes().split(b"\0")[2:3]
     if not memory:

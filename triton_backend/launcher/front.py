@@ -27,7 +27,7 @@ MAX_BYTES = 64 << 20
 STOP_TIMEOUT_S = 12.0
 """How long requests in flight may take when it is stopped."""
 _TEMPLATE = Path(__file__).with_name("front.conf")
-_SYSTEM_FOLDERS = "/usr/sbin:/usr/local/sbin"
+SYSTEM_FOLDERS = "/usr/sbin:/usr/local/sbin"
 """Searched after PATH: Debian puts nginx there, and only root's PATH includes it."""
 _MAX_WORKERS = 4
 _MAX_FILES = 65536
@@ -60,7 +60,7 @@ def safe_json() -> str:
 
 def find_nginx() -> str:
     """The program; ConfigurationError where it is not installed."""
-    found = shutil.which("nginx") or shutil.which("nginx", path=_SYSTEM_FOLDERS)
+    found = shutil.which("nginx") or shutil.which("nginx", path=SYSTEM_FOLDERS)
     if found is None:
         raise ConfigurationError(
             "--front needs nginx, which is not installed (Debian, Ubuntu: apt-get install nginx-light; "

@@ -12,14 +12,14 @@ from onnx import GraphProto, ModelProto, ValueInfoProto, save_model
 from inference_session.importers.onnx.graph import make_node, needed_nodes
 
 _FATAL = 4
-_MAX_INLINE_BYTES = 1_900_000_000
+MAX_INLINE_BYTES = 1_900_000_000
 
 
 def save_network(model: ModelProto, path: Path) -> None:
     """Write a model file, with its weights in a second file next to it if one file cannot hold them."""
     data = path.with_name(f"{path.name}.data")
     data.unlink(missing_ok=True)
-    if sum(len(tensor.raw_data) for tensor in model.graph.initializer) < _MAX_INLINE_BYTES:
+    if sum(len(tensor.raw_data) for tensor in model.graph.initializer) < MAX_INLINE_BYTES:
         save_model(model, path)
     else:
         save_model(model, path, save_as_external_data=True, location=data.name, convert_attribute=False)

@@ -22,7 +22,7 @@ from inference_session.kernels.array_headers import (
 )
 from inference_session.kernels.cpu.bags import have_one_key_each
 from inference_session.kernels.cpu.intrinsics import copy_bytes, kernel, load, store
-from inference_session.kernels.cpu.staging import INPUT, _check_arrays, _note_open_sizes, array_at
+from inference_session.kernels.cpu.staging import INPUT, array_at, check_arrays, note_open_sizes
 
 SAME, FROM_INT32, FROM_UINT32 = range(3)
 """How elements are copied: as they are, or as int64 from narrower integers."""
@@ -78,10 +78,10 @@ def check_tensors(
         counts: [requests or more] receives the samples of each.
     """
     arrays = load(items + LIST_ITEMS, np.int64, 0)
-    num_samples = _check_arrays(arrays, num_requests, array_type, max_elements, inputs, counts)
+    num_samples = check_arrays(arrays, num_requests, array_type, max_elements, inputs, counts)
     if num_samples <= 0:
         return False
-    _note_open_sizes(inputs, num_samples, num_requests, open_sizes)
+    note_open_sizes(inputs, num_samples, num_requests, open_sizes)
     return True
 
 

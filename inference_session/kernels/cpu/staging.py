@@ -110,10 +110,10 @@ def stage(
     arrays = load(items + LIST_ITEMS, np.int64, 0)
     if num_requests > len(counts) or num_requests * len(lookups) > len(segments):
         return NO_ROOM
-    num_samples = _check_arrays(arrays, num_requests, array_type, max_elements, inputs, counts)
+    num_samples = check_arrays(arrays, num_requests, array_type, max_elements, inputs, counts)
     if num_samples <= 0:
         return NOT_STAGED
-    _note_open_sizes(inputs, num_samples, num_requests, open_sizes)
+    note_open_sizes(inputs, num_samples, num_requests, open_sizes)
     _lay_out(inputs, lookups, blocks, num_samples, num_requests)
     if not has_room(inputs, blocks):
         return NO_ROOM
@@ -136,7 +136,7 @@ def array_at(arrays: int, num_inputs: int, request: int, number: int) -> Any:
 
 
 @kernel
-def _check_arrays(arrays: int, num_requests: int, array_type: int, max_elements: int, inputs: Any, counts: Any) -> Any:
+def check_arrays(arrays: int, num_requests: int, array_type: int, max_elements: int, inputs: Any, counts: Any) -> Any:
     """Compare all arrays with what is expected, note their sizes, and return the number of samples; -1: they differ.
 
     Where requests have a context, each has one, and all have equally many samples.
@@ -191,7 +191,7 @@ def _is_as_expected(array: int, record: Any, is_first: bool, max_elements: int) 
 
 
 @kernel
-def _note_open_sizes(inputs: Any, num_samples: int, num_requests: int, open_sizes: Any) -> None:
+def note_open_sizes(inputs: Any, num_samples: int, num_requests: int, open_sizes: Any) -> None:
     open_sizes[0] = num_samples
     at = 1
     for i in range(len(inputs)):

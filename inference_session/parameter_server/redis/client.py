@@ -31,7 +31,7 @@ BYTES_PER_BATCH = 256 << 10
 SCAN_STEP = 1000
 """Names or fields that one command of a scan goes through: little enough to be no other client's delay."""
 _COMMANDS_PER_BATCH = 64
-_BYTES_UNDER_WAY = 512 << 10
+BYTES_UNDER_WAY = 512 << 10
 """Rows asked for and not yet read: enough to keep the servers busy, and little for them to hold in their buffers."""
 _MAX_IDLE = 16
 """Connections to one server that are kept for the next calls, in addition to those of one call."""
@@ -183,7 +183,7 @@ class RedisClient:
                 connection.send(b"".join([command.payload() for command in batch]), deadline)
                 under_way.append((connection, batch))
                 num_bytes += _num_bytes(batch)
-                while num_bytes > _BYTES_UNDER_WAY:
+                while num_bytes > BYTES_UNDER_WAY:
                     num_bytes -= read_first()
             while under_way:
                 read_first()

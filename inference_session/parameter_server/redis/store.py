@@ -71,9 +71,10 @@ class RedisStore(BoundStore):
         """Tables without a known partitioning in which keys were not found."""
         self._next_probe = 0.0
         self._overflow = Overflow.of(url)
-        self._client = RedisClient(
+        self.client = RedisClient(
             url, timeout_ms, num_connections=url.count("connections", DEFAULT_CONNECTIONS, _MAX_CONNECTIONS)
         )
+        """Sends commands to the server, or servers, that have the rows."""
         self._closed = False
 
     @property
@@ -99,7 +100,7 @@ class RedisStore(BoundStore):
         """See EmbeddingStore."""
         found = [np.zeros(len(request.keys), np.bool_) for request in requests]
         reads = [r for request, hits in zip(requests, found, strict=True) for r in self._reads(request, hits)]
-        self._client.run(reads, self._read_rows)
+        self.client.run(reads, self._read_rows)
         missed = {request.table for request, hits in zip(requests, found, strict=True) if not hits.all()}
         self._doubtful |= missed - self._certain
         return found
@@ -123,7 +124,7 @@ class RedisStore(BoundStore):
             rows = layout.row_fields(keys[part], vectors[part].astype("<f4", copy=False))
             writes.append(self._mark_new(tag, partition, keys[part]))
             writes.append(Write(b"HSET", layout.rows_name(tag, partition), rows, 2))
-        self._client.run(writes, self._read_numbers)
+        self.client.run(writes, self._read_numbers)
         self._make_room(table, keys)
 
     def insert_absent(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
@@ -136,7 +137,7 @@ class RedisStore(BoundStore):
             head = layout.command_head(b"HSETNX", name, num_fields=2)
             rows = layout.row_fields(keys[part], vectors[part].astype("<f4", copy=False), before=head)
             writes += [self._mark_new(tag, partition, keys[part]), WriteAbsent(name, rows)]
-        self._client.run(writes, self._read_numbers)
+        self.client.run(writes, self._read_numbers)
         self._make_room(table, keys)
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
@@ -147,7 +148,7 @@ class RedisStore(BoundStore):
             fields = layout.key_fields(keys[part])
             writes.append(Write(b"HDEL", layout.rows_name(tag, partition), fields, 1))
             writes.append(Write(b"HDEL", layout.times_name(tag, partition), fields, 1))
-        self._client.run(writes, self._read_erased)
+        self.client.run(writes, self._read_erased)
 
     def clear(self, table: str) -> None:
         """See EmbeddingStore. Redis frees the memory in its own background."""
@@ -163,7 +164,7 @@ class RedisStore(BoundStore):
         unique, counts = np.unique(keys, return_counts=True)
         if self._overflow is None or not self._overflow.counts_uses:
             writes = [set_times(tag, partition, unique[part]) for partition, part in self._parts(table, unique)]
-            return self._client.run(writes, self._read_numbers)
+            return self.client.run(writes, self._read_numbers)
         for partition, part in self._parts(table, unique):
             name, fields = layout.times_name(tag, partition), [key.tobytes() for key in unique[part]]
             [marks] = self._replies([("HMGET", name, *fields)])
@@ -190,7 +191,7 @@ class RedisStore(BoundStore):
         """Name, tag and version of every hash of this model's versions."""
         self._refuse_if_closed()
         pattern = "hps_et{" + _GLOB.sub(r"\\\g<0>", f"hps_et.{self.namespace.model}@") + "*}[vt]"
-        for name in self._client.scan(pattern):
+        for name in self.client.scan(pattern):
             parts = layout.split_name(name)
             version = None if parts is None else self.namespace.version_of(parts[0])
             if parts is not None and version is not None:
@@ -213,7 +214,7 @@ class RedisStore(BoundStore):
     def check(self) -> None:
         """See EmbeddingStore. Asks every node that has rows; others may have filled it since the last check."""
         self._refuse_if_closed()
-        self._client.ping()
+        self.client.ping()
         if "partitions" not in self.url.options:
             self._certain.clear()
             self._doubtful, self._next_probe = set(self._partitionings), 0.0
@@ -221,7 +222,7 @@ class RedisStore(BoundStore):
     def refresh(self) -> None:
         """See EmbeddingStore. Infers the partitioning of tables again that had too few rows before."""
         self._refuse_if_closed()
-        self._client.refresh()
+        self.client.refresh()
         if self._doubtful and time.monotonic() >= self._next_probe:
             self._next_probe = time.monotonic() + _PROBE_INTERVAL_S
             doubtful, self._doubtful = self._doubtful, set()
@@ -234,12 +235,12 @@ class RedisStore(BoundStore):
         """
         self._refuse_if_closed()
         with suppress(StoreError):
-            return self._client.run_ids()
+            return self.client.run_ids()
         return ""
 
     def trust(self, incarnation: str) -> None:
         """See EmbeddingStore. Each connection is asked once which process it leads to."""
-        self._client.trust(incarnation)
+        self.client.trust(incarnation)
 
     def note(self, table: str) -> str | None:
         """See EmbeddingStore."""
@@ -253,7 +254,7 @@ class RedisStore(BoundStore):
     def close(self) -> None:
         """Close all connections; calls under way may fail."""
         self._closed = True
-        self._client.close()
+        self.client.close()
 
     def __repr__(self) -> str:
         return f"<RedisStore {str(self.url)!r} [{self.namespace}, {len(self._embedding_dims)} tables]>"
@@ -384,7 +385,7 @@ class RedisStore(BoundStore):
     def _replies(self, commands: Sequence[tuple[bytes | str | int, ...]], *, lenient: bool = False) -> list[Any]:
         """See RedisClient.replies."""
         self._refuse_if_closed()
-        return self._client.replies(commands, lenient=lenient)
+        return self.client.replies(commands, lenient=lenient)
 
     def _refuse_if_closed(self) -> None:
         if self._closed:

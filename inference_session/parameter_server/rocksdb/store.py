@@ -82,7 +82,7 @@ class RocksDbStore(BoundStore):
             refuse_absent(path)
             self._reader_folder = ReaderFolder()
             with suppress(UnavailableError):
-                self._database()
+                self.database()
 
     @property
     def supports_writes(self) -> bool:
@@ -96,13 +96,13 @@ class RocksDbStore(BoundStore):
 
     def num_rows(self, table: str) -> int:
         """Number of rows; reads all keys, because RocksDB itself does not know."""
-        family = self._family(table)
+        family = self.family(table)
         with translated(self.path):
             return 0 if family is None else _count(family)
 
     def fetch(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
         """See EmbeddingStore."""
-        family = self._family(table)
+        family = self.family(table)
         check_fetch(keys, out, self.embedding_dim(table))
         if family is None:
             return np.zeros(len(keys), np.bool_)
@@ -118,7 +118,7 @@ class RocksDbStore(BoundStore):
 
     def scan(self, table: str) -> Iterator[Rows]:
         """See EmbeddingStore. As of the moment when the first batch is asked for."""
-        family = self._family(table)
+        family = self.family(table)
         if family is None:
             return
         row_bytes = 4 * self.embedding_dim(table)
@@ -184,17 +184,17 @@ class RocksDbStore(BoundStore):
         """See EmbeddingStore. Tables that were made since are found as well, and a database that was replaced."""
         opened = self._current()
         if not opened.is_writer and not opened.catch_up(self._tags.values()):
-            self._reopen(opened)
+            self.reopen(opened)
 
     def sync(self) -> None:
         """See EmbeddingStore."""
         if not self.lags:
-            self._database().sync()
+            self.database().sync()
 
     def note(self, table: str) -> str | None:
         """See EmbeddingStore."""
         self.embedding_dim(table)
-        text = self._database().note(self._tags[table])
+        text = self.database().note(self._tags[table])
         return None if text is None else text.decode()
 
     def set_note(self, table: str, text: str) -> None:
@@ -218,7 +218,7 @@ class RocksDbStore(BoundStore):
         role = "reader" if self.lags else "writer"
         return f"<RocksDbStore {str(self.path)!r} [{self.namespace}, {len(self._embedding_dims)} tables, {role}]>"
 
-    def _database(self) -> OpenDatabase:
+    def database(self) -> OpenDatabase:
         """The database, opened if it could not be before."""
         opened = self._opened
         if opened is None:
@@ -229,15 +229,15 @@ class RocksDbStore(BoundStore):
 
     def _current(self) -> OpenDatabase:
         """The database, the one that is at the path now; UnavailableError where there is none."""
-        opened = self._database()
+        opened = self.database()
         if opened.is_replaced():
             _log.warning(
                 "the RocksDB at %r was replaced by another database, which is open now; cached rows stay until they are"
                 " refreshed",
                 str(self.path),
             )
-            self._reopen(opened)
-        return self._database()
+            self.reopen(opened)
+        return self.database()
 
     def _open_reader(self) -> OpenDatabase:
         if self._reader_folder is None:
@@ -247,7 +247,7 @@ class RocksDbStore(BoundStore):
         except StoreError as error:
             raise UnavailableError(f"{error} (restore it, or push into another folder)") from error
 
-    def _reopen(self, opened: OpenDatabase) -> None:
+    def reopen(self, opened: OpenDatabase) -> None:
         """Become a reader of the database now at the path. Calls under way keep the previous one until they end."""
         with self._lock:
             if self._opened is opened:
@@ -281,13 +281,13 @@ class RocksDbStore(BoundStore):
         except (StoreError, UnavailableError) as error:
             if self._reader_folder is not None:
                 with suppress(UnavailableError):
-                    self._reopen(opened)
+                    self.reopen(opened)
             raise UnavailableError(f"table {table!r} cannot be created; the next write tries again: {error}") from error
 
-    def _family(self, table: str) -> Any:
+    def family(self, table: str) -> Any:
         """The table's column family, None if it has none (yet)."""
         self.embedding_dim(table)
-        return self._database().family(self._tags[table])
+        return self.database().family(self._tags[table])
 
     def _insert(self, opened: OpenDatabase, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """Insert rows in the order in which RocksDB keeps them in memory, which is twice as fast as any other."""
@@ -313,7 +313,7 @@ class RocksDbStore(BoundStore):
         except UnavailableError as error:
             if _NO_SPACE not in str(error) and self._reader_folder is not None:
                 with suppress(UnavailableError):
-                    self._reopen(opened)
+                    self.reopen(opened)
             raise
 
     def _fetch(self, table: str, family: Any, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:

@@ -57,7 +57,7 @@ def test_the_staged_version_holds_no_more_than_it_should(tmp_path: Path) -> None
 
 def test_networks_too_large_for_one_file_are_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond protobuf's 2 GB the dense weights lie next to dense.onnx (here the limit is lower)."""
-    monkeypatch.setattr(evaluation, "_MAX_INLINE_BYTES", 1000)
+    monkeypatch.setattr(evaluation, "MAX_INLINE_BYTES", 1000)
     graph = TWO_LOOKUPS.replace("2, 3] y", "2, 512] y")
 
     report = import_model(tmp_path, model_of(graph, {"w": table(), "d": table(4, 512)}))

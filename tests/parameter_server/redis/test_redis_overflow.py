@@ -142,7 +142,7 @@ def test_rows_that_are_read_are_touched(server: RedisServer) -> None:
         tiers = [Tier("volatile", store, volatile=True, touches=True), Tier("persistent", MemoryStore(DIMS))]
         server = ParameterServer(tiers)
         asked = np.concatenate([KEYS[:10], keys_of(4321)])
-        with server._writing:  # the background has to wait
+        with server.frozen():  # the background has to wait
             fetch_any(server, [FetchRequest("user", asked, np.empty((11, 4), np.float32))])
         server.erase("user", KEYS[:2])
 

@@ -329,7 +329,7 @@ def test_a_name_of_another_type_concerns_its_partition_only(server: RedisServer,
         with open_store(place.url + options, namespace) as store:
             store.insert("user", keys, vectors)
             name = layout.rows_name(namespace.tag("user"), 5)
-            store._client.replies([("UNLINK", name), ("RPUSH", name, "a", "b")])
+            store.client.replies([("UNLINK", name), ("RPUSH", name, "a", "b")])
 
         with open_store(place.url + options, namespace) as store:
             is_gone = np.array([partition_in_plain_python(key, 8) == 5 for key in keys.tolist()])

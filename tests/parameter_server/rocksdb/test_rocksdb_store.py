@@ -55,7 +55,7 @@ class TestRocksDb(SharedStoreContract):
             yield self.bound
 
     def put(self, table: str, key: int, row: bytes) -> None:
-        self.bound._database().create_family(NAMESPACE.tag(table)).put(packed(key), row)
+        self.bound.database().create_family(NAMESPACE.tag(table)).put(packed(key), row)
 
     def get(self, table: str, key: int) -> bytes | None:
         path = self.bound.path
@@ -135,11 +135,11 @@ class TestReaders:
         keys, vectors = random_keys(4000), random_vectors(4000, 128)
         with open_store(tmp_path) as writer:
             writer.insert("wide", keys, vectors)
-            writer._family("wide").flush()
+            writer.family("wide").flush()
             with open_store(tmp_path, writable=False) as reader:
                 writer.insert("wide", keys, -vectors)
-                writer._family("wide").flush()
-                writer._family("wide").compact_range(None, None)
+                writer.family("wide").flush()
+                writer.family("wide").compact_range(None, None)
                 found, out = fetch(reader, "wide", keys)
                 assert found.all()
                 assert_same_bits(out, vectors)
@@ -318,7 +318,7 @@ class TestReaders:
                 for _ in range(60):
                     with suppress(UnavailableError):  # a reader still holds what was open as the writer
                         store.insert("user", keys[:1], ones[:1])
-                        store._reopen(store._database())
+                        store.reopen(store.database())
             finally:
                 done.set()
                 for reader in readers:
@@ -517,7 +517,7 @@ def test_keys_of_another_length_are_passed_over(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         vectors = random_vectors(2, 4)
         store.insert("user", keys_of(1, 2), vectors)
-        store._family("user").put(b"abc", vectors[0].tobytes())
+        store.family("user").put(b"abc", vectors[0].tobytes())
         [(keys, rows)] = list(store.scan("user"))
         assert keys.tolist() == [1, 2]
         assert_same_bits(rows, vectors)

@@ -21,7 +21,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where this process beats, fast and without a guard."""
     monkeypatch.setenv(heartbeat.FOLDER_VARIABLE, str(tmp_path))
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.01)
-    monkeypatch.setattr(heartbeat, "_start_guard", lambda: None)
+    monkeypatch.setattr(heartbeat, "start_guard", lambda: None)
     return tmp_path
 
 
