@@ -73,7 +73,7 @@ class CpuEmbeddingCache(HostCache):
         limits = [_rows_to_hold((num_rows or {}).get(table, _MOST_ROWS)) for table in dims]
         rows = _rows_per_table(cache_bytes, row_bytes, limits)
         try:
-            self.arrays = {t: _allocate(n, size) for t, n, size in zip(dims, rows, row_bytes, strict=True)}
+            self.arrays = {t: allocate(n, size) for t, n, size in zip(dims, rows, row_bytes, strict=True)}
         except MemoryError as error:
             message = f"cache_bytes is {cache_bytes}, more memory than this process can allocate: {error}"
             raise ConfigurationError(message) from error
@@ -208,7 +208,7 @@ def count_hits(keys: NDArray[np.int64], *, capacity: int) -> int:
     got each missing one at once.
     """
     num_rows = _rows_to_hold(capacity)
-    arrays = _allocate(num_rows, row_bytes=0)
+    arrays = allocate(num_rows, row_bytes=0)
     asked = np.require(keys, np.int64, _AS_COMPILED)
     return int(cpu_cache.replay_keys(arrays, num_rows - _spare_rows(num_rows), asked))
 
@@ -241,14 +241,15 @@ def _rows_per_table(cache_bytes: int, row_bytes: Sequence[int], limits: Sequence
 
 
 def _num_bytes(num_rows: int, row_bytes: int) -> int:
-    """What `_allocate` takes."""
+    """What `allocate` takes."""
     num_buckets = -(-num_rows // ROWS_PER_BUCKET)
     per_row = row_bytes + 8 + 1 + 1 + 2 * 4 + 2 * GHOSTS_PER_ROW
     heads_and_counts = cpu_cache.NUM_LISTS * (2 * 4 + 8) + 8 * cpu_cache.NUM_EVENTS
     return num_buckets * BUCKET_BYTES + num_rows * per_row + heads_and_counts + 2 * LINE_BYTES + TABLE.itemsize
 
 
-def _allocate(num_rows: int, row_bytes: int) -> CacheArrays:
+def allocate(num_rows: int, row_bytes: int) -> CacheArrays:
+    """The memory of an empty cache of one table."""
     num_buckets = -(-num_rows // ROWS_PER_BUCKET)
     arrays = CacheArrays(
         buckets=zeros_at_line(num_buckets, BUCKET_BYTES),

@@ -4,13 +4,15 @@ to be included in an image.
 
 from __future__ import annotations
 
+import multiprocessing
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from inference_session.embedding_cache.cpu import CpuEmbeddingCache
-from inference_session.kernels.cpu import bag_staging, bags, gathering, staging
+from inference_session.embedding_cache.cpu import CpuEmbeddingCache, allocate
+from inference_session.kernels.cpu import bag_staging, bags, cache, gathering, lookup, staging
 from inference_session.model_spec import ModelSpec, TableSpec
 from inference_session.parameter_server.redis import layout as redis_layout
 from inference_session.parameter_server.redis import replies as redis_replies
@@ -25,7 +27,20 @@ _TABLE = TableSpec("table", "table", num_rows=2, embedding_dim=1)
 
 
 def compile_all() -> None:
-    """Look-ups, requests, caches, updates, Redis, files, and HugeCTR's bags; compiled kernels are only loaded."""
+    """Look-ups, requests, caches, updates, Redis, files, and HugeCTR's bags; compiled kernels are only loaded.
+
+    Look-ups take longer than all others, so that a second process compiles them meanwhile.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as second:
+        lookups = second.submit(lookup.compile_kernels)
+        _compile_others()
+        lookups.result()
+    _use_a_cache()
+    with tempfile.TemporaryDirectory(prefix="hotrow-kernels-") as folder:
+        _use_a_table(Path(folder))
+
+
+def _compile_others() -> None:
     bags.compile_kernels()
     staging.compile_kernels()
     bag_staging.compile_kernels()
@@ -33,17 +48,15 @@ def compile_all() -> None:
     SessionStats(ModelSpec((), (), (), ()))
     redis_layout.compile_kernels()
     redis_replies.compile_kernels()
-    _use_a_cache()
-    with tempfile.TemporaryDirectory(prefix="hotrow-kernels-") as folder:
-        _use_a_table(Path(folder))
+    cache.compile_kernels(allocate(num_rows=1, row_bytes=4))
 
 
 def _use_a_cache() -> None:
-    cache = CpuEmbeddingCache({"table": 1}, cache_bytes=1 << 20)
-    cache.insert("table", np.arange(2), np.zeros((2, 1), np.float32))
-    cache.update("table", np.arange(1), np.zeros((1, 1), np.float32))
-    cache.erase("table", np.arange(1))
-    StoredRows([_TABLE], cache, ParameterServer([])).close()
+    embedding_cache = CpuEmbeddingCache({"table": 1}, cache_bytes=1 << 20)
+    embedding_cache.insert("table", np.arange(2), np.zeros((2, 1), np.float32))
+    embedding_cache.update("table", np.arange(1), np.zeros((1, 1), np.float32))
+    embedding_cache.erase("table", np.arange(1))
+    StoredRows([_TABLE], embedding_cache, ParameterServer([])).close()
 
 
 def _use_a_table(folder: Path) -> None:

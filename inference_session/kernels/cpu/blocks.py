@@ -138,14 +138,16 @@ def _take_single_keys(segment: Any, count: int, cursor: Any, block: Any) -> None
     """Rows of one key each, the common case."""
     row = cursor.row
     keys, output = segment.keys_address + row * segment.row_stride, segment.output_address + row * segment.output_stride
-    _enter_keys(block, 0, count, keys, segment.key_bytes, segment.row_stride, row, output, segment.output_stride)
+    _enter_keys(
+        block, np.int64(0), count, keys, segment.key_bytes, segment.row_stride, row, output, segment.output_stride
+    )
     cursor.row = row + count
     block.count = count
 
 
 @kernel
 def _take_bags(segment: Any, dim: int, num_rows: int, room: int, cursor: Any, block: Any) -> None:
-    count = 0
+    count = np.int64(0)
     row, column = cursor.row, cursor.column
     while row < num_rows and count < room:
         length = bag_length(segment, row)

@@ -132,7 +132,7 @@ def _describe_cells(tables: Any, segments: Any, first: int, last: int, cells: An
 @kernel
 def _look_up_numbered(tables: Any, cells: Any, num_cells: int, num_rows: int, tile: int, missing_counts: Any) -> int:
     for c in range(num_cells):
-        _ask_for_numbers(cells[c], 0, min(tile, num_rows))
+        _ask_for_numbers(cells[c], np.int64(0), min(tile, num_rows))
     num_missing = 0
     for first in range(0, num_rows, tile):
         second, third = min(first + tile, num_rows), min(first + 2 * tile, num_rows)
@@ -150,9 +150,9 @@ def _look_up_mixed(
     tables: Any, cells: Any, num_cells: int, num_rows: int, tile: int, ring: Any, missing_counts: Any
 ) -> int:
     for c in range(num_cells):
-        _ask_for_buckets(cells[c], 0, min(2 * tile, num_rows), ring, c, num_cells)
+        _ask_for_buckets(cells[c], np.int64(0), min(2 * tile, num_rows), ring, c, num_cells)
     for c in range(num_cells):
-        _ask_for_rows(tables, cells[c], 0, min(tile, num_rows), ring, c, num_cells)
+        _ask_for_rows(tables, cells[c], np.int64(0), min(tile, num_rows), ring, c, num_cells)
     num_missing = 0
     for first in range(0, num_rows, tile):
         second, third = min(first + tile, num_rows), min(first + 2 * tile, num_rows)

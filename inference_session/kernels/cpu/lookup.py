@@ -156,8 +156,9 @@ def look_up_range(
     missing_positions: Any,
 ) -> Any:
     """Look up from one (segment, row) up to, not including, another; see `lookup`."""
-    missing_counts[:] = 0
-    num_missing = 0
+    for s in range(len(missing_counts)):
+        missing_counts[s] = 0
+    num_missing = np.int64(0)  # a plain 0 is a type of its own, for which all below would be compiled as well
     whole = Span(segment, row, last_segment, last_row)
     while segment < last_segment or (segment == last_segment and row < last_row):
         end = end_of_interleaved(segments, segment, last_segment) if row == 0 else segment
@@ -195,7 +196,7 @@ def _is_stream(tables: Any, segments: Any, segment: int, first_row: int, whole: 
 @kernel
 def _until_stream(tables: Any, segments: Any, segment: int, row: int, whole: Any) -> Any:
     for end in range(segment + 1, len(segments)):
-        if end <= whole.last_segment and _is_stream(tables, segments, end, 0, whole):
+        if end <= whole.last_segment and _is_stream(tables, segments, end, np.int64(0), whole):
             return Span(segment, row, end, 0)
     return Span(segment, row, whole.last_segment, whole.last_row)
 
