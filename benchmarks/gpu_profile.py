@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import cupy
 import numpy as np
 from cupy.cuda import driver, runtime
-from gpu_cache import filled_cache, lookup_of
+from gpu_cache import draw, filled_cache, lookup_of
 
 from inference_session.device.cuda import CudaDevice
 from inference_session.kernels.cuda import launch
@@ -140,9 +140,9 @@ def _prepared(case: Case, device: CudaDevice, num_rows: int) -> Iterator[Callabl
         if case.in_cache:
             looked_up, held, _ = filled_cache(device, case.dim, num_rows)
         else:
-            looked_up, held = _tables(Path(folder), case, device, num_rows), np.arange(num_rows >> 16 << 16)
+            looked_up, held = _tables(Path(folder), case, device, num_rows), cupy.arange(num_rows >> 16 << 16)
         with device.request():
-            keys = cupy.asarray(held[np.random.default_rng(1).integers(0, len(held), NUM_KEYS)])
+            keys = held[draw(len(held), NUM_KEYS, zipf=False)]
             out = cupy.empty((NUM_KEYS // case.bag, case.dim), np.float32)
             lookup = _lookup(case, looked_up, device, keys, out)
             yield lambda: looked_up.look_up(lookup)

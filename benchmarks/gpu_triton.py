@@ -6,7 +6,8 @@ The model: 26 keys x dim 128 of one table with random int64 keys, 13 dense featu
 the model's own inputs (`native`), or DES, CATCOLUMN and ROWINDEX with one key per slot (`hugectr`). The peer is a
 Python model that is given row numbers, joins requests, takes rows with a plain CUDA kernel and runs the same network by
 ONNX Runtime's CUDA provider, inputs bound on the device. `null` answers zeros: the least that a Python model costs.
-perf_analyzer sends over gRPC; rounds are interleaved, medians shown.
+perf_analyzer sends single requests over gRPC, and processes of their own send many at once; rounds are interleaved,
+medians shown.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import cupy
 import numpy as np
 import onnx
 import tritonclient.grpc
+from grpc_load import measure_load
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from perf_analyzer import measure, perf_analyzer
@@ -43,8 +45,6 @@ FEATURES, DENSE, DIM, HIDDEN = 26, 13, 128, (512, 256)
 MODELS = ("null", "by_hand", "hotrow")
 SIZES = (64, 1024)
 CONCURRENT = 16
-SIZES_AT_ONCE = {"native": (64,), "hugectr": (64, 1024)}
-"""For concurrent requests: perf_analyzer does not get 16 batches of 1,024 entries each under way in time."""
 _NATIVE = """
 input [ { name: "keys" data_type: TYPE_INT64 dims: [ 26 ] }, { name: "dense" data_type: TYPE_FP32 dims: [ 13 ] } ]
 output [ { name: "click" data_type: TYPE_FP32 dims: [ 1 ] } ]
@@ -131,6 +131,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.0, help="of one measurement")
+    parser.add_argument(
+        "--at-once", default=[1024], type=_sizes, help="samples of requests of which 16 are sent at once"
+    )
     parser.add_argument("--layouts", default=",".join(TENSORS), type=lambda text: text.split(","))
     arguments = parser.parse_args()
     perf_analyzer()
@@ -145,6 +148,10 @@ def main() -> None:
             check_answers(url, keys, arguments.layouts)
             for layout in arguments.layouts:
                 run_rounds(url, Path(folder), keys, layout, arguments)
+
+
+def _sizes(text: str) -> list[int]:
+    return [int(size) for size in text.split(",")]
 
 
 def name_of(model: str, layout: str) -> str:
@@ -287,27 +294,34 @@ _TYPES = {"int64": "INT64", "int32": "INT32", "float32": "FP32"}
 
 def run_rounds(url: str, folder: Path, keys: NDArray[np.int64], layout: str, arguments: argparse.Namespace) -> None:
     """Measure all models with small and large requests, alone and many at once, round by round, and report."""
-    for samples, model in itertools.product(SIZES, MODELS):
-        requests = [request_of(model, layout, keys, samples, np.random.default_rng()) for _ in range(8)]
-        write_requests(folder / f"{model}{samples}.json", requests, layout)
+    requests: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for samples, model in itertools.product({*SIZES, *arguments.at_once}, MODELS):
+        drawn = [request_of(model, layout, keys, samples, np.random.default_rng()) for _ in range(8)]
+        requests[model, samples] = drawn
+        write_requests(folder / f"{model}{samples}.json", drawn, layout)
     seen: dict[tuple[str, int, int], list[dict[str, float]]] = defaultdict(list)
-    alone, at_once = itertools.product((1,), SIZES), itertools.product((CONCURRENT,), SIZES_AT_ONCE[layout])
-    cases = [(*case, model) for case, model in itertools.product((*alone, *at_once), MODELS)]
-    for _, (concurrency, samples, model) in itertools.product(range(arguments.rounds), cases):
-        result = measure(
-            name_of(model, layout),
-            url,
-            "grpc",
-            data=folder / f"{model}{samples}.json",
-            batch=samples if layout == "native" else 1,
-            concurrency=concurrency,
-            seconds=arguments.seconds,
-            timeout_s=60,
-        )
-        seen[model, samples, concurrency].append(result)
+    for _ in range(arguments.rounds):
+        for samples, model in itertools.product(SIZES, MODELS):
+            result = measure(
+                name_of(model, layout),
+                url,
+                "grpc",
+                data=folder / f"{model}{samples}.json",
+                batch=samples if layout == "native" else 1,
+                concurrency=1,
+                seconds=arguments.seconds,
+                timeout_s=60,
+            )
+            seen[model, samples, 1].append(result)
+        for samples, model in itertools.product(arguments.at_once, MODELS):
+            sent = requests[model, samples]
+            result = measure_load(
+                name_of(model, layout), url, sent, num_clients=CONCURRENT, seconds=2 * arguments.seconds
+            )
+            seen[model, samples, CONCURRENT].append(result)
     for samples in SIZES:
         report_latency(layout, samples, {m: _median(seen[m, samples, 1], "p50") for m in MODELS})
-    for samples in SIZES_AT_ONCE[layout]:
+    for samples in arguments.at_once:
         rates = {m: _median(seen[m, samples, CONCURRENT], "requests/s") * samples / 1e6 for m in MODELS}
         report_rate(layout, samples, rates)
 

@@ -89,15 +89,16 @@ def main() -> None:
 
 def compare_look_ups(folder: Path, num_rows: int) -> None:
     """M1: keys that are row numbers, and keys that are stored."""
-    keys = random_keys(num_rows)
+    keys = random_keys(num_rows).get()
     devices = [CudaDevice(number) for number in range(NUM_GPUS)]
-    shards = divided(rows_of(keys, DIM), devices)
+    vectors = rows_of(cupy.asarray(keys), DIM).get()
+    shards = divided(vectors, devices)
     for kind in ("row_number", "stored"):
-        write_table(folder / kind, [rows_of(keys, DIM)], keys=[keys] if kind == "stored" else None)
+        write_table(folder / kind, [vectors], keys=[keys] if kind == "stored" else None)
         file = TableFile.open(folder / kind, TableSpec(kind, kind, num_rows, DIM, keys=kind))  # type: ignore[arg-type]
         tables = open_cuda_tables([file], devices, shard="rows")
         for zipf in (False, True):
-            numbers = [draw(num_rows, NUM_KEYS, zipf) for _ in devices]
+            numbers = [draw(num_rows, NUM_KEYS, zipf).get() for _ in devices]
             asked = numbers if kind == "row_number" else [keys[n] for n in numbers]
             bare = {name: at_once(devices, gathers_of(devices, shards, numbers, name, keys)) for name in _VARIANTS}
             ours = at_once(devices, look_ups_of(tables, asked, [keys[n] for n in numbers]))
@@ -148,7 +149,7 @@ def gathers_of(
 
 def check(out: Any, keys: Any) -> None:
     """Check that the copied rows are those of these keys."""
-    assert np.array_equal(out[:_NUM_CHECKED].get(), rows_of(keys[:_NUM_CHECKED], DIM))
+    assert np.array_equal(out[:_NUM_CHECKED].get(), rows_of(cupy.asarray(keys[:_NUM_CHECKED]), DIM).get())
     assert not bool(cupy.isnan(out).any())
 
 
@@ -196,8 +197,8 @@ def at_once(devices: Sequence[CudaDevice], works: Sequence[Callable[[], None]]) 
 def write_models(repository: Path, num_rows: int) -> dict[str, Path]:
     """The same model three times: on one GPU, copied to all, divided among all because it does not fit."""
     first = repository / "one" / "1"
-    keys, spec = random_keys(num_rows), model_spec(num_rows)
-    write_table(first / TABLES_FOLDER / "item", [rows_of(keys, DIM)], keys=[keys])
+    keys, spec = random_keys(num_rows).get(), model_spec(num_rows)
+    write_table(first / TABLES_FOLDER / "item", [rows_of(cupy.asarray(keys), DIM).get()], keys=[keys])
     onnx.save(network(np.random.default_rng(0)), first / DENSE_FILE)
     spec.write(first)
     manifest.write_manifest(first)
