@@ -22,7 +22,7 @@ from inference_session import InferenceSession, Request
 from inference_session.device.discovery import unusable_for_sessions
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache
 from inference_session.errors import ConfigurationError, SessionClosedError, UnavailableError, UnknownKeyError
-from inference_session.kernels.records import SEGMENT, Lookup, PoolingCode, address_of
+from inference_session.kernels.records import SEGMENT, Lookup, PoolingCode, VectorCode, address_of
 from inference_session.model_spec import TABLES_FOLDER, TableSpec
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
@@ -365,6 +365,8 @@ class Look(NamedTuple):
     weights: NDArray[np.float32] | None = None
     begins: NDArray[np.int64] | None = None
     ends: NDArray[np.int64] | None = None
+    code: VectorCode = VectorCode.FLOAT32
+    """Of the output."""
 
     @property
     def bags(self) -> list[NDArray[np.intp]]:
@@ -428,13 +430,15 @@ def answers_of(rows: Rows, looks: Sequence[Look]) -> tuple[list[NDArray[np.float
     num_keys = np.array([sum(map(len, look.bags)) for look in looks], np.int64)
     with rows.device.request():
         for segment, look in zip(segments, looks, strict=True):
-            keys, output = rows.device.stage(look.keys), rows.device.empty(look.shape)
+            keys, dtype = rows.device.stage(look.keys), np.dtype(look.code.name.lower())
+            output = rows.device.empty(look.shape, dtype)
             item, keys_per_row = keys.itemsize, 1 if keys.ndim == 1 else keys.shape[1]
             segment["table"], segment["pooling"], segment["keys_address"] = look.table, look.pooling, address_of(keys)
             segment["key_bytes"], segment["key_stride"], segment["row_stride"] = item, item, item * keys_per_row
             segment["num_rows"] = look.shape[0]
             segment["keys_per_row"] = 0 if keys.ndim == 1 else keys_per_row
-            segment["output_address"], segment["output_stride"] = address_of(output), 4 * look.shape[1]
+            segment["output_address"], segment["output_code"] = address_of(output), look.code
+            segment["output_stride"] = dtype.itemsize * look.shape[1]
             outputs.append(output)
             held.append(keys)
             for field in ("begins", "ends", "weights"):
@@ -477,12 +481,13 @@ def gpu_rows(server: ParameterServer, cache_bytes: int = 13_000) -> StoredRows:
     return StoredRows(SPECS, cache, server)
 
 
+@pytest.mark.parametrize("codes", [[VectorCode.FLOAT32], [VectorCode.FLOAT16], [*VectorCode][:2]], ids=str)
 @pytest.mark.parametrize(("num_looks", "most_bytes"), [(1, None), (3, None), (9, None), (40, None), (9, 1), (20, 2000)])
 def test_any_look_up_answers_as_numpy_and_the_processor(
-    num_looks: int, most_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+    num_looks: int, most_bytes: int | None, codes: list[VectorCode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pooling, weights, ragged bags with gaps, both types of keys, few segments and many, hits next to misses; also in
-    several parts, where memory would not do for all at once.
+    """Pooling, weights, ragged bags with gaps, both types of keys, few segments and many, hits next to misses; outputs
+    in float32, in float16, and in both; also in several parts, where memory would not do for all at once.
     """
     if most_bytes is not None:
         monkeypatch.setattr("inference_session.embedding_cache.gpu_misses._MOST_BYTES", most_bytes)
@@ -493,10 +498,11 @@ def test_any_look_up_answers_as_numpy_and_the_processor(
     for seed in range(12):
         rng = np.random.default_rng(seed)
         looks = [random_look(rng, known) for _ in range(num_looks)]
-        found, num_unknown = answers_of(on_gpu, looks)
+        found, num_unknown = answers_of(on_gpu, [look._replace(code=VectorCode(rng.choice(codes))) for look in looks])
         assert num_unknown == answers_of(on_cpu, looks)[1]
         for look, output in zip(looks, found, strict=True):
-            np.testing.assert_allclose(output, expected(look, known), rtol=1e-5, atol=1e-5)
+            tolerance = 1e-5 if output.dtype == np.float32 else 1e-3
+            np.testing.assert_allclose(output, expected(look, known), rtol=tolerance, atol=tolerance)
         if seed % 3 == 0:
             await_inserts(on_gpu)
     on_gpu.close()

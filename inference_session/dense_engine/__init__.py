@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -41,8 +42,11 @@ def check_precision(config: SessionConfig, device: Device) -> None:
         )
 
 
-def create_engine(path: Path, config: SessionConfig, device: Device) -> DenseEngine:
-    """The engine of an ONNX file, on the device; raises what the engines and `in_float16` do."""
+def create_engine(path: Path, config: SessionConfig, device: Device, vectors: Collection[str] = ()) -> DenseEngine:
+    """The engine of an ONNX file, on the device; raises what the engines and `in_float16` do.
+
+    `vectors`: inputs that look-ups write; the engine may take them in float16 (DenseEngine.narrow_inputs).
+    """
     if config.dense_precision == "bfloat16":
         return _open_in_bfloat16(path, config)
     if config.dense_precision != "float16":
@@ -52,7 +56,8 @@ def create_engine(path: Path, config: SessionConfig, device: Device) -> DenseEng
 
     if device is HOST:
         _log.warning("%s: dense_precision 'float16' does not make the CPU faster, only less exact", path)
-    content = in_float16(path)
+    narrowed = () if device is HOST or config.dense_engine == "tensorrt" else vectors
+    content = in_float16(path, narrowed)
     try:
         return _open(path, content, config, device)
     except ModelFormatError as error:

@@ -28,6 +28,8 @@ class DenseEngine(ABC):
     """The inputs that `run` wants, exactly."""
     output_names: frozenset[str]
     """The outputs that it can compute."""
+    narrow_inputs: frozenset[str] = frozenset()
+    """Inputs that it takes in float16."""
     replays = False
     """Whether batches of the sizes that it was warmed up with are replayed, in less time of the host than others."""
 

@@ -123,6 +123,9 @@ class CudaEngine(OnnxEngine):
             )
         self._declared = {output.name: (output.shape, output.type) for output in self._session.get_outputs()}
         self._input_shapes = {each.name: each.shape for each in self._session.get_inputs()}
+        self.narrow_inputs = frozenset(
+            each.name for each in self._session.get_inputs() if each.type == "tensor(float16)"
+        )
         self._can_bind = all(map(_is_numeric, (*self._session.get_inputs(), *self._session.get_outputs())))
         self._trusted: set[str] = set()
         """Outputs whose shapes were seen to be what the file declares."""

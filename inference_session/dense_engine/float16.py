@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import onnx
 from google.protobuf.message import DecodeError, EncodeError
+from onnx import ModelProto, NodeProto, TensorProto
 from onnx.checker import ValidationError
 from onnxruntime.transformers.float16 import convert_float_to_float16
 
 from inference_session.dense_engine.cross_layers import merge_cross_layers
+from inference_session.dense_engine.parts import names_read
 from inference_session.errors import ModelFormatError, UnsupportedModelError
 
 _READ_ERRORS = (DecodeError, OSError, ValidationError, ValueError)
@@ -17,11 +20,15 @@ _CONVERSION_ERRORS = (AssertionError, EncodeError, ValueError, RuntimeError)
 """What the converter raises, for instance of networks of 2 GiB and more."""
 
 
-def in_float16(path: Path) -> bytes:
+def in_float16(path: Path, vectors: Collection[str] = ()) -> bytes:
     """An ONNX file that computes in float16 what the one at `path` does; its float32 inputs and outputs stay so.
 
     Constants beyond float16's range become its largest number, and those that would vanish its smallest.
     Operators that ONNX Runtime has in float32 only stay as they are, between casts.
+
+    Args:
+        path: the file.
+        vectors: inputs that may be float16 as well: those of them are that the network would convert first.
 
     Raises:
         ModelFormatError: the file, or the one with its weights, is missing or damaged.
@@ -33,10 +40,28 @@ def in_float16(path: Path) -> bytes:
         raise ModelFormatError(f"{path}: cannot be read: {error}") from error
     try:
         merge_cross_layers(model)
-        content: bytes = convert_float_to_float16(model, keep_io_types=True).SerializeToString()
+        converted: ModelProto = convert_float_to_float16(model, keep_io_types=True)
+        _narrow(converted, vectors)
+        content: bytes = converted.SerializeToString()
     except _CONVERSION_ERRORS as error:
         raise not_in_float16(path, error) from error
     return content
+
+
+def _narrow(model: ModelProto, names: Collection[str]) -> None:
+    """Let inputs be float16 that nothing reads but casts to float16, which ONNX Runtime then removes."""
+    readers: dict[str, list[NodeProto]] = {name: [] for name in names}
+    for node in model.graph.node:
+        for name in names_read(node) & readers.keys():
+            readers[name].append(node)
+    for tensor in model.graph.input:
+        casts = readers.get(tensor.name)
+        if casts and all(map(_casts_to_float16, casts)):
+            tensor.type.tensor_type.elem_type = TensorProto.FLOAT16
+
+
+def _casts_to_float16(node: NodeProto) -> bool:
+    return node.op_type == "Cast" and node.attribute[0].i == TensorProto.FLOAT16
 
 
 def not_in_float16(path: Path, error: Exception) -> UnsupportedModelError:

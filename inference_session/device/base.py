@@ -53,8 +53,8 @@ class Device(ABC):
         """Leave alone the memory up to the mark that another request set; call it before this one takes any."""
 
     @abstractmethod
-    def empty(self, shape: tuple[int, ...]) -> Any:
-        """A float32 array on the device, for look-ups to write to and the network to read."""
+    def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
+        """An array on the device, for look-ups to write to and the network to read."""
 
     @abstractmethod
     def counts(self, num_counts: int) -> NDArray[np.int64]:

@@ -26,9 +26,9 @@ class HostDevice(Device):
         """See Device."""
         return _NOTHING_HELD
 
-    def empty(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> NDArray[Any]:
         """See Device."""
-        return np.empty(shape, np.float32)
+        return np.empty(shape, dtype)
 
     def counts(self, num_counts: int) -> NDArray[np.int64]:
         """See Device."""

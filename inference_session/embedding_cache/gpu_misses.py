@@ -24,7 +24,7 @@ from inference_session.embedding_cache.base import Misses
 from inference_session.embedding_cache.missing_rows import MissingRows
 from inference_session.kernels.cuda import launch as gpu
 from inference_session.kernels.cuda.records import Tiles, divide, numbered_tables
-from inference_session.kernels.records import Lookup, PoolingCode, address_of
+from inference_session.kernels.records import Lookup, PoolingCode, VectorCode, address_of
 
 _BEYOND_ALL_ROWS = np.iinfo(np.int64).max
 _KEY_BYTES, _FLOAT_BYTES = 8, 4
@@ -105,7 +105,7 @@ class GpuMisses(Misses):
         for i in self._pooled.tolist():
             shape = (int(alone["num_rows"][i]), int(alone["keys_per_row"][i] * self._dims[alone["table"][i]]))
             alone["output_address"][i] = address_of(self._device.empty(shape))
-            alone["output_stride"][i] = shape[1] * _FLOAT_BYTES
+            alone["output_stride"][i], alone["output_code"][i] = shape[1] * _FLOAT_BYTES, VectorCode.FLOAT32
         for field in ("pooling", "weights_address", "begins_address", "ends_address"):
             alone[field] = 0
         return alone

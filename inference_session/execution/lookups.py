@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import InvalidRequestError
-from inference_session.kernels.records import SEGMENT, PoolingCode
+from inference_session.kernels.records import SEGMENT, PoolingCode, VectorCode
 from inference_session.model_spec import LookupSpec, ModelSpec
 from inference_session.requests.batch import JoinedBatch, Part, RaggedBags
 
-_FLOAT_BYTES = 4
 _KEY_BYTES = 8
 
 
@@ -26,6 +25,8 @@ class Block:
     dense_input: str
     members: tuple[int, ...]
     joined: bool
+    dtype: np.dtype[Any]
+    """Of the vectors: float32, or float16."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,21 @@ class MatrixLookups(NamedTuple):
 class ModelLookups:
     """The look-ups of one model: which keys they read from a batch, and how their segments follow from its shapes."""
 
-    def __init__(self, spec: ModelSpec, *, by_column: bool, keys_follow_inputs: bool) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        by_column: bool,
+        keys_follow_inputs: bool,
+        narrow_inputs: Collection[str] = (),
+    ) -> None:
         """Describe what follows from the model alone.
 
         Args:
             spec: the model.
             by_column: whether matrices of keys are staged column by column (Device.reads_by_column).
             keys_follow_inputs: whether a look-up's keys are an input of the model (RequestLayout.keys_follow_inputs).
+            narrow_inputs: inputs of the dense network that it takes in float16 (DenseEngine.narrow_inputs).
         """
         self.lookups = spec.lookups
         self._by_column = by_column
@@ -70,7 +79,7 @@ class ModelLookups:
         position = {table.folder: i for i, table in enumerate(spec.tables)}
         self._table_positions = [position[lookup.table] for lookup in spec.lookups]
         self._table_specs = [spec.tables[i] for i in self._table_positions]
-        self.blocks = _blocks(spec.lookups)
+        self.blocks = _blocks(spec.lookups, narrow_inputs)
         self.block_of = np.empty(len(spec.lookups), np.intp)
         """Of each look-up, the number of its block."""
         for number, block in enumerate(self.blocks):
@@ -116,7 +125,7 @@ class ModelLookups:
         shapes = [
             self._describe_joined(block, segments, keys)
             if block.joined
-            else self._describe_alone(block.members[0], segments, keys)
+            else self._describe_alone(block, segments, keys)
             for block in self.blocks
         ]
         segments["row_stride"] = segments["keys_per_row"] * _KEY_BYTES
@@ -147,16 +156,17 @@ class ModelLookups:
     ) -> tuple[int, ...]:
         """Members side by side in one matrix; returns its shape."""
         self._check_samples(block, keys)
-        column = 0
+        members, item_bytes, column = list(block.members), block.dtype.itemsize, 0
         for i in block.members:
             num_samples, *rest = keys[i]
             keys_per_sample = math.prod(rest)
             segments["num_rows"][i] = num_samples
             segments["keys_per_row"][i] = keys_per_sample
-            segments["output_address"][i] = column * _FLOAT_BYTES
+            segments["output_address"][i] = column * item_bytes
             pooled = self.lookups[i].pooling != "none"
             column += self._table_specs[i].embedding_dim * (1 if pooled else keys_per_sample)
-        segments["output_stride"][list(block.members)] = column * _FLOAT_BYTES
+        segments["output_stride"][members] = column * item_bytes
+        segments["output_code"][members] = _code_of(block)
         return (keys[block.members[0]][0], column)
 
     def _check_samples(self, block: Block, keys: Sequence[tuple[int, ...]]) -> None:
@@ -169,8 +179,11 @@ class ModelLookups:
                     f"whose vectors are joined to theirs, of {keys[first][0]}"
                 )
 
-    def _describe_alone(self, i: int, segments: NDArray[np.void], keys: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    def _describe_alone(
+        self, block: Block, segments: NDArray[np.void], keys: Sequence[tuple[int, ...]]
+    ) -> tuple[int, ...]:
         """One look-up with its own array; returns that array's shape."""
+        i = block.members[0]
         table, shape = self._table_specs[i], keys[i]
         pooled = self.lookups[i].pooling != "none"
         rows, keys_per_row = (shape[:-1], shape[-1]) if pooled else (shape, 1)
@@ -178,15 +191,21 @@ class ModelLookups:
         segments["keys_per_row"][i] = keys_per_row
         if keys_per_row == 1 and self.lookups[i].weights is None:  # a bag of one key is that key's vector
             segments["pooling"][i] = PoolingCode.NONE
-        segments["output_stride"][i] = table.embedding_dim * _FLOAT_BYTES
+        segments["output_stride"][i] = table.embedding_dim * block.dtype.itemsize
+        segments["output_code"][i] = _code_of(block)
         return (*rows, table.embedding_dim) if pooled or table.row_shape is None else (*rows, *table.row_shape)
 
 
-def _blocks(lookups: Sequence[LookupSpec]) -> tuple[Block, ...]:
+def _blocks(lookups: Sequence[LookupSpec], narrow_inputs: Collection[str]) -> tuple[Block, ...]:
     members: dict[str, list[int]] = {}
     for i, lookup in enumerate(lookups):
         members.setdefault(lookup.dense_input, []).append(i)
-    return tuple(Block(name, tuple(m), lookups[m[0]].joined) for name, m in members.items())
+    dtypes = {name: np.dtype(np.float16 if name in narrow_inputs else np.float32) for name in members}
+    return tuple(Block(name, tuple(m), lookups[m[0]].joined, dtypes[name]) for name, m in members.items())
+
+
+def _code_of(block: Block) -> VectorCode:
+    return VectorCode[block.dtype.name.upper()]
 
 
 def _is_bare(keys: Part, lookup: LookupSpec) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -96,7 +96,8 @@ def _open_engines(
     layout = layout_of(spec)
     if not layout.has_network:
         return VectorEngine([lookup.dense_input for lookup in spec.lookups]), None
-    dense = _create_engine(directory / dense_file, config, thread)
+    vectors = {lookup.dense_input for lookup in spec.lookups}
+    dense = _create_engine(directory / dense_file, config, thread, vectors)
     check_outputs(spec, directory, dense.output_names, dense_file)
     has_key_graph = (directory / keys_file).exists()
     keys = OnnxEngine(directory / keys_file, num_threads=1) if has_key_graph else None
@@ -105,10 +106,13 @@ def _open_engines(
     return dense, keys
 
 
-def _create_engine(path: Path, config: SessionConfig, thread: DeviceThread) -> DenseEngine:
-    """The dense engine; if ONNX Runtime cannot use the GPU, and no setting requires it, it runs on the CPU."""
+def _create_engine(path: Path, config: SessionConfig, thread: DeviceThread, vectors: Collection[str]) -> DenseEngine:
+    """The dense engine; if ONNX Runtime cannot use the GPU, and no setting requires it, it runs on the CPU.
+
+    `vectors`: its inputs that look-ups write.
+    """
     try:
-        return create_engine(path, config, thread.device)
+        return create_engine(path, config, thread.device, vectors)
     except ConfigurationError as error:
         if config.device != "auto" or thread.device is HOST:
             raise

@@ -46,7 +46,12 @@ class Network:
         self.tables = np.array([position[lookup.table] for lookup in spec.lookups], np.intp)
         """Of each look-up, the number of its table."""
         self.keys = keys
-        lookups = ModelLookups(spec, by_column=rows.device.reads_by_column, keys_follow_inputs=keys_follow_inputs)
+        lookups = ModelLookups(
+            spec,
+            by_column=rows.device.reads_by_column,
+            keys_follow_inputs=keys_follow_inputs,
+            narrow_inputs=dense.narrow_inputs,
+        )
         self._plans = ExecutionPlans(lookups, rows, dense, keys.output_names if keys else ())
 
     def plan(self, batch: JoinedBatch, outputs: Sequence[str]) -> ExecutionPlan:

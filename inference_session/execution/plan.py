@@ -101,8 +101,8 @@ class FreshPlan(ExecutionPlan):
 
     def take_vectors(self) -> tuple[NDArray[np.void], Vectors]:
         """Memory for the vectors: the segments, which lead there, and its arrays by inputs of the network."""
-        geometry = self._geometry
-        arrays = [self._device.empty(shape) for shape in geometry.shapes]
+        geometry, dtypes = self._geometry, [block.dtype for block in self._lookups.blocks]
+        arrays = [self._device.empty(*each) for each in zip(geometry.shapes, dtypes, strict=True)]
         segments = geometry.segments.copy()
         if arrays:
             addresses = [address_of(array) for array in arrays]

@@ -73,8 +73,9 @@ SEGMENT = np.dtype(
         ("ends_address", np.int64),  # int64[num_rows], position behind the last key of each row
         ("weights_address", np.int64),  # float32, one per key, laid out contiguously as [row, key]; 0: none
         ("pooling", np.int64),  # PoolingCode
-        ("output_address", np.int64),  # float32
+        ("output_address", np.int64),
         ("output_stride", np.int64),  # bytes from one row of the output to the next
+        ("output_code", np.int64),  # VectorCode of the output: FLOAT32, or on a GPU FLOAT16
     ],
     align=True,  # as C lays out a record that holds it
 )

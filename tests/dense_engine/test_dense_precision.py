@@ -71,6 +71,29 @@ def test_predictions_of_layers(tmp_path: Path) -> None:
     assert {tensor.data_type for tensor in converted.graph.initializer} == {TensorProto.FLOAT16}
 
 
+def test_vectors_in_float16(tmp_path: Path) -> None:
+    """A network that takes an input in float16 answers bit for bit what one does that converts it, in float32; an
+    input that is not named stays float32.
+    """
+    path = tmp_path / "dense.onnx"
+    matrix = weights()[0]
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["a"]),
+        helper.make_node("ReduceSum", ["x", "axis"], ["b"]),
+        helper.make_node("Add", ["a", "b"], ["y"]),
+    ]
+    write_network(path, nodes, {"w": matrix, "axis": np.array([1], np.int64)})
+    inputs = np.random.default_rng(1).standard_normal((50, DIMS[0])).astype(np.float16)
+    inputs[:, :3] = 3e4, -2e4, 1e-7
+    wide, narrow = (OnnxEngine(path, content=in_float16(path, names), num_threads=1) for names in ((), ("x",)))
+
+    expected, found = (e.run({"x": x}, ["y"]) for e, x in ((wide, inputs.astype(np.float32)), (narrow, inputs)))
+
+    assert [e.opened().get_inputs()[0].type for e in (wide, narrow)] == ["tensor(float)", "tensor(float16)"]
+    np.testing.assert_array_equal(found[0], expected[0])
+    assert found[0].dtype == np.float32
+
+
 def test_constants_stay_finite(tmp_path: Path) -> None:
     """A constant too large for float16 becomes its largest number; one that would vanish does not become 0."""
     path = tmp_path / "dense.onnx"

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from inference_session.execution.lookups import ModelLookups
+from inference_session.kernels.records import VectorCode
+from inference_session.requests.batch import CheckedRequest, JoinedBatch
 from tests.testing.onnx_models import import_model, model_of, table
 
 
@@ -20,3 +22,25 @@ def test_shapes_tell_all_only_where_samples_are_counted(first: str, follow: bool
     assert report.spec.batched == follow
     lookups = ModelLookups(report.spec, by_column=False, keys_follow_inputs=True)
     assert lookups.follow_shapes == follow
+
+
+def test_vectors_in_float16_take_half_the_bytes(tmp_path: Path) -> None:
+    """Of the inputs that the network takes so: offsets, strides and type; the others stay as they are."""
+    graph = (
+        "g (int64[n, 2] a, int64[n] b) => (float[n, 2, 4] x, float[n, 4] y) { x = Gather(emb, a) y = Gather(emb, b) }"
+    )
+    spec = import_model(tmp_path, model_of(graph, {"emb": table()})).spec
+    narrow = spec.lookups[0].dense_input
+    inputs = {"a": np.zeros((5, 2), np.int64), "b": np.zeros(5, np.int64)}
+    batch = JoinedBatch.of([CheckedRequest(inputs, [], 5, shapes=())])
+    found = []
+    for names in ((), (narrow,)):
+        lookups = ModelLookups(spec, by_column=False, keys_follow_inputs=True, narrow_inputs=names)
+        found.append((lookups.blocks, lookups.geometry(batch)))
+    (blocks, wide), (narrow_blocks, half) = found
+    assert [block.dtype for block in blocks] == [np.float32, np.float32]
+    assert [block.dtype for block in narrow_blocks] == [np.float16, np.float32]
+    assert half.shapes == wide.shapes
+    assert half.segments["output_stride"].tolist() == [wide.segments["output_stride"][0] // 2, 16]
+    assert half.segments["output_code"].tolist() == [VectorCode.FLOAT16, VectorCode.FLOAT32]
+    assert not wide.segments["output_code"].any()

@@ -213,15 +213,16 @@ def nvrtc() -> ctypes.CDLL:
         (SOURCES, ["-DNUM_SHARDS=3"]),
         (SOURCES, ["-DROWS_CHANGE=1"]),
         (SOURCES, ["-DNUM_SHARDS=2", "-DROWS_CHANGE=1"]),
+        (SOURCES, ["-DNARROW_OUTPUTS=1"]),
         (HASH_ROWS, []),
     ],
-    ids=["cache", "shards", "changed rows", "changed rows of shards", "hash embeddings"],
+    ids=["cache", "shards", "changed rows", "changed rows of shards", "float16 outputs", "hash embeddings"],
 )
 def test_the_kernels_compile(
     nvrtc: ctypes.CDLL, architecture: str, files: tuple[str, ...], constants: list[str]
 ) -> None:
     """All files as one, as CuPy compiles them: for a GPU older than some instructions asked for, and for an H100; for
-    tables of one GPU, and of several.
+    tables of one GPU, and of several; for outputs in float32 alone, and in float16.
     """
     source = "\n".join((CUDA / name).read_text() for name in files).encode()
     options = ["-std=c++17", "-ftz=true", "--device-as-default-execution-space", f"-arch={architecture}"]

@@ -1,4 +1,6 @@
-"""Pooled look-ups of quantized rows on a GPU: the sums and means that NumPy computes, whatever the bags."""
+"""Look-ups of rows of all types on a GPU: the sums and means that NumPy computes, whatever the bags; and outputs in
+float16, which are those in float32, rounded.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from inference_session.device.discovery import unusable
-from inference_session.kernels.records import Lookup, PoolingCode, address_of, key_segment
+from inference_session.kernels.records import Lookup, PoolingCode, VectorCode, address_of, key_segment
 from inference_session.model_spec import TableSpec, VectorType
 from inference_session.tables.quantized_rows import dequantize_rows
 from inference_session.tables.table_file import TableFile, write_table
@@ -64,5 +66,41 @@ def test_sums_of_quantized_rows(tmp_path: Path, dtype: VectorType, dim: int, mea
             device.wait()
             found = out.get()
         np.testing.assert_allclose(found, _expected(rows, keys, begins, ends, mean=mean), rtol=1e-4, atol=1e-4)
+    tables.close()
+    file.close()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float16", "float32"])
+@pytest.mark.parametrize("dim", [3, 4, 128, 132, 514])
+@pytest.mark.parametrize("cache_bytes", [None, 0], ids=["device", "host"])
+def test_outputs_in_float16(tmp_path: Path, dtype: VectorType, dim: int, cache_bytes: int | None) -> None:
+    """All poolings, single keys and bags, unknown keys, rows on the device and in host memory; each output is the
+    rounded one of float32, and nothing beyond it is written.
+    """
+    import cupy
+
+    from inference_session.device.cuda import CudaDevice
+    from inference_session.tables.placed_tables import open_cuda_tables
+
+    rng = np.random.default_rng(dim)
+    write_table(tmp_path / "t", [rng.standard_normal((ROWS, dim), np.float32)], dtype=dtype)
+    file = TableFile.open(tmp_path / "t", TableSpec("t", "t", ROWS, dim, dtype, "row_number", default_vector=0.1))
+    device = CudaDevice(0)
+    (tables,) = open_cuda_tables([file], [device], cache_bytes=cache_bytes)
+    with device.request():
+        keys = cupy.asarray(rng.integers(-ROWS, ROWS + 3, (90, 5)))
+        for pooling in PoolingCode:
+            width = dim if pooling else 5 * dim
+            found = []
+            for output_type in (np.float32, np.float16):
+                out = cupy.full((92, width), 7.0, output_type)
+                segment = key_segment(0, keys, out[1:-1])
+                segment["keys_per_row"], segment["pooling"] = 5, pooling
+                segment["output_code"] = VectorCode[np.dtype(output_type).name.upper()]
+                tables.look_up(Lookup(segment, np.array([keys.size]), device.counts(1), tables.prepare(segment)))
+                device.wait()
+                found.append(out.get())
+            assert (found[1][[0, -1]] == 7).all()
+            np.testing.assert_array_equal(found[1], found[0].astype(np.float16))
     tables.close()
     file.close()

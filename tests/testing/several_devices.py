@@ -118,7 +118,7 @@ def stand_in(patch: pytest.MonkeyPatch, count: int = 2) -> list[StandIn]:
         return [StandInTables(files, device, rows_change=rows_change) for device in devices]
 
     patch.setattr(session, "open_devices", lambda _: [*devices])
-    patch.setattr(model, "create_engine", lambda path, config, _: create_engine(path, config, HOST))
+    patch.setattr(model, "create_engine", lambda path, config, *_: create_engine(path, config, HOST))
     patch.setattr(create, "create_cache", cache_on)
     patch.setattr(create, "open_device_tables", tables_on)
     return devices

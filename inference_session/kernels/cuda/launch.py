@@ -27,7 +27,7 @@ from inference_session.kernels.cuda.records import (
     offset_of,
     request_of,
 )
-from inference_session.kernels.records import Lookup
+from inference_session.kernels.records import Lookup, VectorCode
 
 THREADS = 256
 _WARPS = THREADS // 32
@@ -48,12 +48,14 @@ def source() -> str:
 
 
 class Variant(NamedTuple):
-    """What look-up kernels are compiled for."""
+    """Constants that look-ups are compiled for, so that those that need none of them do nothing for them."""
 
     num_shards: int = 1
     """GPUs that sharded tables lie on."""
     rows_change: bool = False
     """Whether the cached rows are all that were changed, as layout.cuh says."""
+    narrow_outputs: bool = False
+    """Whether any vectors are written in float16."""
 
 
 _PLAIN = Variant()
@@ -61,7 +63,7 @@ _PLAIN = Variant()
 
 @cache
 def _module(variant: Variant) -> Any:
-    constants = f"-DNUM_SHARDS={variant.num_shards}", f"-DROWS_CHANGE={int(variant.rows_change)}"
+    constants = [f"-D{name.upper()}={int(value)}" for name, value in variant._asdict().items()]
     return cupy.RawModule(code=source(), options=("-std=c++17", *constants))
 
 
@@ -108,6 +110,8 @@ class Launch:
         self.num_tiles = int(tiles.first[-1])
         self.takes_segments = few = len(segments) <= MAX_INLINE_SEGMENTS
         """Whether `run` may be given other segments."""
+        narrow_outputs = bool((segments["output_code"] == VectorCode.FLOAT16).any())
+        variant = variant._replace(narrow_outputs=narrow_outputs)
         self._kernel = _kernel(_LOOK_UPS[not few or tiles.pooled], variant).kernel
         # Small blocks spread a small request over all multiprocessors.
         self._threads = _LOOKUP_THREADS if self.num_tiles >= _MANY_TILES else _FEW_THREADS

@@ -20,6 +20,10 @@ constexpr int MAX_SHARDS = 8;
 #ifndef ROWS_CHANGE
 #define ROWS_CHANGE 0
 #endif
+// 1: segments may have outputs in float16.
+#ifndef NARROW_OUTPUTS
+#define NARROW_OUTPUTS 0
+#endif
 static_assert(NUM_SHARDS <= MAX_SHARDS, "a table record has room for fewer shards");
 
 enum VectorCode { FLOAT32 = 0, FLOAT16 = 1, INT8 = 2 };
@@ -70,6 +74,7 @@ struct Segment {
   i64 pooling;
   u8* output;
   i64 output_stride;
+  i64 output_code;  // FLOAT32 or FLOAT16
 };
 
 struct Request {

@@ -94,15 +94,15 @@ __device__ __forceinline__ u32 note_missing(const Request& request, const Table&
 
 // Copy the rows of those lanes that hold one of this type.
 template <int CODE>
-__device__ __forceinline__ void copy_if(const u8* row, int code, u8* output, int dim, int num_keys, bool wide) {
-  const bool these = code == CODE && output != nullptr;
+__device__ __forceinline__ void copy_if(const u8* row, int code, Output output, int dim, int num_keys, bool wide) {
+  const bool these = code == CODE && output.vector != nullptr;
   if (!__any_sync(ALL_LANES, these)) return;
-  if (!these) row = output = nullptr;
+  if (!these) row = output.vector = nullptr;
   if (wide) copy_rows<CODE, true>(row, output, dim, num_keys);
   else copy_rows<CODE, false>(row, output, dim, num_keys);
 }
 
-__device__ __forceinline__ void copy_all(const u8* row, int code, u8* output, int dim, int num_keys, bool wide) {
+__device__ __forceinline__ void copy_all(const u8* row, int code, Output output, int dim, int num_keys, bool wide) {
   copy_if<FLOAT32>(row, code, output, dim, num_keys, wide);
   copy_if<FLOAT16>(row, code, output, dim, num_keys, wide);
   copy_if<INT8>(row, code, output, dim, num_keys, wide);
@@ -125,19 +125,19 @@ __device__ __forceinline__ int in_order(u32 first, u32 second) {
 
 // Copy rows of cached keys, then the others, closed up: these may come from host memory, where all of them are to be asked for
 // at once, and no cached row waits behind one.
-__device__ __forceinline__ void copy_sources(const Source& source, u8* output, int dim, bool wide) {
-  const u32 cached = __ballot_sync(ALL_LANES, output != nullptr && source.cached);
-  const u32 others = __ballot_sync(ALL_LANES, output != nullptr && !source.cached);
+__device__ __forceinline__ void copy_sources(const Source& source, Output output, int dim, bool wide) {
+  const u32 cached = __ballot_sync(ALL_LANES, output.vector != nullptr && source.cached);
+  const u32 others = __ballot_sync(ALL_LANES, output.vector != nullptr && !source.cached);
   if ((cached | others) == 0) return;
   const int from = in_order(cached, others), num_keys = __popc(cached | others);
   const u8* row = from_lane(source.row, from);
-  u8* to = from_lane(output, from);
-  copy_all(row, __shfl_sync(ALL_LANES, source.code, from), to, dim, num_keys, wide);
+  output.vector = from_lane(output.vector, from);
+  copy_all(row, __shfl_sync(ALL_LANES, source.code, from), output, dim, num_keys, wide);
 }
 
 __device__ __forceinline__ bool is_wide(const Table& table, const Segment& segment) {
   const u64 output = reinterpret_cast<u64>(segment.output) | (u64)segment.output_stride;
-  return table.cached_rows.wide && table.base_rows.wide && (output & 15) == 0;
+  return table.cached_rows.wide && table.base_rows.wide && output % (4 * Output::element_bytes(segment)) == 0;
 }
 
 // The key of a lane, read before the cache is looked at.
@@ -160,7 +160,8 @@ __device__ __forceinline__ Asked keys_of(const Request& request, const Segment& 
     row /= (u32)segment.keys_per_row;
   }
   asked.key = load_key(segment.keys + row * segment.row_stride + column * segment.key_stride, segment.key_bytes);
-  asked.output = segment.output + request.outputs + row * segment.output_stride + (i64)column * dim * 4;
+  const i64 vector_bytes = dim * Output::element_bytes(segment);
+  asked.output = segment.output + request.outputs + row * segment.output_stride + column * vector_bytes;
   return asked;
 }
 
@@ -171,7 +172,8 @@ __device__ __forceinline__ void look_up_keys(const Request& request, const Segme
   const u32 unknown = note_missing(request, table, s, asked.is_one, source);
   if (request.missing_bits != nullptr && threadIdx.x % LANES == 0) request.missing_bits[tile] = unknown;
   const bool to_copy = asked.is_one && (source.row != nullptr || request.fill);
-  copy_sources(source, to_copy ? asked.output : nullptr, (int)table.dim, is_wide(table, segment));
+  const Output output = {to_copy ? asked.output : nullptr, Output::is_narrowed(segment)};
+  copy_sources(source, output, (int)table.dim, is_wide(table, segment));
 }
 
 __device__ __forceinline__ float larger(float a, float b) { return b > a || b != b ? b : a; }  // a NaN wins
@@ -249,7 +251,7 @@ struct Sum {
       const float divisor = (float)length;
       elements = elements.with(elements, [=](float a, float) { return __fdiv_rn(a, divisor); });
     }
-    if (threadIdx.x % LANES < width && step < steps) elements.store(output, step);
+    if (threadIdx.x % LANES < width && step < steps) elements.store(output, step, Output::is_narrowed(segment));
   }
 };
 

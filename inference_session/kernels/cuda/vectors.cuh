@@ -111,8 +111,13 @@ struct Elements<true> {
     return __fadd_rn(__fmul_rn((float)(signed char)(bits & 0xff), scale), bias);
   }
 
-  __device__ __forceinline__ void store(u8* output, int step) const {
-    __stcs(reinterpret_cast<float4*>(output) + step, values);
+  __device__ __forceinline__ void store(u8* output, int step, bool narrowed) const {
+    if (narrowed) {
+      const uint2 bits = {narrow(values.x) | narrow(values.y) << 16, narrow(values.z) | narrow(values.w) << 16};
+      __stcs(reinterpret_cast<uint2*>(output) + step, bits);
+    } else {
+      __stcs(reinterpret_cast<float4*>(output) + step, values);
+    }
   }
 
   template <typename Operation>
@@ -146,8 +151,9 @@ struct Elements<false> {
     }
   }
 
-  __device__ __forceinline__ void store(u8* output, int step) const {
-    __stcs(reinterpret_cast<float*>(output) + step, values);
+  __device__ __forceinline__ void store(u8* output, int step, bool narrowed) const {
+    if (narrowed) __stcs(reinterpret_cast<unsigned short*>(output) + step, (unsigned short)narrow(values));
+    else __stcs(reinterpret_cast<float*>(output) + step, values);
   }
 
   template <typename Operation>
@@ -165,10 +171,22 @@ __device__ __forceinline__ T* from_lane(T* address, int lane) {
   return reinterpret_cast<T*>(__shfl_sync(ALL_LANES, reinterpret_cast<u64>(address), lane));
 }
 
+// Where the vectors of a segment go: per lane, and as what.
+struct Output {
+  u8* vector;
+  bool narrowed;  // float16 instead of float32
+
+  __device__ __forceinline__ static bool is_narrowed(const Segment& segment) {
+    return NARROW_OUTPUTS && segment.output_code == FLOAT16;
+  }
+
+  __device__ __forceinline__ static int element_bytes(const Segment& segment) { return is_narrowed(segment) ? 2 : 4; }
+};
+
 // Copy one row per lane, all lanes of the warp working on every row: `row` to `output`, both per lane. No output: nothing
 // is copied; no row: zeros are.
 template <int CODE, bool WIDE>
-__device__ __forceinline__ void copy_rows(const u8* row, u8* output, int dim, int num_keys) {
+__device__ __forceinline__ void copy_rows(const u8* row, Output output, int dim, int num_keys) {
   const int lane = threadIdx.x % LANES;
   const int steps = dim / Elements<WIDE>::COUNT;
   const int width = lanes_per_row(steps), rows_at_once = LANES / width;
@@ -186,8 +204,8 @@ __device__ __forceinline__ void copy_rows(const u8* row, u8* output, int dim, in
 #pragma unroll
       for (int i = 0; i < IN_FLIGHT; ++i) {
         const int key = first + i * rows_at_once + group;
-        u8* to = from_lane(output, key & (LANES - 1));
-        if (to != nullptr && key < num_keys && step < steps) elements[i].store(to, step);
+        u8* to = from_lane(output.vector, key & (LANES - 1));
+        if (to != nullptr && key < num_keys && step < steps) elements[i].store(to, step, output.narrowed);
       }
     }
   }

@@ -213,8 +213,8 @@ extern "C" __global__ void write_rows(Index index, Rows rows, u64* events, const
   if (rows.code == FLOAT16) encode_rows<FLOAT16>(vector, row, dim, num_keys);
   else if (rows.code == INT8) encode_rows<INT8>(vector, row, dim, num_keys);
   else if (rows.wide && (reinterpret_cast<u64>(vectors) & 15) == 0)
-    copy_rows<FLOAT32, true>(reinterpret_cast<const u8*>(vector), row, dim, num_keys);
-  else copy_rows<FLOAT32, false>(reinterpret_cast<const u8*>(vector), row, dim, num_keys);
+    copy_rows<FLOAT32, true>(reinterpret_cast<const u8*>(vector), {row, false}, dim, num_keys);
+  else copy_rows<FLOAT32, false>(reinterpret_cast<const u8*>(vector), {row, false}, dim, num_keys);
   if (claim.slot != 0) {
     const u32 slot = claim.slot - 1;
     index.keys[slot] = key;
