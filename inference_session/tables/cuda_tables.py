@@ -14,7 +14,7 @@ from inference_session.device.cuda import CudaDevice
 from inference_session.device.cuda_memory import memory_checked
 from inference_session.errors import SessionClosedError, UnavailableError
 from inference_session.kernels.cuda import launch as gpu
-from inference_session.kernels.cuda.records import GPU_TABLE
+from inference_session.kernels.cuda.records import GPU_TABLE, regions_of
 from inference_session.kernels.records import Lookup, VectorCode, address_of
 from inference_session.tables.base import Changed, DeviceTables, Placement
 from inference_session.tables.changed_rows import ChangedRows
@@ -58,6 +58,7 @@ class CudaTables(DeviceTables):
         self._shard_devices = {array.device.id for each in sharded for array in each.arrays}
         self._defaults: Any
         self._records: Any
+        self._scratch = gpu.Scratch()
         with cupy.cuda.Device(device.device_id), device.stream:
             with memory_checked(device.device_id, "free some memory, or set cache_bytes to keep tables in host memory"):
                 gpu.compile_kernels(self._variant)
@@ -77,8 +78,16 @@ class CudaTables(DeviceTables):
         """See DeviceTables."""
         if self._records is None:
             raise SessionClosedError("the session has been closed")
+        num_rows = np.array([base.num_host_rows for base in self._bases], np.int64)
+        row_bytes = np.array([base.row_bytes for base in self._bases], np.int64)
         with self._cuda.request():  # kernels are those of the current device
-            return gpu.prepare(segments, self._records.data.ptr, variant=self._variant)
+            return gpu.prepare(
+                segments,
+                self._records.data.ptr,
+                variant=self._variant,
+                regions=regions_of(segments, num_rows, row_bytes),
+                scratch=self._scratch,
+            )
 
     def look_up(self, lookup: Lookup) -> None:
         """See DeviceTables: launched, not waited for."""
@@ -128,6 +137,7 @@ class CudaTables(DeviceTables):
                 base.close()
             # The next version on the device can use all of the memory.
             self._bases, self._records, self._defaults, self._changed = [], None, None, {}
+            self._scratch = gpu.Scratch()
             for device_id in self._shard_devices | {self._cuda.device_id}:
                 with cupy.cuda.Device(device_id):
                     cupy.get_default_memory_pool().free_all_blocks()

@@ -64,7 +64,9 @@ class BaseRows:
         self.on_device = isinstance(vectors, cupy.ndarray)
         self._pinned = None if self.on_device else PinnedArray(vectors)
         self._vectors = vectors if self._pinned is not None else cupy.ascontiguousarray(vectors)
-        row_bytes = vectors.itemsize * math.prod(vectors.shape[1:])
+        self.num_host_rows = 0 if self.on_device else self.num_rows
+        """Rows that look-ups read from host memory."""
+        self.row_bytes = row_bytes = vectors.itemsize * math.prod(vectors.shape[1:])
         address = self._vectors.data.ptr if self._pinned is None else self._pinned.address
         self._dim = dim
         self.rows = rows_record(address, row_bytes, code, dim)

@@ -25,7 +25,7 @@ from inference_session.kernels.records import SEGMENT, PoolingCode
 from tests.testing import cuda_model as gpu_model
 
 CUDA = Path(gpu_layout.__file__).parent
-SOURCES = ("layout.cuh", "index.cuh", "vectors.cuh", "lookup.cu", "write.cu")
+SOURCES = ("layout.cuh", "index.cuh", "vectors.cuh", "lookup.cu", "order.cu", "write.cu")
 HASH_ROWS = ("layout.cuh", "index.cuh", "../../../hotrow/training/kernels/hash_rows.cu")
 RECORDS = {
     "Index": gpu_layout.INDEX,
@@ -214,15 +214,24 @@ def nvrtc() -> ctypes.CDLL:
         (SOURCES, ["-DROWS_CHANGE=1"]),
         (SOURCES, ["-DNUM_SHARDS=2", "-DROWS_CHANGE=1"]),
         (SOURCES, ["-DNARROW_OUTPUTS=1"]),
+        (SOURCES, ["-DIN_ORDER=1"]),
         (HASH_ROWS, []),
     ],
-    ids=["cache", "shards", "changed rows", "changed rows of shards", "float16 outputs", "hash embeddings"],
+    ids=[
+        "cache",
+        "shards",
+        "changed rows",
+        "changed rows of shards",
+        "float16 outputs",
+        "keys in order",
+        "hash embeddings",
+    ],
 )
 def test_the_kernels_compile(
     nvrtc: ctypes.CDLL, architecture: str, files: tuple[str, ...], constants: list[str]
 ) -> None:
     """All files as one, as CuPy compiles them: for a GPU older than some instructions asked for, and for an H100; for
-    tables of one GPU, and of several; for outputs in float32 alone, and in float16.
+    tables of one GPU, and of several; for outputs in float32 alone, and in float16; for keys in an order of their own.
     """
     source = "\n".join((CUDA / name).read_text() for name in files).encode()
     options = ["-std=c++17", "-ftz=true", "--device-as-default-execution-space", f"-arch={architecture}"]

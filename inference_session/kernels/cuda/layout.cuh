@@ -10,6 +10,7 @@ constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr int MAX_INLINE_SEGMENTS = 32;
 constexpr int MAX_BAGS_PER_TILE = 8;
 constexpr int MAX_SHARDS = 8;
+constexpr u32 NOT_ORDERED = 0xffffffffu;
 
 // GPUs that a sharded table lies on. A constant, so that look-ups in tables of one GPU do nothing for it.
 #ifndef NUM_SHARDS
@@ -23,6 +24,10 @@ constexpr int MAX_SHARDS = 8;
 // 1: segments may have outputs in float16.
 #ifndef NARROW_OUTPUTS
 #define NARROW_OUTPUTS 0
+#endif
+// Whether the keys of some segments are taken in an order of their own, see order.cu. A constant too.
+#ifndef IN_ORDER
+#define IN_ORDER 0
 #endif
 static_assert(NUM_SHARDS <= MAX_SHARDS, "a table record has room for fewer shards");
 
@@ -77,6 +82,12 @@ struct Segment {
   i64 output_code;  // FLOAT32 or FLOAT16
 };
 
+// A key in the order in which a look-up takes them.
+struct alignas(16) Turn {
+  i64 key;
+  u32 place;  // among the keys of all segments that are taken in order
+};
+
 struct Request {
   const Table* tables;
   const Segment* segments;  // null: `few_segments` and `few_tiles` hold them
@@ -84,11 +95,14 @@ struct Request {
   u32* missing_bits;       // one word per tile, a bit per key that has no row; null: nobody asks
   i64 outputs;             // added to the address of each segment's output
   u64* num_unknown;        // per segment, keys that have no row; null: nobody asks
+  const Turn* order;       // of the keys of some segments
   u32 num_segments;
   u32 num_tiles;
   u32 keys_per_tile;
   u32 seed;
   u32 fill;  // 1: zeros where neither a row nor a default vector is there
+  u32 num_ordered_blocks;  // the first blocks, which take the keys of segments in order
   u32 few_tiles[MAX_INLINE_SEGMENTS + 1];
+  u32 few_begins[MAX_INLINE_SEGMENTS];  // where each segment's keys begin in `order`; NOT_ORDERED: as they come
   Segment few_segments[MAX_INLINE_SEGMENTS];
 };

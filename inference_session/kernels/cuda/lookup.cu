@@ -148,29 +148,32 @@ struct Asked {
   u8* output = nullptr;
 };
 
-__device__ __forceinline__ Asked keys_of(const Request& request, const Segment& segment, i64 dim, u32 tile, u32 first_tile) {
-  const u32 lane = threadIdx.x % LANES, begin = (tile - first_tile) * request.keys_per_tile;
+// Up to `most` keys of a segment from a place on; `turns`: its keys in the order in which they are taken, null: as they come.
+__device__ __forceinline__ Asked keys_of(const Request& request, const Segment& segment, i64 dim, u32 place, u32 most,
+                                         const Turn* turns, u32 first_turn) {
+  const u32 lane = threadIdx.x % LANES;
   Asked asked;
-  asked.count = min(request.keys_per_tile, (u32)(segment.num_rows * segment.keys_per_row) - begin);
+  asked.count = min(most, (u32)(segment.num_rows * segment.keys_per_row) - place);
   asked.is_one = lane < asked.count;
   if (!asked.is_one) return asked;
-  u32 row = begin + lane, column = 0;
+  u32 row = turns == nullptr ? place + lane : turns[place + lane].place - first_turn, column = 0;
   if (segment.keys_per_row != 1) {
     column = row % (u32)segment.keys_per_row;
     row /= (u32)segment.keys_per_row;
   }
-  asked.key = load_key(segment.keys + row * segment.row_stride + column * segment.key_stride, segment.key_bytes);
+  const u8* address = segment.keys + row * segment.row_stride + column * segment.key_stride;
+  asked.key = turns == nullptr ? load_key(address, segment.key_bytes) : turns[place + lane].key;
   const i64 vector_bytes = dim * Output::element_bytes(segment);
   asked.output = segment.output + request.outputs + row * segment.output_stride + column * vector_bytes;
   return asked;
 }
 
 __device__ __forceinline__ void look_up_keys(const Request& request, const Segment& segment, const Table& table, u32 s,
-                                             u32 tile, const Asked& asked, bool marking, u64 policy) {
+                                             u32* missing_bits, const Asked& asked, bool marking, u64 policy) {
   Source source;
   if (asked.is_one) source = find_source(table, asked.key, marking, policy);
   const u32 unknown = note_missing(request, table, s, asked.is_one, source);
-  if (request.missing_bits != nullptr && threadIdx.x % LANES == 0) request.missing_bits[tile] = unknown;
+  if (missing_bits != nullptr && threadIdx.x % LANES == 0) *missing_bits = unknown;
   const bool to_copy = asked.is_one && (source.row != nullptr || request.fill);
   const Output output = {to_copy ? asked.output : nullptr, Output::is_narrowed(segment)};
   copy_sources(source, output, (int)table.dim, is_wide(table, segment));
@@ -406,31 +409,69 @@ __device__ __forceinline__ u32 segment_of(const u32* first_tiles, u32 num_segmen
 
 __device__ __forceinline__ u32 this_tile() { return blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES; }
 
-// For few segments, none of them pooled: these stay in the parameters' own memory.
-extern "C" __global__ void __launch_bounds__(256) look_up(const __grid_constant__ Request request) {
-  const u32 tile = this_tile();
-  const bool exists = tile < request.num_tiles;
-  const u32 s = exists ? segment_of(request.few_tiles, request.num_segments, tile) : 0;
-  const Segment& segment = request.few_segments[s];
-  const Table& table = request.tables[segment.table];
-  if (exists) {
-    const Asked asked = keys_of(request, segment, table.dim, tile, request.few_tiles[s]);
-    look_up_keys(request, segment, table, s, tile, asked, is_marking(tile, request.seed), keeping_policy());
+__device__ __forceinline__ void look_up_tile(const Request& request, const Segment& segment, const Table& table, u32 s,
+                                             u32 tile, u32 first_tile, u64 policy) {
+  const u32 place = (tile - first_tile) * request.keys_per_tile;
+  const Asked asked = keys_of(request, segment, table.dim, place, request.keys_per_tile, nullptr, 0);
+  u32* missing_bits = request.missing_bits != nullptr ? request.missing_bits + tile : nullptr;
+  look_up_keys(request, segment, table, s, missing_bits, asked, is_marking(tile, request.seed), policy);
+}
+
+// The segments that are taken in order, by few warps, each of which takes as many keys in turn as it can have rows of under
+// way: all rows that are read at one time are then close together.
+__device__ __forceinline__ void look_up_in_order(const Request& request) {
+  const u32 warp = this_tile(), num_warps = request.num_ordered_blocks * (blockDim.x / LANES);
+  const u64 policy = keeping_policy();
+  for (u32 s = 0; s < request.num_segments; ++s) {
+    const u32 begin = request.few_begins[s];
+    if (begin == NOT_ORDERED) continue;
+    const Segment& segment = request.few_segments[s];
+    const Table& table = request.tables[segment.table];
+    const u32 num_keys = (u32)(segment.num_rows * segment.keys_per_row);
+    const u32 at_once = min(LANES, IN_FLIGHT * LANES / lanes_per_row(max(1, (int)table.dim / 4)));
+    for (u32 place = warp * at_once; place < num_keys; place += num_warps * at_once) {
+      const Asked asked = keys_of(request, segment, table.dim, place, at_once, request.order + begin, begin);
+      look_up_keys(request, segment, table, s, nullptr, asked, false, policy);
+    }
   }
 }
 
-__device__ __forceinline__ void look_up_tile(const Request& request, u32 tile) {
+// Whether this warp has a tile, and which; if it has none, it may have taken others' keys in order.
+__device__ __forceinline__ bool takes_tile(const Request& request, u32& tile) {
+  tile = this_tile();
+  if constexpr (IN_ORDER) {
+    if (blockIdx.x < request.num_ordered_blocks) {
+      look_up_in_order(request);
+      return false;
+    }
+    tile -= request.num_ordered_blocks * (blockDim.x / LANES);
+  }
+  return tile < request.num_tiles;
+}
+
+// For few segments, none of them pooled: these stay in the parameters' own memory.
+extern "C" __global__ void __launch_bounds__(256) look_up(const __grid_constant__ Request request) {
+  u32 tile;
+  const bool exists = takes_tile(request, tile);
+  const u32 s = exists ? segment_of(request.few_tiles, request.num_segments, tile) : 0;
+  const Segment& segment = request.few_segments[s];
+  const Table& table = request.tables[segment.table];
+  if (!exists || (IN_ORDER && request.few_begins[s] != NOT_ORDERED)) return;
+  look_up_tile(request, segment, table, s, tile, request.few_tiles[s], keeping_policy());
+}
+
+__device__ __forceinline__ void look_up_or_pool(const Request& request, u32 tile) {
   const u64 policy = keeping_policy();
   const u32* first_tiles = request.first_tiles != nullptr ? request.first_tiles : request.few_tiles;
   const u32 s = segment_of(first_tiles, request.num_segments, tile);
+  if (IN_ORDER && request.few_begins[s] != NOT_ORDERED) return;
   const Segment& segment = request.segments != nullptr ? request.segments[s] : request.few_segments[s];
   const Table& table = request.tables[segment.table];
-  const bool marking = is_marking(tile, request.seed);
   if (segment.pooling == NONE) {
-    const Asked asked = keys_of(request, segment, table.dim, tile, first_tiles[s]);
-    look_up_keys(request, segment, table, s, tile, asked, marking, policy);
+    look_up_tile(request, segment, table, s, tile, first_tiles[s], policy);
     return;
   }
+  const bool marking = is_marking(tile, request.seed);
   const u32 num_bags = (u32)segment.num_rows, num_tiles = first_tiles[s + 1] - first_tiles[s];
   const u32 bags_per_tile = (num_bags + num_tiles - 1) / num_tiles, first = (tile - first_tiles[s]) * bags_per_tile;
   const u32 count = min(bags_per_tile, num_bags - first);
@@ -440,6 +481,6 @@ __device__ __forceinline__ void look_up_tile(const Request& request, u32 tile) {
 
 // For any segments.
 extern "C" __global__ void __launch_bounds__(128, 6) look_up_and_pool(const __grid_constant__ Request request) {
-  const u32 tile = this_tile();
-  if (tile < request.num_tiles) look_up_tile(request, tile);
+  u32 tile;
+  if (takes_tile(request, tile)) look_up_or_pool(request, tile);
 }

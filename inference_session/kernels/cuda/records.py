@@ -53,12 +53,15 @@ REQUEST = np.dtype(
         ("missing_bits_address", np.int64),
         ("outputs_address", np.int64),
         ("num_unknown_address", np.int64),
+        ("order_address", np.int64),
         ("num_segments", np.uint32),
         ("num_tiles", np.uint32),
         ("keys_per_tile", np.uint32),
         ("seed", np.uint32),
         ("fill", np.uint32),
+        ("num_ordered_blocks", np.uint32),
         ("few_tiles", np.uint32, (MAX_INLINE_SEGMENTS + 1,)),
+        ("few_begins", np.uint32, (MAX_INLINE_SEGMENTS,)),
         ("few_segments", SEGMENT, (MAX_INLINE_SEGMENTS,)),
     ],
     align=True,
@@ -72,6 +75,11 @@ _SHORT_BAG = 16
 """Keys of a bag of which a tile takes as many as it can."""
 _LEAST_POOLED_TILES = 1 << 12
 _MOST_TILES = 2**31 - 1
+NOT_ORDERED = 2**32 - 1
+"""In place of where a segment's keys begin in an order: they are taken as they come."""
+_LEAST_REGION_BYTES, _MOST_REGIONS = 2 << 20, 4096
+_LEAST_ORDERED_KEYS, _LEAST_ORDERED_BYTES = 1 << 13, 1 << 30
+"""Fewer keys, or keys of less host memory, are found sooner as they come."""
 _ELEMENT_BYTES = {VectorCode.FLOAT32: 4, VectorCode.FLOAT16: 2, VectorCode.INT8: 1}
 
 
@@ -114,11 +122,43 @@ def _bags_per_tile(segments: NDArray[np.void], num_bags: int) -> NDArray[np.int6
     return wanted.clip(1, max(1, min(num_bags // _LEAST_POOLED_TILES, MAX_BAGS_PER_TILE)))
 
 
+class Regions(NamedTuple):
+    """How the rows of segments are divided, by which their keys are put in order (order.cu)."""
+
+    begins: NDArray[np.uint32]
+    """[segments], where the keys of each begin in the order; or NOT_ORDERED."""
+    of_segments: NDArray[np.uint32]
+    """[segments, 2], the first region of each, and the rows of a region."""
+    num_keys: int
+    """Of all segments that are ordered."""
+    num_regions: int
+
+
+def regions_of(segments: NDArray[np.void], num_rows: NDArray[np.int64], row_bytes: NDArray[np.int64]) -> Regions | None:
+    """The regions of the segments whose rows lie in host memory; None where an order of their keys gains nothing.
+
+    `num_rows`: of each table, those in host memory; `row_bytes`: of each table, the size of a row.
+    """
+    num_keys = segments["num_rows"] * segments["keys_per_row"]
+    rows, widths = num_rows[segments["table"]], row_bytes[segments["table"]]
+    num_keys[(segments["pooling"] != PoolingCode.NONE) | (rows == 0)] = 0
+    used = np.unique(segments["table"][num_keys > 0])
+    num_bytes = int((num_rows * row_bytes)[used].sum())
+    if num_keys.sum() < _LEAST_ORDERED_KEYS or num_bytes < _LEAST_ORDERED_BYTES or len(segments) > MAX_INLINE_SEGMENTS:
+        return None
+    region_bytes = max(_LEAST_REGION_BYTES, num_bytes // _MOST_REGIONS)
+    rows_per_region = np.maximum(region_bytes // widths, 1)
+    num_regions = np.where(num_keys > 0, -(-rows // rows_per_region), 0)
+    begins = np.where(num_keys > 0, np.cumsum(num_keys) - num_keys, NOT_ORDERED).astype(np.uint32)
+    of_segments = np.stack([np.cumsum(num_regions) - num_regions, rows_per_region], axis=1).astype(np.uint32)
+    return Regions(begins, of_segments, int(num_keys.sum()), int(num_regions.sum()))
+
+
 def request_of(segments: NDArray[np.void], tiles: Tiles) -> NDArray[np.void]:
     """A REQUEST record for these segments, complete but for addresses; they are in it if they are few enough."""
     request = np.zeros((), REQUEST)
     request["num_segments"], request["num_tiles"] = len(segments), tiles.first[-1]
-    request["keys_per_tile"] = tiles.keys_per_tile
+    request["keys_per_tile"], request["few_begins"] = tiles.keys_per_tile, NOT_ORDERED
     if len(segments) <= MAX_INLINE_SEGMENTS:
         request["few_tiles"][: len(tiles.first)] = tiles.first
         request["few_segments"][: len(segments)] = segments
