@@ -262,9 +262,14 @@ def engine_of(path: Path) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of CuPy's streams that were never made
-def test_a_device_without_memory_is_refused_or_left_alone(version: tuple[Path, small_model.Arrays]) -> None:
-    """If other processes have taken all of it, `cuda:0` says so, and `auto` serves from the processor."""
-    with full_device():
+@pytest.mark.parametrize("spare_bytes", [0, 64 << 20])
+def test_a_device_without_memory_is_refused_or_left_alone(
+    version: tuple[Path, small_model.Arrays], spare_bytes: int
+) -> None:
+    """If other processes have taken all of it, or all but what small tables need, `cuda:0` says so, and `auto` serves
+    from the processor.
+    """
+    with full_device(spare_bytes):
         with pytest.raises(ConfigurationError, match=r"memory ran out on cuda:0, which has \d+ bytes free of \d+"):
             InferenceSession.open(version[0], device="cuda:0")
         with InferenceSession.open(version[0]) as session:

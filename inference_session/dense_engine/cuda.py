@@ -23,6 +23,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from inference_session.dense_engine.base import BoundRun
 from inference_session.dense_engine.onnx import VALUE_ERRORS, OnnxEngine, bound_run, refused
 from inference_session.device.cuda import CudaDevice
+from inference_session.device.cuda_memory import check_room
 from inference_session.device.discovery import PROVIDER, unusable_network
 from inference_session.errors import ConfigurationError, ModelFormatError
 from inference_session.platform.bounded_memory import BoundedMemory
@@ -37,6 +38,8 @@ _MAX_IN_PLACE_BYTES = 1 << 16
 """Above this it is faster to copy an array to the device and back than to reach over the bus for each element."""
 _MAX_RESULT_BYTES = 1 << 18
 """Above this outputs are copied as well, though each of their elements is written once."""
+_LEAST_BYTES = 256 << 20
+"""With less memory free, ONNX Runtime may fail while it starts; a process in which it did crashed later."""
 _TYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(int64)": np.int64}
 """Of outputs that can be written to pinned memory."""
 _GRAPH_TOLERANCE = 1e-3
@@ -101,10 +104,12 @@ class CudaEngine(OnnxEngine):
         `content`: see OnnxEngine.
 
         Raises:
-            ConfigurationError: ONNX Runtime has no CUDA provider, or could not start it here.
+            ConfigurationError: ONNX Runtime has no CUDA provider, or could not start it here; or the device has too
+                little memory.
         """
         if reason := unusable_network():
             raise ConfigurationError(f"device cannot be 'cuda:{gpu.device_id}': {reason}")
+        check_room(_LEAST_BYTES, gpu.device_id)
         settings = {
             "device_id": str(gpu.device_id),
             "user_compute_stream": str(gpu.stream.ptr),

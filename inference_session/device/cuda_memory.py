@@ -28,6 +28,12 @@ def check_free(num_bytes: int, device_id: int, setting: str) -> None:
         )
 
 
+def check_room(num_bytes: int, device_id: int) -> None:
+    """ConfigurationError where this much memory cannot be allocated now."""
+    with cupy.cuda.Device(device_id), memory_checked(device_id, "free some memory or use another device"):
+        cupy.cuda.Memory(num_bytes)  # freed at once
+
+
 @contextlib.contextmanager
 def memory_checked(device_id: int, way_out: str) -> Iterator[None]:
     """ConfigurationError where memory runs out after all: fragmented, taken by other code meanwhile, or
