@@ -55,11 +55,13 @@ input [ { name: "DES" data_type: TYPE_FP32 dims: [ -1 ] }, { name: "CATCOLUMN" d
 output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ -1 ] } ]
 """
 TENSORS = {"native": _NATIVE, "hugectr": _HUGECTR}
-CONFIG = """
+MAX_BATCH_SIZE = 16384
+"""Of all models: Triton joins so many samples, for HugeCTR's layout so many requests."""
+CONFIG = f"""
 backend: "python"
-max_batch_size: 16384
-instance_group [ { count: 1 kind: KIND_CPU } ]
-dynamic_batching { }
+max_batch_size: {MAX_BATCH_SIZE}
+instance_group [ {{ count: 1 kind: KIND_CPU }} ]
+dynamic_batching {{ }}
 """
 PEER = '''
 import cupy
@@ -197,7 +199,7 @@ def write_hotrow(version: Path, first: Path, layout: str, num_rows: int, dense: 
     onnx.save(dense, version / DENSE_FILE)
     spec.write(version)
     manifest.write_manifest(version)
-    write_model_config(version, spec, version.parent.name)
+    write_model_config(version, spec, version.parent.name, max_batch_size=MAX_BATCH_SIZE)
 
 
 def model_spec(num_rows: int) -> ModelSpec:
