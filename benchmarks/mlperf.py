@@ -49,6 +49,8 @@ _RECORDS = {
 """Published samples/s."""
 _CHECKED_ROWS = 1000
 _TOLERANCE = {"float32": 1e-5, "tf32": 2e-3, "float16": 2e-3, "bfloat16": 2e-2}
+_BATCH_PAIRS = {"cpu": {"Offline": 2_048, "Server": 2_048}, "gpu": {"Offline": 204_800, "Server": 51_200}}
+"""Pairs of a batch at most. A GPU is idle for about a millisecond between batches, so that Offline takes large ones."""
 _SERVER_LOADS = (0.9, 0.8, 0.7, 0.5, 0.3)
 """Fractions of the Offline rate, tried one after the other until LoadGen calls the run valid."""
 
@@ -79,7 +81,7 @@ def _options() -> argparse.Namespace:
     add("--tables", choices=("int8", "float16", "float32"), default="int8", help="how rows are stored")
     add("--rows-cap", type=int, help="most rows of a table, 0: all (default: 200,000; 2,000 with --quick)")
     add("--dense-precision", default="float32", choices=tuple(_TOLERANCE), help="of hotrow's dense network")
-    add("--batch-pairs", type=int, help="most pairs in one batch (default: 2,048 on a CPU, 51,200 on a GPU)")
+    add("--batch-pairs", type=int, help="most pairs in a batch (default: 2,048; on a GPU 204,800, Server 51,200)")
     add("--inputs", choices=("host", "device"), default="host", help="where samples lie when a run begins")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each engine on a CPU")
     add("--seconds", type=float, help="least duration of a run (default: 10; MLPerf asks for 600)")
@@ -99,7 +101,6 @@ def _completed(options: argparse.Namespace) -> argparse.Namespace:
     on_gpu = options.device != "cpu"
     defaults = {
         "rows_cap": 2_000 if options.quick else 200_000,
-        "batch_pairs": 51_200 if on_gpu else 2_048,
         "seconds": 1.0 if options.quick else 10.0,
         "samples": 64 if options.quick else 20_480 if on_gpu else 2_048,
         "peer_bytes": (16 if on_gpu else 2) << 30,
@@ -110,6 +111,10 @@ def _completed(options: argparse.Namespace) -> argparse.Namespace:
             setattr(options, name, value)
     options.pool_pairs = 4_096 if options.quick else 262_144 if on_gpu else 65_536
     return options
+
+
+def _batch_pairs(options: argparse.Namespace, scenario: str) -> int:
+    return options.batch_pairs or _BATCH_PAIRS["cpu" if options.device == "cpu" else "gpu"][scenario]
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -173,8 +178,8 @@ def _describe(version_dir: Path, options: argparse.Namespace) -> None:
     rows, num_bytes = (sum(getattr(table, what) for table in spec.tables) for what in ("num_rows", "num_bytes"))
     print(
         f"{rows:,} rows x {model.DIM} in {options.tables}, {num_bytes / 1e9:.2f} GB; {options.device}, "
-        f"{options.threads} threads, dense network in {options.dense_precision}, batches of {options.batch_pairs:,} "
-        f"pairs, inputs on the {options.inputs}; {_LOADGEN}",
+        f"{options.threads} threads, dense network in {options.dense_precision}, batches of "
+        f"{_batch_pairs(options, 'Offline'):,} pairs, inputs on the {options.inputs}; {_LOADGEN}",
         flush=True,
     )
 
@@ -201,7 +206,7 @@ def _in_process(folder: Path, version_dir: Path, samples: Samples, options: argp
 
 
 def _through_triton(version_dir: Path, samples: Samples, options: argparse.Namespace) -> None:
-    write_model_config(version_dir, ModelSpec.read(version_dir), NAME, max_batch_size=options.batch_pairs)
+    write_model_config(version_dir, ModelSpec.read(version_dir), NAME, max_batch_size=_batch_pairs(options, "Offline"))
     _set_parameters(version_dir.parent / "config.pbtxt", _settings(options))
     repository = version_dir.parent.parent
     with _served(repository) as url:
@@ -224,7 +229,7 @@ def _served(repository: Path) -> Iterator[str]:
 
 def _measure(name: str, run: Run, samples: Samples, options: argparse.Namespace) -> None:
     """One engine in the selected scenarios."""
-    settings = {"batch_pairs": options.batch_pairs, "seconds": options.seconds}
+    settings = {"batch_pairs": _batch_pairs(options, "Offline"), "seconds": options.seconds}
     if loadgen is None:
         _report(name, "Offline", offline_loop(run, samples, **settings), samples, options)
         return
@@ -233,6 +238,7 @@ def _measure(name: str, run: Run, samples: Samples, options: argparse.Namespace)
         _report(name, "Offline", offline, samples, options)
     if "Server" not in options.scenario:
         return
+    settings["batch_pairs"] = _batch_pairs(options, "Server")
     rates = [options.server_qps] if options.server_qps else [load * offline.samples_per_s for load in _SERVER_LOADS]
     for rate in rates:
         found = measure(run, samples, server_qps=rate, **settings)
