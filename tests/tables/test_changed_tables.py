@@ -105,7 +105,8 @@ def test_many_changed_rows_find_room(files: list[TableFile]) -> None:
         assert stats.placement is not None
         assert before is not None
         assert stats.placement.bytes > before.bytes + 63_000 * 4 * dim
-        each.close()
+    for tables_of_one in tables:
+        tables_of_one.close()
 
 
 def test_changed_rows_that_find_no_memory_are_refused(files: list[TableFile]) -> None:
