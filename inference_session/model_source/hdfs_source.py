@@ -42,6 +42,8 @@ _MAX_CONNECTIONS = 32
 _READ_BYTES = 1 << 20
 _MAX_REASON = 300
 _PASSING = ("StandbyException", "RetriableException", "SafeModeException")
+_PASSING_TEXTS = ("safe mode", "is not sufficiently replicated yet")
+"""The second: the last block of a file to append to has not been reported by its DataNode yet."""
 _LEASED = ("AlreadyBeingCreatedException", "RecoveryInProgressException", "Cannot obtain block length")
 """What is said of a file that a writer has not closed."""
 
@@ -135,7 +137,9 @@ class HdfsSource(ModelSource):
             raise failure
 
     def _write_on(self, path: str, chunks_from: ChunksFrom) -> BaseException | None:
-        """Write from the file's end; returns the error of the chunks themselves, which is not retried here."""
+        """Write from the file's end; returns an error after which the same must not be tried again: that of the chunks
+        themselves, or a _LeasedError where the file had grown before it was appended to.
+        """
         self._session.prepare_for(self._client, self._path(path))
         before = self._status(path)
         begin = before["length"] if before else 0
@@ -146,12 +150,24 @@ class HdfsSource(ModelSource):
             if sent.failure is None:
                 raise
             return sent.failure
+        except HdfsError as error:
+            if error.exception != "FileAlreadyExistsException":
+                raise
+            # The DataNode of a writer that had died made the file after its state was read: append to it next time.
+            raise _LeasedError(f"{self.name_of(path)}: another writer made the file") from None
+        return self._check_length(path, begin + sent.num_bytes)
+
+    def _check_length(self, path: str, expected: int) -> _LeasedError | None:
         after = self._status(path)
+        length = after["length"] if after else 0
+        if length > expected:
+            # The DataNode of a writer that had died closed the file, with more bytes in it, after its length was read.
+            return _LeasedError(f"{self.name_of(path)}: another writer added {length - expected} bytes")
         # A DataNode that reaches a quota, or has no room for another block, may report success.
-        if after is None or after["length"] != begin + sent.num_bytes:
+        if length < expected:
             raise SourceError(
-                f"{self.name_of(path)}: {begin + sent.num_bytes} bytes were written, {after['length'] if after else 0}"
-                " are there; the file system may be full or its quota used up"
+                f"{self.name_of(path)}: {expected} bytes were written, {length} are there; the file system may be full"
+                " or its quota used up"
             )
         return None
 
@@ -236,7 +252,7 @@ class HdfsSource(ModelSource):
         reason = " ".join(text.split("\tat ")[0].split())[:_MAX_REASON]
         if error.exception in _LEASED or any(part in text for part in _LEASED):
             return _LeasedError(f"{self.name_of(path)}: {reason}")
-        if error.exception in _PASSING or "safe mode" in text:
+        if error.exception in _PASSING or any(part in text for part in _PASSING_TEXTS):
             return UnavailableError(f"{self.name_of(path)}: {reason}")
         if "Authentication failure" in text:
             return SourceError(f"{self.name_of(path)}: the NameNode refuses access; check {AUTHENTICATION}")

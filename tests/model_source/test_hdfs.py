@@ -216,6 +216,25 @@ def can_be_written(hdfs: Hdfs) -> bool:
     return True
 
 
+@pytest.mark.parametrize("known", [None, 0, 1000])
+def test_a_file_that_grows_while_it_is_written_is_begun_again(hdfs: Hdfs, known: int | None) -> None:
+    """A writer died, and its DataNode made the file, or wrote its last bytes, after we had asked for the length: the
+    content is whole and in place.
+    """
+    with create_source(f"{hdfs.url}/grows/{known}") as source:
+        assert isinstance(source, hdfs_source.HdfsSource)
+        put(source, "file", CONTENT[:500_000])
+        told = None if known is None else {"type": "FILE", "length": known, "modificationTime": 1}
+        now, stale = source._status, [told]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(source, "_status", lambda path: stale.pop() if stale else now(path))
+            source.write("file", lambda begin: [CONTENT[begin:]])
+        assert not stale
+        assert source.read("file", 0, len(CONTENT)) == CONTENT
+        assert source.stat("file") == source.entries("file")[0]
+        assert source.entries("file")[0].num_bytes == len(CONTENT)
+
+
 def test_a_file_whose_writer_died_is_begun_again(impatient: None, tmp_path: Path) -> None:
     """A copy whose DataNode died amid a file fails, and the next one completes it, though HDFS holds that file open."""
     (tmp_path / "table").mkdir()
