@@ -28,10 +28,10 @@ class Authority:
         """Its own certificate."""
         return self.folder / "ca.pem"
 
-    def issue(self, name: str) -> Certificate:
-        """A certificate for a host."""
-        issued = self.ca.issue_cert(name)
-        made = Certificate(self.folder / f"{name}.pem", self.folder / f"{name}.key")
+    def issue(self, *names: str) -> Certificate:
+        """A certificate for a host with these names."""
+        issued = self.ca.issue_cert(*names)
+        made = Certificate(self.folder / f"{names[0]}.pem", self.folder / f"{names[0]}.key")
         made.file.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
         made.key.write_bytes(issued.private_key_pem.bytes())
         return made

@@ -6,7 +6,6 @@ needs in Debian packages. Only the jars are kept, in the user's cache folder, so
 
 from __future__ import annotations
 
-import fcntl
 import http.client
 import json
 import os
@@ -24,6 +23,7 @@ from types import TracebackType
 
 import pytest
 
+from tests.testing.packages import kept_folder, run_or_skip, unpack_debian
 from tests.testing.servers import free_port, wait_until
 
 PACKAGE = "pyspark==2.4.8"
@@ -57,13 +57,7 @@ def jars() -> Path:
     """The folder of jars, which is filled the first time; skips where it cannot be, or where there is no Java."""
     if shutil.which("java") is None:
         pytest.skip("no java on PATH, which HDFS needs (Debian: default-jre-headless)")
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hotrow" / "hadoop-2.7.3"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / "hadoop.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.is_dir():
-            _fetch(folder)
-    return folder
+    return kept_folder("hadoop-2.7.3", _fetch)
 
 
 def _fetch(folder: Path) -> None:
@@ -72,13 +66,9 @@ def _fetch(folder: Path) -> None:
         downloads, staging = Path(temporary, "downloads"), Path(temporary, "jars")
         downloads.mkdir()
         staging.mkdir()
-        _run_or_skip(
-            [*pip, "--no-binary", "pyspark", "--no-build-isolation", "--dest", str(downloads), PACKAGE], downloads
-        )
-        _run_or_skip(["apt-get", "download", *JERSEY], downloads)
-        for package in downloads.glob("*.deb"):
-            _run_or_skip(["dpkg-deb", "-x", str(package), str(downloads / "debian")], downloads)
-        for jar in (downloads / "debian").rglob("*.jar"):
+        command = [*pip, "--no-binary", "pyspark", "--no-build-isolation", "--dest", str(downloads), PACKAGE]
+        run_or_skip(command, downloads, "a Hadoop")
+        for jar in unpack_debian(JERSEY, downloads, "a Hadoop").rglob("*.jar"):
             if jar.is_file() and not jar.is_symlink():
                 shutil.copy(jar, staging)
         with tarfile.open(next(downloads.glob("*.tar.gz"))) as archive:
@@ -86,16 +76,6 @@ def _fetch(folder: Path) -> None:
                 if _JARS.fullmatch(Path(member.name).name) and (content := archive.extractfile(member)) is not None:
                     (staging / Path(member.name).name).write_bytes(content.read())
         staging.rename(folder)
-
-
-def _run_or_skip(command: list[str], folder: Path) -> None:
-    try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=450, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        pytest.skip(f"Hadoop's jars cannot be had: {error}")
-    if done.returncode:
-        reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
-        pytest.skip(f"Hadoop's jars cannot be had: {command[0]}: {reason}")
 
 
 class Hdfs:

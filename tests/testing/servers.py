@@ -17,9 +17,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import pytest
 import redis
+
+if TYPE_CHECKING:
+    from tests.testing.redis_with_tls import TlsServers
 
 PATIENCE_S = 120
 """How long any wait may take on a slow and busy machine; only a wait that fails takes as long."""
@@ -67,10 +71,18 @@ def free_port() -> int:
 
 
 class RedisServer:
-    """One server process and its folder. A context manager."""
+    """One server process and its folder. A context manager.
 
-    def __init__(self, *options: str, binary: str | None = None, port: int | None = None) -> None:
+    `tls`: it speaks TLS alone, which not every `binary` can.
+    """
+
+    def __init__(
+        self, *options: str, binary: str | None = None, port: int | None = None, tls: TlsServers | None = None
+    ) -> None:
         self.port = port or free_port()
+        self._client_settings = {} if tls is None else tls.client_settings()
+        for name, value in () if tls is None else tls.settings(self.port):
+            options += (f"--{name}", value)
         self.folder = Path(tempfile.mkdtemp(prefix="hotrow-redis-"))
         self.socket_path = self.folder / "socket"
         self._command = [
@@ -109,7 +121,7 @@ class RedisServer:
 
     def client(self, **settings: object) -> redis.Redis:
         """A plain client of the server."""
-        return redis.Redis(port=self.port, protocol=2, **settings)
+        return redis.Redis(port=self.port, protocol=2, **self._client_settings, **settings)
 
     def _answers(self) -> bool:
         try:
@@ -193,11 +205,14 @@ class RedisClusterServers:
 class Sentinel(RedisServer):
     """A process that watches a master, and makes its replica the master when it is gone."""
 
-    def __init__(self, master: RedisServer, *settings: str, binary: str | None = None) -> None:
+    def __init__(
+        self, master: RedisServer, *settings: str, binary: str | None = None, tls: TlsServers | None = None
+    ) -> None:
         """`settings`: lines of its configuration, which it rewrites itself."""
-        super().__init__()
+        super().__init__(tls=tls)
         self._configuration = self.folder / "sentinel.conf"
-        lines = [f"port {self.port}", "bind 127.0.0.1", f"dir {self.folder}"]
+        lines = ["bind 127.0.0.1", f"dir {self.folder}"]
+        lines += [f"port {self.port}"] if tls is None else [" ".join(setting) for setting in tls.settings(self.port)]
         lines += [f"sentinel monitor {MASTER_NAME} 127.0.0.1 {master.port} 2", *settings]
         self._configuration.write_text("\n".join(lines) + "\n", encoding="utf-8")
         self._command = [binary or redis_binary(), str(self._configuration), "--sentinel"]
@@ -211,6 +226,7 @@ class RedisSentinelServers:
         settings: lines of the sentinels' configuration.
         down_after_ms: a master that is silent for this long counts as dead, even if the machine is only busy.
         passwords: of master and replica, and of the sentinels, where `options` and `settings` set some.
+        tls: all of them speak TLS alone.
     """
 
     def __init__(
@@ -220,23 +236,26 @@ class RedisSentinelServers:
         binary: str | None = None,
         down_after_ms: int = 2000,
         passwords: tuple[str | None, str | None] = (None, None),
+        tls: TlsServers | None = None,
     ) -> None:
         options += ("--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1")
         self._password, self._sentinel_password = passwords
-        self.master = RedisServer(*options, binary=binary)
-        self.replica = RedisServer(*options, "--replicaof", "127.0.0.1", str(self.master.port), binary=binary)
+        self._scheme = "redis+sentinel" if tls is None else "rediss+sentinel"
+        self.master = RedisServer(*options, binary=binary, tls=tls)
+        follows = ("--replicaof", "127.0.0.1", str(self.master.port))
+        self.replica = RedisServer(*options, *follows, binary=binary, tls=tls)
         lines = (
             f"sentinel down-after-milliseconds {MASTER_NAME} {down_after_ms}",
             f"sentinel failover-timeout {MASTER_NAME} 5000",
             *settings,
         )
-        self.sentinels = [Sentinel(self.master, *lines, binary=binary) for _ in range(3)]
+        self.sentinels = [Sentinel(self.master, *lines, binary=binary, tls=tls) for _ in range(3)]
 
     @property
     def url(self) -> str:
         """The store's URL."""
         sentinels = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in self.sentinels)
-        return f"redis+sentinel://{sentinels}/{MASTER_NAME}"
+        return f"{self._scheme}://{sentinels}/{MASTER_NAME}"
 
     def client(self, server: RedisServer) -> redis.Redis:
         """A plain client of the master or the replica."""

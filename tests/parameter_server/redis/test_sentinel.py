@@ -23,6 +23,7 @@ from inference_session.urls.store_url import StoreUrl
 from tests.testing import small_model
 from tests.testing.certificates import new_authority
 from tests.testing.redis_contract import RedisContract
+from tests.testing.redis_with_tls import TlsServers, tls_redis_binary
 from tests.testing.servers import (
     MASTER_NAME,
     PATIENCE_MS,
@@ -266,6 +267,28 @@ def keeps_rows(store: RedisStore) -> bool:
     except UnavailableError:
         return False
     return finds_all(store)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_fail_over_of_servers_that_speak_tls_alone(tmp_path: Path, number: signal.Signals) -> None:
+    """Sentinels, master and replica take no connection without TLS: the store finds the new master, and its rows."""
+    authority = new_authority(tmp_path / "authority")
+    tls = TlsServers(authority.issue("127.0.0.1", "localhost"), authority)
+    with RedisSentinelServers(binary=tls_redis_binary(), tls=tls) as servers:
+        url = f"{servers.url}?tls_ca_certificate={authority.file}"
+        with open_store(url, timeout_ms=2000) as store:
+            store.insert("user", KEYS, VECTORS)
+            servers.wait_for_replica()
+            servers.master.send_signal(number)
+            with pytest.raises(UnavailableError):
+                fetch(store, "user", KEYS)
+            wait_until(lambda: is_well(store), "the replica to take over")
+            assert_same_bits(fetch(store, "user", KEYS)[1], VECTORS)
+            store.insert("user", KEYS, -VECTORS)
+            assert_same_bits(fetch(store, "user", KEYS)[1], -VECTORS)
+        for bad in (servers.url, servers.url.replace("rediss", "redis")):
+            with open_store(bad, timeout_ms=2000) as store, pytest.raises(UnavailableError):
+                store.check()
 
 
 def test_sentinels_and_masters_over_tls(tmp_path: Path) -> None:
