@@ -18,7 +18,6 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import numba
@@ -66,7 +65,7 @@ class _MachineCode(FunctionCache):
         loaded = None
         try:
             loaded = self._load_overload(sig, target_context)
-        except (OSError, EOFError, UnpicklingError):
+        except Exception:  # noqa: BLE001 - a damaged pickle may raise any error, and so may what is made of it
             with suppress(OSError):
                 self.flush()  # else what is compiled now could not be kept either
         if loaded is None:

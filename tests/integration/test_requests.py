@@ -81,6 +81,38 @@ def test_reads_system_shared_memory(served: Served, grpc: Any) -> None:
     np.testing.assert_array_equal(answer.as_numpy("OUTPUT0"), ctr_answer(IDS, DENSE))
 
 
+REGION_BYTES = 64
+OF_SHARED_MEMORY = {
+    "beyond its end": (REGION_BYTES + 1, 0, 2),
+    "less than the shape": (24, 0, 2),
+    "more than the shape": (REGION_BYTES, 0, 2),
+    "an offset beyond its end": (48, REGION_BYTES - 4, 2),
+    "a shape beyond its end": (48 * 100, 0, 200),
+}
+"""Bytes, offset and samples of an input of 24 bytes a sample."""
+
+
+@pytest.mark.parametrize("case", OF_SHARED_MEMORY)
+def test_shared_memory_that_does_not_fit_is_refused(grpc: Any, case: str) -> None:
+    """Nothing beyond the region is read, and the server goes on."""
+    num_bytes, offset, num_samples = OF_SHARED_MEMORY[case]
+    name = f"/hotrow_test_{os.getpid()}"
+    region = system_memory.create_shared_memory_region("ids", name, REGION_BYTES)
+    try:
+        grpc.register_system_shared_memory("ids", name, REGION_BYTES)
+        ids = tritonclient.grpc.InferInput("ids", [num_samples, 3], "INT64")
+        ids.set_shared_memory("ids", num_bytes, offset)
+        dense = tritonclient.grpc.InferInput("dense", [num_samples, 2], "FP32")
+        dense.set_data_from_numpy(np.ones((num_samples, 2), np.float32))
+        with pytest.raises(InferenceServerException, match="byte size"):
+            grpc.infer("ctr", [ids, dense])
+    finally:
+        grpc.unregister_system_shared_memory()
+        system_memory.destroy_shared_memory_region(region)
+    answer = ask(grpc, "ctr", {"ids": IDS, "dense": DENSE})
+    np.testing.assert_array_equal(answer.as_numpy("OUTPUT0"), ctr_answer(IDS, DENSE))
+
+
 def test_describes_the_models_own_tensors(grpc: Any) -> None:
     """A client that asks for metadata sees the original inputs, no carved-out tables."""
     metadata = grpc.get_model_metadata("ctr")

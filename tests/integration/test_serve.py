@@ -20,7 +20,7 @@ import tritonclient.grpc
 import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
-from tests.testing.served import Serve, Served, is_running, shared_memory
+from tests.testing.served import Serve, Served, is_running, name_of, shared_memory
 from tests.testing.servers import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.triton
@@ -141,6 +141,28 @@ def test_a_stop_with_clients_connected_leaves_nothing(serve: Serve, repository: 
     assert status == 0
     assert len(family) >= 4
     assert_nothing_left(family, served.process.pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("reached", ["tritonserver", "triton_python_b"])
+def test_a_signal_during_the_start_leaves_nothing(
+    repository: Path, number: signal.Signals, reached: str, tritonserver: None
+) -> None:
+    """Whether the server has begun, or its backend processes have: all of them end, and so does their shared memory."""
+    command = [sys.executable, "-m", "hotrow", "serve", "--repository", str(repository), *free_ports()]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        family: list[psutil.Process] = []
+
+        def has_come_so_far() -> bool:
+            assert process.poll() is None
+            family[:] = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+            return any(name_of(one).startswith(reached) for one in family)
+
+        wait_until(has_come_so_far, f"{reached} to be started")
+        process.send_signal(number)
+        process.wait(timeout=PATIENCE_S)
+    wait_until(lambda: not any(map(is_running, family)), "the end of all processes")
+    wait_until(lambda: not shared_memory(process.pid), "the end of their shared memory")
 
 
 def test_requests_under_way_are_answered_before_the_stop(serve: Serve, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import re
 import shutil
 import threading
@@ -21,17 +22,19 @@ from tritonclient.utils import InferenceServerException
 
 from hotrow.command_line import cli
 from inference_session import InferenceSession
+from inference_session.errors import HotrowError
 from inference_session.importers.onnx import import_onnx
 from inference_session.rows.hot_keys import read_hot_keys
 from inference_session.version_directory.manifest import write_manifest
 from tests.testing.command_line import hotrow
 from tests.testing.example_models import ExampleModels
 from tests.testing.hugectr_source import requests_of
-from tests.testing.served import Serve, Served
+from tests.testing.served import Serve, Served, shared_memory
 from tests.testing.served_requests import DENSE, IDS, ask, counters
 from tests.testing.servers import PATIENCE_MS, PATIENCE_S, RedisServer, wait_until
 from tests.testing.triton_models import ctr_answer, write_ctr
 from triton_backend.backend.metric_records import NUM_KEPT
+from triton_backend.client.server import RemoteServer
 from triton_backend.repository.model_config import write_model_config
 
 pytestmark = pytest.mark.triton
@@ -169,15 +172,72 @@ def test_versions_of_a_multi_task_model_swap_whole(serve: Serve, models: Example
     assert all(versions == sorted(versions) and set(versions) == {1, 2} for versions in seen)
 
 
+def test_operators_at_once_leave_whole_versions(serve: Serve, tmp_path: Path) -> None:
+    """Loads, unloads and choices of versions by several clients at once: each answer is that of the version which it
+    names, and afterwards one version serves, in one process.
+    """
+    repository = tmp_path / "repository"
+    for number in (1, 2, 3):
+        write_ctr(repository / "ctr" / str(number), scale=2 * number - 1)
+    served = serve(repository)
+    ended = threading.Event()
+
+    def operate(seed: int) -> None:
+        rng = random.Random(seed)
+        with served.grpc_client() as client, RemoteServer(served.grpc) as remote:
+            actions: list[Callable[[], object]] = [
+                lambda: client.load_model("ctr"),
+                lambda: client.unload_model("ctr"),
+                lambda: remote.load("ctr"),
+                lambda: remote.load_versions("ctr", [rng.choice([1, 2, 3])]),
+                lambda: remote.load_versions("ctr", [9]),
+            ]
+            for action in rng.choices(actions, k=5):
+                with contextlib.suppress(InferenceServerException, HotrowError):  # another operator was first
+                    action()
+
+    def ask_on() -> int:
+        num_answers = 0
+        with served.grpc_client() as client:
+            while not ended.is_set():
+                with contextlib.suppress(InferenceServerException):  # it is unloaded
+                    answer = ask(client, "ctr", CTR)
+                    version = int(answer.get_response().model_version)
+                    assert tell_ctr(answer.as_numpy("OUTPUT0"), 0) == version
+                    num_answers += 1
+        return num_answers
+
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask_on) for _ in range(2)]
+        try:
+            for operator in [pool.submit(operate, seed) for seed in range(2)]:
+                operator.result()
+            with RemoteServer(served.grpc) as remote:
+                remote.load("ctr")
+        finally:
+            ended.set()
+        assert all(client.result() >= 0 for client in asking)
+    with RemoteServer(served.grpc) as remote:
+        assert remote.ready_versions("ctr") == [3]
+    served.stub("ctr", 3)
+    assert len(served.stubs()) == 1
+
+
 def test_metrics_of_versions_that_are_gone_are_deleted_but_for_the_last(serve: Serve, tmp_path: Path) -> None:
     """However many versions come and go under load; one that comes back has metrics again, and the server lives."""
     repository = tmp_path / "repository"
     write_ctr(repository / "ctr" / "1")
     served = serve(repository)
 
+    early = (0, 0, 0)
+
     def versions_shown() -> list[int]:
         with urllib.request.urlopen(served.metrics) as page:  # noqa: S310  a page of ours
             return sorted(set(map(int, re.findall(rb'hotrow_[^{]*{[^}]*version="(\d+)"', page.read()))))
+
+    def held() -> tuple[int, int, int]:
+        """Threads, handles and shared memory of the server."""
+        return served.server().num_threads(), served.server().num_fds(), len(shared_memory(served.process.pid))
 
     with served.grpc_client() as client, Load(served, "ctr", [CTR], tell_ctr) as load:
         for number in range(2, 8):
@@ -185,6 +245,8 @@ def test_metrics_of_versions_that_are_gone_are_deleted_but_for_the_last(serve: S
             client.load_model("ctr")
             wait_until(lambda: len(served.stubs()) == 1, "the old version's process to end")
             load.reaches(number)
+            early = held() if number == 4 else early
+        wait_until(lambda: all(now <= then for now, then in zip(held(), early, strict=True)), f"no more than {early}")
         assert versions_shown() == [*range(6 - NUM_KEPT, 8)]  # version 6 was still served when 7 was loaded
         hotrow("load", "ctr", "--version", "1", "--url", served.grpc)
         load.reaches(1)

@@ -9,6 +9,7 @@ import pwd
 import stat
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,19 @@ def test_damaged_machine_code_is_compiled_anew(suffix: str, size: int, tmp_path:
     assert run_outer(tmp_path, "a + 1") == [20, 0]
     for file in (tmp_path / "compiled").rglob(f"*.{suffix}"):
         os.truncate(file, size)
+
+    assert run_outer(tmp_path, "a + 1") == [20, 0]
+    assert run_outer(tmp_path, "a + 1") == [20, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("content", [b"\x80\x04}.", b"cnowhere\nnothing\n.", b"\xff" * 99])
+def test_an_index_of_something_else_is_compiled_anew(content: bytes, tmp_path: Path) -> None:
+    """Whatever error it raises when it is read."""
+    (tmp_path / "outer.py").write_text(OUTER)
+    assert run_outer(tmp_path, "a + 1") == [20, 0]
+    for file in (tmp_path / "compiled").rglob("*.nbi"):
+        file.write_bytes(pickle.dumps(metadata.version("numba")) + content)
 
     assert run_outer(tmp_path, "a + 1") == [20, 0]
     assert run_outer(tmp_path, "a + 1") == [20, 1]

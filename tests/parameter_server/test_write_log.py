@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 
 import numpy as np
 from hypothesis import given
@@ -49,6 +50,22 @@ def test_few_rows_share_a_place() -> None:
     assert log.written("user", np.arange(1000), 0).all()
     assert log.written("user", np.arange(1000, 2000), 0).sum() < 50
     assert log.written("item", np.arange(1000), 0).sum() < 50
+
+
+def test_any_number_of_writes_takes_the_same_memory() -> None:
+    """Also of those without keys, which an update stream or a client may send as often as it likes."""
+    log = WriteLog()
+    tracemalloc.start()
+    try:
+        for keys in (np.empty(0, np.int64), np.arange(3)):
+            log.add("user", keys)
+            before = tracemalloc.get_traced_memory()[0]
+            for _ in range(2000):
+                log.add("user", keys)
+            assert tracemalloc.get_traced_memory()[0] - before < 2000
+    finally:
+        tracemalloc.stop()
+    assert log.moment == 4002
 
 
 def test_writers_at_the_same_time_are_all_counted() -> None:
