@@ -25,7 +25,7 @@ from inference_session.model_spec import ModelSpec, RankingSpec, TableSpec
 from inference_session.versions import VersionManager
 from inference_session.versions.version_manager import check_same
 from tests.testing import small_model
-from tests.testing.servers import wait_until
+from tests.testing.servers import RedisServer, wait_until
 from tests.testing.stored_model import push
 
 RENAME_EXCHANGE = 2
@@ -263,32 +263,55 @@ def test_other_rows_are_refused_where_stores_hold_the_old_ones(directory: Path) 
 
 
 def test_a_replaced_session_is_gone_at_once(directory: Path, tmp_path: Path) -> None:
-    """Its memory does not wait for the garbage collector, which under Triton never visits the first loaded objects."""
+    """Its memory, and that of one that is refused, does not wait for the garbage collector, which under Triton never
+    visits the first loaded objects; nor do the files that it has mapped, whose place on the disk is taken until then.
+    """
     settings = {
         "persistent_store": f"rocksdb://{pushed(directory)}",
         "cache_bytes": 1 << 20,
         "state_dir": str(tmp_path / "state"),
         "warm_up_s": 10,
+        "refresh_interval_s": 0.1,
     }
     gc.disable()
     try:
-        with manage(directory, **settings) as versions:
+        with RedisServer() as redis, manage(directory, volatile_store=redis.url, **settings) as versions:
             with versions.lease() as session:
                 answer(session)
+            before = len(mapped_files(directory))
             replaced = weakref.ref(session)
             del session
             retrain(directory)
             assert versions.update()
             # A thread that has just worked for it may hold it for a moment.
             wait_until(lambda: replaced() is None, "the replaced session to be gone")
+            wait_until(lambda: len(mapped_files(directory)) == before, f"no more than {before} mapped files")
+            retrain(directory, labels=("tap", "stay"))
+            assert is_refused(versions)
+            wait_until(lambda: len(mapped_files(directory)) == before, f"no more than {before} mapped files again")
     finally:
         gc.enable()
 
 
-def retrain(directory: Path) -> None:
+def is_refused(versions: VersionManager) -> bool:
+    """Whether an update is; its error, which leads to the session, is gone when this returns."""
+    try:
+        versions.update()
+    except ConfigurationError:
+        return True
+    return False
+
+
+def mapped_files(directory: Path) -> list[str]:
+    """Files of a model's versions that this process has mapped, each as often as it has."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(directory.parent) in line]
+
+
+def retrain(directory: Path, *, labels: tuple[str, ...] = small_model.SPEC.labels) -> None:
     """Put another network in place, over the same tables."""
-    beside = directory.with_name(".tmp-3")
+    beside = directory.with_name(f".tmp-{'-'.join(labels)}")
     small_model.write(beside, seed=1)
+    dataclasses.replace(small_model.SPEC, labels=labels).write(beside)
     network = onnx.load(beside / "dense.onnx")
     network.producer_name = "another training"
     onnx.save(network, beside / "dense.onnx")
@@ -317,8 +340,7 @@ def test_updates_leave_nothing_behind(directory: Path) -> None:
     """Thirty updates on, there are no more threads, file handles or mapped files than after the third."""
 
     def held() -> tuple[int, int, int]:
-        maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(directory.parent) in line]
-        return threading.active_count(), len(os.listdir("/proc/self/fd")), len(maps)  # noqa: PTH208
+        return threading.active_count(), len(os.listdir("/proc/self/fd")), len(mapped_files(directory))  # noqa: PTH208
 
     with manage(directory) as versions:
         counts = []
