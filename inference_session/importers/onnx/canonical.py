@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, inliner
+import numpy as np
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, inliner, numpy_helper
 
 from inference_session.importers.onnx.graph import (
     Names,
@@ -17,6 +18,7 @@ from inference_session.importers.onnx.graph import (
     attribute,
     axes_of,
     bodies,
+    constants,
     defined,
     make_node,
     position,
@@ -32,6 +34,8 @@ from inference_session.importers.onnx.wire import Blob
 
 FLOAT_TYPES = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16})
 _SMALL_BYTES = 4096
+_UNUSUAL, _STEP = 3.1416e-3, 1e-5
+"""Make up values that differ from each other, and hardly occur in models."""
 
 
 def to_canonical(path: Path, model: ModelProto, blobs: dict[int, Blob]) -> tuple[ModelProto, dict[str, Weight], Names]:
@@ -55,6 +59,7 @@ def to_canonical(path: Path, model: ModelProto, blobs: dict[int, Blob]) -> tuple
         for body in bodies(node):
             rename_inner(body, names)  # siblings may share names, and bodies get copied
     _lift_constants(graph, names)
+    _separate_running_statistics(graph, names)
     for tensor in list(graph.initializer):
         if tensor.data_type in FLOAT_TYPES and len(tensor.dims) > 0:
             weights[tensor.name] = weight_of(path, tensor, None)
@@ -141,6 +146,29 @@ def _constant_value(node: NodeProto) -> TensorProto | None:
         return None
     several = name.endswith("s")
     return helper.make_tensor(output, kind, [len(value)] if several else [], value if several else [value])
+
+
+def _separate_running_statistics(graph: GraphProto, names: Names) -> None:
+    """Give each BatchNormalization in training mode running statistics that no other node reads.
+
+    ONNX Runtime overwrites the initializers that hold them, and lets initializers of one equal element share memory:
+    a constant elsewhere would change from run to run. The normalised values do not depend on these statistics.
+    """
+    nodes = list(all_nodes(graph))
+    read = {name for node in nodes for name in node.input} | {
+        out.name for scope in all_graphs(graph) for out in scope.output
+    }
+    initializers = constants(graph)
+    for node in nodes:
+        is_training = node.op_type == "BatchNormalization" and attribute(node, "training_mode", 0)
+        if not is_training or read & set(node.output[1:]):
+            continue
+        for i, name in enumerate(node.input[3:], start=3):
+            if name in initializers:
+                dtype = helper.tensor_dtype_to_np_dtype(initializers[name].data_type)
+                values = np.full(initializers[name].dims, _UNUSUAL + _STEP * len(graph.initializer), dtype)
+                node.input[i] = names.fresh(name)
+                graph.initializer.append(numpy_helper.from_array(values, node.input[i]))
 
 
 def _capture_invariants(graph: GraphProto) -> None:

@@ -19,7 +19,7 @@ from inference_session import InferenceSession
 from inference_session.importers.onnx import import_onnx
 from inference_session.requests.batch import Request
 from tests.testing.onnx_evaluation import Arrays, run_network
-from tests.testing.onnx_models import table
+from tests.testing.onnx_models import model_of, table
 
 HEAD = "m (int64[n] id, float[n, 4] d, int64[n, 3] ids) => (float[n, k] y)"
 """`e` is [n, 4] and follows from `id`, `h` is [n, 3, 4] and follows from `ids`."""
@@ -333,3 +333,23 @@ def test_what_recommenders_do_is_joined(name: str, tmp_path: Path) -> None:
     joins, pairs = answers(report.version_dir, tmp_path / "model.onnx")
     assert joins, report.notes
     assert_right(pairs)
+
+
+def test_running_statistics_change_no_other_constant(tmp_path: Path) -> None:
+    """ONNX Runtime writes those of one feature over an initializer that it shares with equal constants."""
+    text = """g (int64[n] id, float[n, 1] x) => (float[n, 4] y) {
+        e = Gather(w, id)
+        scaled = Mul(e, two)
+        normal, mean, var = BatchNormalization<training_mode = 1>(x, one, half, old_mean, old_var)
+        y = Add(scaled, normal)
+    }"""
+    constants = {name: np.array([value], np.float32) for name, value in (("one", 1), ("half", 0.5), ("old_mean", 3))}
+    constants |= {"two": np.array([2], np.float32), "old_var": np.array([2], np.float32), "w": table()}
+    onnx.save(model_of(text, constants, opset=17), tmp_path / "model.onnx")
+    report = import_onnx(tmp_path / "model.onnx", tmp_path / "repository", "m")
+    inputs = {"id": np.arange(6), "x": np.linspace(-3, 8, 6, dtype=np.float32)[:, None]}
+    x = inputs["x"].astype(np.float64)
+    wanted = 2 * constants["w"][:6] + (x - x.mean()) / np.sqrt(x.var() + 1e-5) + 0.5
+    with InferenceSession.open(report.version_dir) as session:
+        for _ in range(4):
+            np.testing.assert_allclose(session.run(inputs)["y"], wanted, rtol=0, atol=1e-5)
