@@ -6,6 +6,8 @@ main graph, and a Loop carries nothing that never changes (it captures it instea
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +37,7 @@ from inference_session.importers.onnx.wire import Blob
 FLOAT_TYPES = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16})
 _SMALL_BYTES = 4096
 _UNUSUAL, _STEP = 3.1416e-3, 1e-5
-"""Make up values that differ from each other, and hardly occur in models."""
+"""A value that hardly occurs in models, and the distance of another."""
 
 
 def to_canonical(path: Path, model: ModelProto, blobs: dict[int, Blob]) -> tuple[ModelProto, dict[str, Weight], Names]:
@@ -59,7 +61,7 @@ def to_canonical(path: Path, model: ModelProto, blobs: dict[int, Blob]) -> tuple
         for body in bodies(node):
             rename_inner(body, names)  # siblings may share names, and bodies get copied
     _lift_constants(graph, names)
-    _separate_running_statistics(graph, names)
+    _separate_running_statistics(graph)
     for tensor in list(graph.initializer):
         if tensor.data_type in FLOAT_TYPES and len(tensor.dims) > 0:
             weights[tensor.name] = weight_of(path, tensor, None)
@@ -148,27 +150,25 @@ def _constant_value(node: NodeProto) -> TensorProto | None:
     return helper.make_tensor(output, kind, [len(value)] if several else [], value if several else [value])
 
 
-def _separate_running_statistics(graph: GraphProto, names: Names) -> None:
-    """Give each BatchNormalization in training mode running statistics that no other node reads.
+def _separate_running_statistics(graph: GraphProto) -> None:
+    """Give running statistics of training that no node reads a value that no other constant has.
 
     ONNX Runtime overwrites the initializers that hold them, and lets initializers of one equal element share memory:
     a constant elsewhere would change from run to run. The normalised values do not depend on these statistics.
     """
-    nodes = list(all_nodes(graph))
-    read = {name for node in nodes for name in node.input} | {
-        out.name for scope in all_graphs(graph) for out in scope.output
-    }
-    initializers = constants(graph)
+    nodes, initializers = list(all_nodes(graph)), constants(graph)
+    reads = Counter(name for node in nodes for name in node.input)
+    reads.update(output.name for scope in all_graphs(graph) for output in scope.output)
     for node in nodes:
         is_training = node.op_type == "BatchNormalization" and attribute(node, "training_mode", 0)
-        if not is_training or read & set(node.output[1:]):
+        if not is_training or any(reads[name] for name in node.output[1:]):
             continue
-        for i, name in enumerate(node.input[3:], start=3):
-            if name in initializers:
-                dtype = helper.tensor_dtype_to_np_dtype(initializers[name].data_type)
-                values = np.full(initializers[name].dims, _UNUSUAL + _STEP * len(graph.initializer), dtype)
-                node.input[i] = names.fresh(name)
-                graph.initializer.append(numpy_helper.from_array(values, node.input[i]))
+        for number, name in enumerate(node.input[3:]):
+            tensor = initializers.get(name)
+            if tensor is not None and reads[name] == 1 and math.prod(tensor.dims) == 1:
+                dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
+                value = np.full(tuple(tensor.dims), _UNUSUAL + number * _STEP, dtype)
+                tensor.CopyFrom(numpy_helper.from_array(value, name))
 
 
 def _capture_invariants(graph: GraphProto) -> None:
