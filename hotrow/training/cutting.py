@@ -168,7 +168,7 @@ class EmbeddingStandIn(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name that torch gives it
         """Int [any shape] to [the same, embedding_dim]."""
-        return functional.embedding(input, self.weight)
+        return functional.embedding(_indices(input), self.weight)
 
 
 class BagStandIn(nn.Module):
@@ -193,6 +193,7 @@ class BagStandIn(nn.Module):
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         """As nn.EmbeddingBag."""
+        input = _indices(input)  # noqa: A001
         present = None if self.padding_idx is None else input != self.padding_idx
         if input.dim() == 2:
             return self._matrix(input, present, per_sample_weights)
@@ -231,6 +232,11 @@ class BagStandIn(nn.Module):
             before = functional.pad(present.to(torch.int64).cumsum(0), (1, 0))  # keys in front of each place
             counts = before[ends] - before[begins]
         return pooled / counts.clamp(min=1)[:, None]
+
+
+def _indices(keys: Tensor) -> Tensor:
+    """Keys of a type that look-ups of torch and ONNX take; hash embeddings take every type of integers."""
+    return keys if keys.dtype in (torch.int32, torch.int64) else keys.to(torch.int64)
 
 
 def _product(present: Tensor | None, weights: Tensor | None, dtype: torch.dtype) -> Tensor | None:

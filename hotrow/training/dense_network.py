@@ -33,6 +33,10 @@ from hotrow.training.tables import Table
 from inference_session.errors import ConfigurationError, UnsupportedModelError
 
 _DOMAIN = "hotrow.training"
+_SIZES_HINT = (
+    "give an example in which sizes that are independent, such as the numbers of ids and of bags, differ and are "
+    "greater than 1: "
+)
 _ELEM_TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
 
 
@@ -179,7 +183,8 @@ def trace(
         except UnsupportedModelError:
             raise
         except Exception as error:
-            raise UnsupportedModelError(f"torch.export cannot trace the model: {first_lines(error)}") from error
+            hint = _SIZES_HINT if "Constraints violated" in str(error) else ""
+            raise UnsupportedModelError(f"torch.export cannot trace the model: {hint}{first_lines(error)}") from error
         try:
             names = table_names(files) + [f"hotrow_input_{i}" for i in range(len(arrays))]
             results = [f"hotrow_output_{i}" for i in range(len(outputs))]

@@ -122,6 +122,9 @@ class _Plan:
         with _evaluating(model), _noting_orders(self.cuts):
             tensors = _forward(model, *self.inputs.original)
         self.chosen = _chosen(tensors, self.outputs, self.inputs)
+        for name, index in zip(self.outputs, self.chosen, strict=True):
+            if tensors[index].dtype is torch.bfloat16:
+                raise UnsupportedModelError(f"output {name!r} is bfloat16, which is not served; return it as .float()")
         return [tensors[index].detach().cpu().numpy() for index in self.chosen]
 
 
@@ -254,6 +257,11 @@ class _Export:
             if not count:
                 raise UnsupportedModelError(
                     f"{table.path}: table {table.name!r} has no rows yet; train before exporting"
+                )
+            if table.dtype is torch.float64:
+                raise UnsupportedModelError(
+                    f"{table.path}: table {table.name!r} is float64, and tables are stored as float32 or float16; "
+                    "convert the model with .float()"
                 )
             files.append(TableFile(table, count, f"{TABLES_FOLDER}/{folder}/{VECTOR_FILE}"))
         return files

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hotrow.training.hugectr.enums import MetricsType
-from hotrow.training.hugectr.parameters import Solver
+from hotrow.training.hugectr.parameters import Solver, is_whole
 from hotrow.training.hugectr.readers.batches import DataReader
 from hotrow.training.hugectr.schedule import LearningRateScheduler
 from inference_session.errors import ConfigurationError
@@ -69,13 +69,18 @@ class Fitting:
     data_source: DataSourceParams | None
 
     def __post_init__(self) -> None:
+        for name in ("display", "eval_interval", "snapshot"):
+            if not is_whole(getattr(self, name)):
+                raise ConfigurationError(f"Model.fit: {name} is {getattr(self, name)!r}; allowed: whole numbers")
         self._began = self._displayed = time.perf_counter()
         self._iteration = 0
 
     def iterations(self, count: int) -> None:
         """Train this many steps of data that repeats."""
-        if count <= 0:
-            raise ConfigurationError(f"Model.fit: max_iter is {count}; from 1, as repeat_dataset of the solver is True")
+        if not is_whole(count) or count <= 0:
+            raise ConfigurationError(
+                f"Model.fit: max_iter is {count!r}; from 1, as repeat_dataset of the solver is True"
+            )
         self._announce(f"Use non-epoch mode with number of iterations: {count}")
         self.model.start_data_reading()
         for _ in range(count):
@@ -85,9 +90,9 @@ class Fitting:
 
     def epochs(self, count: int, source: str, eval_source: str) -> None:
         """Train this many epochs."""
-        if count <= 0:
+        if not is_whole(count) or count <= 0:
             raise ConfigurationError(
-                f"Model.fit: num_epochs is {count}; from 1, as repeat_dataset of the solver is False"
+                f"Model.fit: num_epochs is {count!r}; from 1, as repeat_dataset of the solver is False"
             )
         self._announce(f"Use epoch mode with number of epochs: {count}")
         self.say(f"Training source file: {source}")

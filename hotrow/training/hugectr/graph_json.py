@@ -187,7 +187,9 @@ def read_data(document: Mapping[str, Any]) -> Input:
     )
 
 
-def _read_sparse(item: Mapping[str, Any]) -> DataReaderSparseParam:
+def _read_sparse(item: Any) -> DataReaderSparseParam:
+    if not isinstance(item, Mapping):
+        raise ConfigurationError(f"field 'sparse' holds {item!r}; an object for each sparse input is required")
     nnz = item.get("nnz_per_slot")
     if nnz is None:
         nnz = item.get("max_nnz") or _get(item, "max_feature_num_per_sample")

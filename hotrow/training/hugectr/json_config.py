@@ -10,7 +10,7 @@ from typing import Any
 from hotrow.training.hugectr.enums import Check_t, DataReaderType_t, MetricsType
 from hotrow.training.hugectr.graph_json import read_optimizer
 from hotrow.training.hugectr.model import Model
-from hotrow.training.hugectr.parameters import DataReaderParams, OptParamsPy, Solver
+from hotrow.training.hugectr.parameters import DataReaderParams, OptParamsPy, Solver, is_whole
 from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.importers.hugectr.json_file import JsonFile, read_json
 
@@ -24,6 +24,14 @@ _SOLVER = frozenset(
 )  # fmt: skip
 _WITHOUT_EFFECT = frozenset(
     {"algorithm_search", "all_reduce_algo", "cuda_graph", "device_layout", "enable_tf32_compute", "gen_loss_summary"}
+)
+_WHOLE_NUMBERS = {
+    "batchsize": 1, "batchsize_eval": 1, "display": 0, "eval_batches": 0, "eval_interval": 0, "max_eval_batches": 0,
+    "max_eval_samples": 0, "max_iter": 1, "num_epochs": 1, "seed": 0, "snapshot": 0,
+}  # fmt: skip
+"""Fields of the solver that are whole numbers, and the smallest that is allowed."""
+_TEXTS = frozenset(
+    {"dense_model_file", "dense_opt_states_file", "input_key_type", "lr_policy", "model_name", "snapshot_prefix"}
 )
 _SCHEDULE = ("warmup_steps", "decay_start", "decay_steps", "decay_power", "end_lr")
 
@@ -62,6 +70,8 @@ def read_configuration(path: Path) -> Configuration:
     for name in solver:
         if name not in _SOLVER | _WITHOUT_EFFECT:
             file.fail(("solver", name), f"unknown; allowed: {', '.join(sorted(_SOLVER | _WITHOUT_EFFECT))}")
+        if (allowed := _allowed(name, solver[name])) is not None:
+            file.fail(("solver", name), f"found {solver[name]!r}; allowed: {allowed}")
     if ("max_iter" in solver) == ("num_epochs" in solver):
         file.fail(("solver",), "one of max_iter and num_epochs is required")
     return Configuration(file, _solver(file, solver), _reader(file), _within(file, "optimizer", _optimizer, file))
@@ -103,6 +113,25 @@ def _load(model: Model, settings: Mapping[str, Any]) -> None:
     for name, load in loads.items():
         if name in settings:
             load(settings[name])
+
+
+def _allowed(name: str, value: Any) -> str | None:
+    """What a field of the solver may be, if it is anything else."""
+    if name in _WHOLE_NUMBERS and not (is_whole(value) and value >= _WHOLE_NUMBERS[name]):
+        return f"whole numbers from {_WHOLE_NUMBERS[name]}"
+    if name in _TEXTS and not isinstance(value, str):
+        return "text"
+    if name in ("sparse_model_file", "sparse_opt_states_file") and not _are(str, value) and not isinstance(value, str):
+        return "text, or a list of it"
+    if name == "eval_metrics" and not _are(str, value):
+        return 'a list of text, such as ["AUC:0.8"]'
+    if name == "gpu" and not (_are(int, value) or (_are(list, value) and all(_are(int, gpus) for gpus in value))):
+        return "a list of GPUs, or one for each machine"
+    return None
+
+
+def _are(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is kind for item in value)
 
 
 def _listed(value: Any) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from hotrow.training.hugectr.enums import (
@@ -87,17 +88,16 @@ class Solver:
 
     def __post_init__(self) -> None:
         for name in ("batchsize", "batchsize_eval", "warmup_steps", "decay_steps"):
-            _check(getattr(self, name) >= 1, "CreateSolver", name, getattr(self, name), "whole numbers from 1")
+            value = getattr(self, name)
+            _check(is_whole(value) and value >= 1, "CreateSolver", name, value, "whole numbers from 1")
         for name in ("lr", "end_lr", "decay_start", "max_eval_batches"):
-            _check(getattr(self, name) >= 0, "CreateSolver", name, getattr(self, name), "numbers from 0")
-        _check(self.decay_power >= 1, "CreateSolver", "decay_power", self.decay_power, "numbers from 1")
+            _check(_is_from(0, getattr(self, name)), "CreateSolver", name, getattr(self, name), "numbers from 0")
+        _check(_is_from(1, self.decay_power), "CreateSolver", "decay_power", self.decay_power, "numbers from 1")
         _check(
             not self.use_mixed_precision or self.scaler in _SCALERS,
             "CreateSolver", "scaler", self.scaler, f"{_SCALERS} with use_mixed_precision",
         )  # fmt: skip
-        _check(
-            bool(self.vvgpu) and all(self.vvgpu), "CreateSolver", "vvgpu", self.vvgpu, "a list of lists of GPUs, [[0]]"
-        )
+        _check(_are_gpus(self.vvgpu), "CreateSolver", "vvgpu", self.vvgpu, "a list of lists of GPUs, [[0]]")
         if self.kafka_brockers:
             raise UnsupportedModelError(
                 "CreateSolver: kafka_brockers is not supported; hotrow.training.UpdatePublisher and `hotrow publish` "
@@ -130,9 +130,10 @@ class OptParamsPy:
         self.optimizer_type = member(Optimizer_t, self.optimizer_type, "CreateOptimizer", "optimizer_type")
         self.update_type = member(Update_t, self.update_type, "CreateOptimizer", "update_type")
         for name in ("beta1", "beta2"):
-            _check(0 <= getattr(self, name) < 1, "CreateOptimizer", name, getattr(self, name), "numbers from 0 below 1")
+            value = getattr(self, name)
+            _check(_is_from(0, value) and value < 1, "CreateOptimizer", name, value, "numbers from 0 below 1")
         for name in ("epsilon", "initial_accu_value", "momentum_factor", "beta", "lambda1", "lambda2"):
-            _check(getattr(self, name) >= 0, "CreateOptimizer", name, getattr(self, name), "numbers from 0")
+            _check(_is_from(0, getattr(self, name)), "CreateOptimizer", name, getattr(self, name), "numbers from 0")
 
 
 class DataReaderParams:
@@ -265,6 +266,9 @@ class SparseEmbedding:
                 "LocalizedSlotSparseEmbeddingHash, which computes the same"
             )
         _check(self.combiner in ("sum", "mean"), "SparseEmbedding", "combiner", self.combiner, "'sum', 'mean'")
+        for name, lowest in (("workspace_size_per_gpu_in_mb", 0), ("embedding_vec_size", 1)):
+            value = getattr(self, name)
+            _check(is_whole(value) and value >= lowest, "SparseEmbedding", name, value, f"whole numbers from {lowest}")
 
 
 class DenseLayer:
@@ -360,6 +364,25 @@ def member(kind: type[Member], value: Any, owner: str, name: str) -> Member:
 
 def _names(names: str | Sequence[str]) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number, and not a truth value."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_from(lowest: float, value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Real) and float(value) >= lowest
+
+
+def _are_gpus(value: Any) -> bool:
+    """Whether it is a list of lists of numbers, none of them empty."""
+    kinds = (list, tuple)
+    return (
+        isinstance(value, kinds)
+        and bool(value)
+        and all(isinstance(gpus, kinds) and gpus and all(is_whole(gpu) and gpu >= 0 for gpu in gpus) for gpus in value)
+    )
 
 
 def _check(is_good: bool, owner: str, name: str, value: Any, allowed: str) -> None:

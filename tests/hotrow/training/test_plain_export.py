@@ -77,6 +77,48 @@ def test_maxima_of_bags_with_offsets_are_refused_by_name(tmp_path: Path) -> None
         models.export(Network(), tmp_path, example=_bags(0, 4)[:2], outputs=["vectors"])
 
 
+class _Hashed(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.items = training.HashEmbedding(4, training.SGD(0.1), nn.init.normal_, **options)
+
+    def forward(self, item: Any) -> Any:
+        return self.items(item).sum(-1)
+
+
+@pytest.mark.parametrize(("dtype", "key_dtype"), [("int8", "int64"), ("int32", "int64"), ("uint32", "uint32")])
+def test_keys_of_a_hash_embedding_keep_their_type(tmp_path: Path, dtype: str, key_dtype: str) -> None:
+    """As it takes every type of integers in training; unknown keys are zeros."""
+    model = _Hashed(key_dtype=key_dtype)
+    known = torch.arange(6).to(getattr(torch, dtype))
+    model(known).sum().backward()
+
+    directory = models.export(model, tmp_path, example=known.reshape(3, 2), outputs=["score"])
+
+    keys = torch.tensor([[1, 5], [99, 0]]).to(getattr(torch, dtype))
+    (found,) = models.answers(directory, {"item": keys.numpy()}, ["score"])
+    np.testing.assert_allclose(found, models.live(model, keys), atol=EXACT)
+
+
+def test_types_that_are_not_served_are_refused_by_name(tmp_path: Path) -> None:
+    for model, text in (
+        (_Clicks().double(), "table 'items' is float64"),
+        (_Clicks().bfloat16(), "output 'score' is bfloat16"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=text):
+            models.export(model, tmp_path, example=torch.tensor([1, 2]), outputs=["score"])
+
+
+def test_an_example_that_does_not_tell_sizes_apart_is_refused_with_the_reason(tmp_path: Path) -> None:
+    """As many ids as bags: which of them may differ cannot be seen."""
+    with pytest.raises(UnsupportedModelError, match="give an example in which sizes that are independent"):
+        models.export(_Bags(), tmp_path, example=_equal_sizes(), outputs=["vectors"])
+
+
+def _equal_sizes() -> tuple[Any, Any, Any]:
+    return torch.tensor([1, 2, 3]), torch.tensor([0, 1, 2]), torch.ones(3)
+
+
 class _Clicks(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -61,6 +61,11 @@ def test_training_goes_on_from_the_files_that_the_solver_names(tmp_path: Path, m
         ({"solver": {}}, "one of max_iter and num_epochs is required"),
         ({"solver": {"max_iter": 1, "mixed_precision": 3}}, "scaler is 3; allowed"),
         ({"solver": {"max_iter": 1, "eval_metrics": ["Best"]}}, "no metric 'Best'"),
+        ({"solver": {"max_iter": "x"}}, r"field 'solver\.max_iter': found 'x'; allowed: whole numbers from 1"),
+        ({"solver": {"max_iter": 1, "display": None}}, r"'solver\.display': found None; allowed: whole numbers"),
+        ({"solver": {"max_iter": 1, "gpu": 0}}, r"'solver\.gpu': found 0; allowed: a list of GPUs"),
+        ({"solver": {"max_iter": 1, "model_name": 3}}, r"'solver\.model_name': found 3; allowed: text"),
+        ({"solver": {"max_iter": 1, "eval_metrics": "AUC"}}, r"'solver\.eval_metrics': found 'AUC'; allowed: a list"),
         ({"optimizer": {"type": "Best"}}, "'Best' is no Optimizer_t; allowed: 'Adam'"),
         ({"layers": []}, "the first layer must be of type 'Data'"),
         ({"layers": [{"type": "Data", "format": "Text"}]}, "found 'Text'; allowed: Norm, Raw, Parquet"),
@@ -75,12 +80,22 @@ def test_what_is_wrong_with_a_configuration_is_named(tmp_path: Path, change: dic
         read_configuration(path)
 
 
-def test_a_layer_that_is_refused_is_named_with_its_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "change", "message"),
+    [
+        (5, {"type": "InnerProduct", "bottom": "concat1"}, "layer 'InnerProduct': field 'top' is required"),
+        (0, {"sparse": [[0]]}, r"field 'sparse' holds \[0\]; an object for each"),
+        (1, {"sparse_embedding_hparam": {"embedding_vec_size": None, "combiner": 0}}, "embedding_vec_size is None"),
+    ],
+)
+def test_a_layer_that_is_refused_is_named_with_its_line(
+    tmp_path: Path, number: int, change: dict[str, Any], message: str
+) -> None:
     document = dcn_configuration()
-    document["layers"][5] = {"type": "InnerProduct", "bottom": "concat1"}
+    layer = document["layers"][number]
+    document["layers"][number] = change if "type" in change else {**layer, **change}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(document, indent=1))
     make_data(SAMPLES["dcn"], tmp_path)
-    message = r"config\.json:\d+: field 'layers\[5\]': layer 'InnerProduct': field 'top' is required"
-    with pytest.raises(ConfigurationError, match=message):
+    with pytest.raises(ConfigurationError, match=rf"config\.json:\d+: field 'layers\[{number}\]': .*{message}"):
         train(read_configuration(path))

@@ -228,6 +228,10 @@ def test_names_order_and_defaults_are_those_of_release_3_4() -> None:
     ("call", "message"),
     [
         (lambda: hugectr.CreateSolver(batchsize=0), "batchsize is 0"),
+        (lambda: hugectr.CreateSolver(batchsize="8"), "batchsize is '8'; allowed: whole numbers from 1"),
+        (lambda: hugectr.CreateSolver(lr=None), "lr is None; allowed: numbers from 0"),
+        (lambda: hugectr.CreateSolver(vvgpu=[1]), r"vvgpu is \[1\]; allowed: a list of lists of GPUs"),
+        (lambda: hugectr.CreateOptimizer(beta1="0.9"), "beta1 is '0.9'; allowed: numbers from 0 below 1"),
         (lambda: hugectr.CreateSolver(use_mixed_precision=True, scaler=3.0), "scaler is 3.0; allowed"),
         (
             lambda: hugectr.CreateOptimizer(Optimizer_t.Adam, "Global"),
