@@ -73,12 +73,7 @@ def test_answers_do_not_depend_on_the_order(
     from inference_session.tables.placed_tables import open_cuda_tables
 
     dim, num_rows, rng = 12, (700, 5000, 3000), np.random.default_rng(rows_per_region)
-    files = []
-    for i, n in enumerate(num_rows):
-        keys = None if kind == "row_number" else [rng.permutation(n) - 50]
-        write_table(tmp_path / f"t{i}", [rng.standard_normal((n, dim), np.float32)], keys=keys)
-        spec = TableSpec(f"t{i}", f"t{i}", n, dim, keys=kind, default_vector=0.25)
-        files.append(TableFile.open(tmp_path / f"t{i}", spec))
+    files = _tables(tmp_path, kind, num_rows, dim, rng)
     device = CudaDevice(0)
     looks: list[tuple[int, Any]] = [
         (1, rng.integers(-6000, 6000, (3000, 1))),
@@ -112,6 +107,19 @@ def test_answers_do_not_depend_on_the_order(
             assert not np.isnan(found).any()
     for file in files:
         file.close()
+
+
+def _tables(
+    folder: Path, kind: Literal["row_number", "stored"], num_rows: tuple[int, ...], dim: int, rng: np.random.Generator
+) -> list[TableFile]:
+    """Tables of random rows; their default vectors are 0.25."""
+    files = []
+    for i, n in enumerate(num_rows):
+        keys = None if kind == "row_number" else [rng.permutation(n) - 50]
+        write_table(folder / f"t{i}", [rng.standard_normal((n, dim), np.float32)], keys=keys)
+        spec = TableSpec(f"t{i}", f"t{i}", n, dim, keys=kind, default_vector=0.25)
+        files.append(TableFile.open(folder / f"t{i}", spec))
+    return files
 
 
 def _lookup(
