@@ -79,8 +79,8 @@ online-learning: $(TRAINING_VENV)/.ready
 test: $(VENV)/.test
 	@# The tests start many processes. Without these steps, several compile the same kernels at once, and each compiles
 	@# the package and the tests where Python is told to write no bytecode.
-	$(BIN)/python -m compileall -q hotrow inference_session triton_backend
 	$(BIN)/python -m inference_session.execution.all_kernels & \
+	$(BIN)/python -m compileall -q hotrow inference_session triton_backend; \
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --collect-only -q >/dev/null; wait $$!
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 

@@ -6,6 +6,7 @@ import grp
 import os
 import pickle
 import pwd
+import shutil
 import stat
 import subprocess
 import sys
@@ -27,15 +28,30 @@ RUN = (
 CALL = "import outer; print(outer.outer({}))"
 
 
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of `outer` and `inner`, with their machine code in `compiled`, which tests copy."""
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "outer.py").write_text(OUTER)
+    assert run_outer(folder, "a + 1") == [20, 0]
+    return folder
+
+
+@pytest.fixture
+def compiled(modules: Path, tmp_path: Path) -> Path:
+    """A copy of the machine code of `modules`."""
+    return Path(shutil.copytree(modules / "compiled", tmp_path / "compiled"))
+
+
 def run_outer(folder: Path, inner: str, **settings: str) -> list[int]:
     """What outer(1) returns in a fresh process, and how often it was found compiled."""
-    return run_and_tell(folder, inner, **settings)[0]
-
-
-def run_and_tell(folder: Path, inner: str, **settings: str) -> tuple[list[int], str]:
-    """As `run_outer`, and what the process logs."""
     (folder / "inner.py").write_text(HEAD + f"@kernel\ndef inner(a):\n    return {inner}\n")
-    environment = {"PYTHONPATH": f"{folder}:{ROOT}", "NUMBA_CACHE_DIR": str(folder / "compiled")}
+    return run(folder, folder / "compiled", **settings)[0]
+
+
+def run(modules: Path, compiled: Path, **settings: str) -> tuple[list[int], str]:
+    """What outer(1) returns in a fresh process, how often it was found compiled, and what the process logs."""
+    environment = {"PYTHONPATH": f"{modules}:{ROOT}", "NUMBA_CACHE_DIR": str(compiled)}
     environment["PYTHONDONTWRITEBYTECODE"] = "1"  # a .pyc is known by size and whole seconds, and both can stay
     environment |= settings
     done = subprocess.run([sys.executable, "-c", RUN], env=environment, capture_output=True, text=True, check=False)
@@ -66,23 +82,19 @@ def test_whoever_compiles_says_so_once(tmp_path: Path) -> None:
     assert times == [1, 0]
 
 
-@pytest.mark.slow
-def test_kernels_that_an_image_ships_are_found_in_an_empty_volume(tmp_path: Path) -> None:
+def test_kernels_that_an_image_ships_are_found_in_an_empty_volume(
+    modules: Path, compiled: Path, tmp_path: Path
+) -> None:
     """Numba itself uses no folder that it cannot write to; a folder that is not empty is left unchanged."""
-    (tmp_path / "outer.py").write_text(OUTER)
-    assert run_outer(tmp_path, "a + 1") == [20, 0]
-    volume, shipped = tmp_path / "volume/kernels", str(tmp_path / "compiled")
+    volume, shipped = tmp_path / "volume/kernels", str(compiled)
     subprocess.run(["chmod", "-R", "a-w", shipped], check=True)
 
-    assert run_outer(tmp_path, "a + 1", NUMBA_CACHE_DIR=str(volume), HOTROW_SHIPPED_KERNELS=shipped) == [20, 1]
+    assert run(modules, volume, HOTROW_SHIPPED_KERNELS=shipped)[0] == [20, 1]
     assert [path.name for path in volume.parent.iterdir()] == ["kernels"]
     assert all(path.stat().st_mode & stat.S_IWUSR for path in [volume, *volume.iterdir()])
 
     (tmp_path / "own").mkdir()
-    assert run_outer(tmp_path, "a + 1", NUMBA_CACHE_DIR=str(tmp_path / "own"), HOTROW_SHIPPED_KERNELS=shipped) == [
-        20,
-        0,
-    ]
+    assert run(modules, tmp_path / "own", HOTROW_SHIPPED_KERNELS=shipped)[0] == [20, 0]
 
 
 @pytest.mark.slow
@@ -93,17 +105,14 @@ def test_a_folder_of_shipped_kernels_that_is_none_does_no_harm(shipped: str, tmp
     assert run_outer(tmp_path, "a + 1", HOTROW_SHIPPED_KERNELS=str(tmp_path / shipped)) == [20, 0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("suffix", "size"), [("nbi", 0), ("nbc", 20)])
-def test_damaged_machine_code_is_compiled_anew(suffix: str, size: int, tmp_path: Path) -> None:
+def test_damaged_machine_code_is_compiled_anew(suffix: str, size: int, modules: Path, compiled: Path) -> None:
     """A file that a loss of power cut off costs the next process time, and later ones none."""
-    (tmp_path / "outer.py").write_text(OUTER)
-    assert run_outer(tmp_path, "a + 1") == [20, 0]
-    for file in (tmp_path / "compiled").rglob(f"*.{suffix}"):
+    for file in compiled.rglob(f"*.{suffix}"):
         os.truncate(file, size)
 
-    assert run_outer(tmp_path, "a + 1") == [20, 0]
-    assert run_outer(tmp_path, "a + 1") == [20, 1]
+    assert run(modules, compiled)[0] == [20, 0]
+    assert run(modules, compiled)[0] == [20, 1]
 
 
 @pytest.mark.slow
@@ -126,13 +135,13 @@ def test_processes_that_compile_for_different_types_at_once_keep_both_apart(tmp_
     (tmp_path / "outer.py").write_text(OUTER)
     environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "NUMBA_CACHE_DIR": str(tmp_path / "compiled")}
 
-    def run(program: str) -> str:
+    def run_program(program: str) -> str:
         done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=False)
         assert done.returncode == 0, done.stderr.decode()
         return done.stdout.decode()
 
     other = "import outer; outer.outer._cache._cache_file._load_index = dict; outer.outer(3)"
-    run(
+    run_program(
         "import outer, subprocess, sys\n"
         "files = outer.outer._cache._cache_file\n"
         "save = files._save_data\n"
@@ -141,8 +150,8 @@ def test_processes_that_compile_for_different_types_at_once_keep_both_apart(tmp_
         "outer.outer(3.5)\n"
     )
 
-    assert run(CALL.format("3")) == "30\n"
-    assert run(CALL.format("3.5")) == "35.0\n"
+    assert run_program(CALL.format("3")) == "30\n"
+    assert run_program(CALL.format("3.5")) == "35.0\n"
 
 
 @pytest.mark.slow
@@ -154,23 +163,21 @@ def test_a_full_disk_keeps_nothing_and_fails_nothing(tmp_path: Path) -> None:
     assert run_outer(tmp_path, "a + 1") == [20, 0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("opened", ["folder", "inner folder", "file", "chosen folder of a link"])
-def test_kernels_that_others_may_have_written_are_not_used(opened: str, tmp_path: Path) -> None:
+def test_kernels_that_others_may_have_written_are_not_used(
+    opened: str, modules: Path, compiled: Path, tmp_path: Path
+) -> None:
     """Numba's files are pickles: a file that others may have written is not loaded, and the log names the folder."""
-    (tmp_path / "outer.py").write_text(OUTER)
-    folder = tmp_path / "compiled"
-    assert run_outer(tmp_path, "a + 1") == [20, 0]
-    index = next(folder.rglob("*.nbi"))
-    places = {"folder": folder, "inner folder": index.parent, "file": index, "chosen folder of a link": folder}
+    index = next(compiled.rglob("*.nbi"))
+    places = {"folder": compiled, "inner folder": index.parent, "file": index, "chosen folder of a link": compiled}
     places[opened].chmod(0o777)
     index.write_bytes(pickle.dumps(PlantedPickle(str(tmp_path / "ran"))))
-    settings = {}
+    chosen = compiled
     if opened == "chosen folder of a link":
-        (tmp_path / "link").symlink_to(folder)
-        settings["NUMBA_CACHE_DIR"] = str(tmp_path / "link")
+        chosen = tmp_path / "link"
+        chosen.symlink_to(compiled)
 
-    answer, warning = run_and_tell(tmp_path, "a + 1", **settings)
+    answer, warning = run(modules, chosen)
 
     assert answer == [20, 0]
     assert not (tmp_path / "ran").exists()
