@@ -6,15 +6,17 @@ import importlib.util
 from itertools import product
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from playwright.sync_api import Browser
 
 from tests.testing import ROOT
 from tests.testing.browser import Look
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 
 def _module(path: Path) -> ModuleType:

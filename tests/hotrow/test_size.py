@@ -7,12 +7,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from playwright.sync_api import Browser
 
 from hotrow.commands.size import command
 from inference_session import InferenceSession
@@ -22,6 +21,9 @@ from inference_session.sizing.hit_rate import LruCurve
 from tests.testing import small_model
 from tests.testing.browser import Look
 from tests.testing.hugectr_source import Source
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 INDEX_ON_DEVICE = index_bytes(buckets_for_all(30), marks=False, numbers=True)
 """Of the 30 stored keys of the small model."""

@@ -9,7 +9,7 @@ import pytest
 
 from tests.testing.certificates import Authority, new_authority
 from tests.testing.served import Serve, Served, start
-from tests.testing.triton_models import write_bags, write_ctr, write_flat, write_types
+from tests.testing.triton_models import write_bags, write_ctr, write_flat, write_scalar, write_types
 
 
 @pytest.fixture
@@ -34,6 +34,7 @@ def served(tritonserver: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
     write_flat(repository / "flat" / "1")
     write_bags(repository / "bags" / "1")
     write_types(repository / "types" / "1", strings=False)
+    write_scalar(repository / "scalar" / "1")
     served = start(repository)
     yield served
     status = served.stop()

@@ -24,7 +24,7 @@ from tritonclient.utils import InferenceServerException
 from tests.testing.served import NUMPY_1, Serve, Served
 from tests.testing.served_requests import DENSE, IDS, ask, post, settled
 from tests.testing.servers import wait_until
-from tests.testing.triton_models import NUM_ROWS, TABLE, ctr_answer, flat_answer, write_scalar, write_types
+from tests.testing.triton_models import NUM_ROWS, TABLE, ctr_answer, flat_answer, write_types
 
 pytestmark = pytest.mark.triton
 
@@ -446,13 +446,11 @@ def test_random_binary_does_not_hurt(served: Served) -> None:
         assert ask(client, "bags", {"bag": bag}).as_numpy("score")[0, 0] == TABLE[[3, 4]].sum()
 
 
-def test_scalars_are_sent_in_shape_1(serve: Serve, tmp_path: Path) -> None:
+def test_scalars_are_sent_in_shape_1(grpc: Any) -> None:
     """Triton has none."""
-    write_scalar(tmp_path / "scalar" / "1")
     inputs = {"logit": np.array([1, 3], np.float32), "temperature": np.array([2], np.float32)}
 
-    with serve(tmp_path).grpc_client() as client:
-        answer = ask(client, "scalar", inputs)
+    answer = ask(grpc, "scalar", inputs)
 
     np.testing.assert_array_equal(answer.as_numpy("hot"), [0.5, 1.5])
     np.testing.assert_array_equal(answer.as_numpy("largest"), [1.5])

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import tritonclient.grpc
 import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
-from tests.testing.served import Serve, Served, is_running, name_of, shared_memory
+from tests.testing.served import Serve, Served, is_running, name_of, shared_memory, start
 from tests.testing.servers import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.triton
@@ -56,9 +57,25 @@ def add_model(repository: Path, name: str, *, code: str | None = ECHO, config: s
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """A repository with the models `echo` and `other`."""
-    add_model(tmp_path / "repository", "echo")
-    add_model(tmp_path / "repository", "other")
-    return tmp_path / "repository"
+    return add_models(tmp_path)
+
+
+def add_models(folder: Path) -> Path:
+    """A repository with the models `echo` and `other`."""
+    add_model(folder / "repository", "echo")
+    add_model(folder / "repository", "other")
+    return folder / "repository"
+
+
+@pytest.fixture(scope="module")
+def linked(tritonserver: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server for tests that do no more than look at it; a link leads to its repository."""
+    folder = tmp_path_factory.mktemp("linked")
+    link = folder / "a name with 'quotes' and spaces"
+    link.symlink_to(add_models(folder))
+    served = start(link)
+    yield served
+    served.close()
 
 
 def run_serve(repository: Path, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -86,16 +103,14 @@ def assert_nothing_left(family: list[psutil.Process], launcher: int) -> None:
     assert shared_memory(launcher) == []
 
 
-def test_serves_every_model_on_every_endpoint(serve: Serve, repository: Path) -> None:
+def test_serves_every_model_on_every_endpoint(linked: Served) -> None:
     """All models of the repository answer over HTTP and gRPC, and the metrics are there."""
-    served = serve(repository)
-
-    with served.http_client() as client:
+    with linked.http_client() as client:
         echo(client, tritonclient.http)
         echo(client, tritonclient.http, "other")
-    with served.grpc_client() as client:
+    with linked.grpc_client() as client:
         echo(client, tritonclient.grpc)
-    with urllib.request.urlopen(served.metrics) as page:  # noqa: S310  a page of ours
+    with urllib.request.urlopen(linked.metrics) as page:  # noqa: S310  a page of ours
         assert b"nv_inference_count" in page.read()
 
 
@@ -111,13 +126,11 @@ def test_serves_the_models_asked_for(serve: Serve, repository: Path) -> None:
         assert not client.is_model_ready("echo")
 
 
-def test_listens_on_this_machine_only(serve: Serve, repository: Path) -> None:
+def test_listens_on_this_machine_only(linked: Served) -> None:
     """Without --host no other machine can connect."""
-    served = serve(repository)
-
     listening = {
         connection.laddr.ip.removeprefix("::ffff:")
-        for process in served.family()
+        for process in linked.family()
         for connection in process.net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN
     }
@@ -316,11 +329,8 @@ def test_code_in_the_users_folder_is_not_imported(
         echo(client, tritonclient.grpc)
 
 
-def test_a_link_to_a_repository_is_followed(serve: Serve, repository: Path, tmp_path: Path) -> None:
+def test_a_link_to_a_repository_is_followed(linked: Served) -> None:
     """A repository may be given as a symbolic link, with a name of any characters."""
-    link = tmp_path / "a name with 'quotes' and spaces"
-    link.symlink_to(repository)
-    served: Served = serve(link)
-
-    with served.grpc_client() as client:
+    assert linked.repository.is_symlink()
+    with linked.grpc_client() as client:
         assert client.is_model_ready("echo")

@@ -7,13 +7,14 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import matplotlib.image
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from playwright.sync_api import Browser, sync_playwright
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 _TIMEOUT_MS = 120_000
 
@@ -21,6 +22,8 @@ _TIMEOUT_MS = 120_000
 @contextmanager
 def started_browser() -> Iterator[Browser]:
     """A headless Chromium: the machine's, else Playwright's."""
+    from playwright.sync_api import sync_playwright
+
     program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     with sync_playwright() as playwright:
         if program is None and not Path(playwright.chromium.executable_path).exists():
@@ -46,6 +49,8 @@ class Look:
 
     def pixels(self) -> NDArray[np.float32]:
         """Of the whole page, float32 [height, width, 3], from 0 to 1."""
+        from matplotlib.image import imread
+
         picture = io.BytesIO(self.tab.screenshot(full_page=True, timeout=_TIMEOUT_MS))
-        pixels: NDArray[np.float32] = matplotlib.image.imread(picture)[..., :3]
+        pixels: NDArray[np.float32] = imread(picture)[..., :3]
         return pixels
