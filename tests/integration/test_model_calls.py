@@ -14,7 +14,7 @@ from tritonclient.utils import InferenceServerException
 
 from tests.testing.served import Serve, is_running, shared_memory
 from tests.testing.served_requests import ask
-from tests.testing.servers import wait_until
+from tests.testing.servers import PATIENCE_S, wait_until
 from tests.testing.triton_models import NUM_ROWS, flat_answer, write_flat
 
 pytestmark = pytest.mark.triton
@@ -69,7 +69,7 @@ def test_calls_of_other_models_are_answered_until_the_stop(serve: Serve, reposit
     """Each caller gets the answer to its own request, also while the server stops, which leaves nothing."""
     served = serve(repository)
     family = served.family()
-    asked = threading.Barrier(NUM_CLIENTS + 1)
+    asked = threading.Barrier(NUM_CLIENTS + 1, timeout=PATIENCE_S)
 
     def ask_on(seed: int) -> None:
         rng = np.random.default_rng(seed)
