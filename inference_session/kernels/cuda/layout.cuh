@@ -101,7 +101,7 @@ struct Request {
   u32 keys_per_tile;
   u32 seed;
   u32 fill;  // 1: zeros where neither a row nor a default vector is there
-  u32 num_ordered_blocks;  // the first blocks, which take the keys of segments in order
+  u32 num_ordered_blocks;  // the first blocks, which take the keys of segments in order; the others take the other segments
   u32 few_tiles[MAX_INLINE_SEGMENTS + 1];
   u32 few_begins[MAX_INLINE_SEGMENTS];  // where each segment's keys begin in `order`; NOT_ORDERED: as they come
   Segment few_segments[MAX_INLINE_SEGMENTS];

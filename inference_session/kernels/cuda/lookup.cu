@@ -417,8 +417,8 @@ __device__ __forceinline__ void look_up_tile(const Request& request, const Segme
   look_up_keys(request, segment, table, s, missing_bits, asked, is_marking(tile, request.seed), policy);
 }
 
-// The segments that are taken in order, by few warps, each of which takes as many keys in turn as it can have rows of under
-// way: all rows that are read at one time are then close together.
+// The segments that are taken in order, by few warps, each of which takes twice as many keys in turn as it can have rows of
+// under way: all rows that are read at one time are then close together.
 __device__ __forceinline__ void look_up_in_order(const Request& request) {
   const u32 warp = this_tile(), num_warps = request.num_ordered_blocks * (blockDim.x / LANES);
   const u64 policy = keeping_policy();
@@ -428,7 +428,7 @@ __device__ __forceinline__ void look_up_in_order(const Request& request) {
     const Segment& segment = request.few_segments[s];
     const Table& table = request.tables[segment.table];
     const u32 num_keys = (u32)(segment.num_rows * segment.keys_per_row);
-    const u32 at_once = min(LANES, IN_FLIGHT * LANES / lanes_per_row(max(1, (int)table.dim / 4)));
+    const u32 at_once = min(LANES, 2 * IN_FLIGHT * LANES / lanes_per_row(max(1, (int)table.dim / 4)));
     for (u32 place = warp * at_once; place < num_keys; place += num_warps * at_once) {
       const Asked asked = keys_of(request, segment, table.dim, place, at_once, request.order + begin, begin);
       look_up_keys(request, segment, table, s, nullptr, asked, false, policy);
