@@ -35,13 +35,10 @@ _WARPS = THREADS // 32
 _LOOKUP_THREADS, _SCAN_THREADS = 128, 1024
 _ORDERED_WARPS = 128
 """Warps that take keys in order: enough to keep the bus to host memory busy."""
-_MOST_OVERLAPPED_BYTES = 4 << 30
-"""Of host memory up to which other segments are looked up meanwhile: beyond it, both are slowed down by that."""
 _TURN_BYTES = 16
 """Of a key, before it is in order and after."""
 _MANY_TILES, _FEW_THREADS = 2048, 64
 _ADDRESSES, _SEED_AND_FILL = struct.Struct("<qqq"), struct.Struct("<II")
-_NUM_ORDERED, _NUM_ORDERED_OFFSET = struct.Struct("<I"), offset_of(REQUEST, "num_ordered_blocks")
 _SEGMENTS_OFFSET = offset_of(REQUEST, "few_segments")
 _ADDRESSES_OFFSET, _SEED_OFFSET = offset_of(REQUEST, "missing_bits_address"), offset_of(REQUEST, "seed")
 _SOURCES = ("layout.cuh", "index.cuh", "vectors.cuh", "lookup.cu", "order.cu", "write.cu")
@@ -141,13 +138,6 @@ class _KeyOrder:
         """A REQUEST, which the look-up reads as well, and what `note_regions` needs in addition."""
         return _Arguments(request, self._of_segments.data.ptr, self._counts, self._noted)
 
-    def grids(self, num_threads: int, num_others: int) -> list[tuple[int, int]]:
-        """Launches of a look-up: blocks that take keys in order, and those that take the other segments."""
-        num_ordered = _ORDERED_WARPS // (num_threads // 32)
-        if self.regions.num_bytes <= _MOST_OVERLAPPED_BYTES:
-            return [(num_ordered, num_others)]
-        return [(num_ordered, 0), (0, num_others)]
-
     def start(self, arguments: _Arguments, num_tiles: int, stream_address: int) -> None:
         """Launch on a stream."""
         note, begin, order = self._kernels
@@ -189,6 +179,9 @@ class Launch:
         # Small blocks spread a small request over all multiprocessors.
         self._threads = _LOOKUP_THREADS if self.num_tiles >= _MANY_TILES else _FEW_THREADS
         self._num_blocks = -(-self.num_tiles // (self._threads // 32))
+        if order is not None:
+            request["num_ordered_blocks"] = num_ordered_blocks = _ORDERED_WARPS // (self._threads // 32)
+            self._num_blocks += num_ordered_blocks
         self._held: tuple[Any, ...] = ()
         self._uploaded: Any = None
         if not few:
@@ -258,13 +251,9 @@ class Launch:
         # As CuPy calls a kernel, in half the time: a thread that is new to the device is made known to it first.
         if not driver.ctxGetCurrent():
             runtime.free(0)
-        if self._order is None:
-            _start(self._kernel, self._num_blocks, self._threads, arguments, stream_address)
-            return
-        self._order.start(arguments, self.num_tiles, stream_address)
-        for num_ordered, num_others in self._order.grids(self._threads, self._num_blocks):
-            _NUM_ORDERED.pack_into(arguments.record, _NUM_ORDERED_OFFSET, num_ordered)
-            _start(self._kernel, num_ordered + num_others, self._threads, arguments, stream_address)
+        if self._order is not None:
+            self._order.start(arguments, self.num_tiles, stream_address)
+        _start(self._kernel, self._num_blocks, self._threads, arguments, stream_address)
 
 
 def prepare(

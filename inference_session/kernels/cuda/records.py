@@ -132,8 +132,6 @@ class Regions(NamedTuple):
     num_keys: int
     """Of all segments that are ordered."""
     num_regions: int
-    num_bytes: int
-    """Of the rows of these segments' tables."""
 
 
 def regions_of(segments: NDArray[np.void], num_rows: NDArray[np.int64], row_bytes: NDArray[np.int64]) -> Regions | None:
@@ -153,7 +151,7 @@ def regions_of(segments: NDArray[np.void], num_rows: NDArray[np.int64], row_byte
     num_regions = np.where(num_keys > 0, -(-rows // rows_per_region), 0)
     begins = np.where(num_keys > 0, np.cumsum(num_keys) - num_keys, NOT_ORDERED).astype(np.uint32)
     of_segments = np.stack([np.cumsum(num_regions) - num_regions, rows_per_region], axis=1).astype(np.uint32)
-    return Regions(begins, of_segments, int(num_keys.sum()), int(num_regions.sum()), num_bytes)
+    return Regions(begins, of_segments, int(num_keys.sum()), int(num_regions.sum()))
 
 
 def request_of(segments: NDArray[np.void], tiles: Tiles) -> NDArray[np.void]:
