@@ -178,6 +178,8 @@ class DataReaderParams:
         self.eval_source = eval_source if isinstance(eval_source, str) else next(iter(eval_source), "")
         if not self.source or not self.source[0] or not self.eval_source:
             raise ConfigurationError("DataReaderParams: source and eval_source name the data, and are required")
+        for place in (*self.source, self.eval_source):
+            _check(isinstance(place, str), "DataReaderParams", "source or eval_source", place, "paths or URLs")
         self.check_type = member(Check_t, check_type, "DataReaderParams", "check_type")
         self.num_samples, self.eval_num_samples = num_samples, eval_num_samples
         self.float_label_dense, self.data_source_params = float_label_dense, data_source_params

@@ -59,7 +59,8 @@ class _Ahead:
     def close(self) -> None:
         """Stop reading; returns when the thread has ended."""
         self._is_closed.set()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # where garbage is collected, that may be the reader
+            self._thread.join()
 
     def _run(self, made: Iterator[Block]) -> None:
         try:

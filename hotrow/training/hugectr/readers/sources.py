@@ -81,4 +81,6 @@ class Source:
             raise ConfigurationError(
                 f"{path}: no such file; paths of training data count from the working directory, {Path.cwd()}"
             )
+        if path.is_dir():
+            raise ConfigurationError(f"{path}: a folder, where a file of training data was expected")
         return path

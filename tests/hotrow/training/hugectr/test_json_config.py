@@ -70,6 +70,10 @@ def test_training_goes_on_from_the_files_that_the_solver_names(tmp_path: Path, m
         ({"layers": []}, "the first layer must be of type 'Data'"),
         ({"layers": [{"type": "Data", "format": "Text"}]}, "found 'Text'; allowed: Norm, Raw, Parquet"),
         ({"layers": [{"type": "Data"}]}, "source and eval_source name the data"),
+        (
+            {"layers": [{"type": "Data", "source": [1], "eval_source": "a"}]},
+            "source or eval_source is 1; allowed: paths or URLs",
+        ),
         ({"optimizer": 3}, "field 'optimizer': an object is required"),
     ],
 )
