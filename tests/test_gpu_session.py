@@ -278,6 +278,21 @@ def test_a_device_without_memory_is_refused_or_left_alone(
         assert session.stats()["gpu"]["device"] == "cuda:0"
 
 
+def test_a_network_that_finds_no_memory_is_refused(tmp_path: Path) -> None:
+    """A network larger than the memory that is free: the error tells of memory, not of a damaged file."""
+    weights = onnx.numpy_helper.from_array(np.zeros((1 << 14, 1 << 13), np.float32), "w")  # 512 MiB
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        "large",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 1 << 14])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 1 << 13])],
+        [weights],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), tmp_path / "a.onnx")
+    with full_device(400 << 20), pytest.raises(ConfigurationError, match="memory ran out on cuda:0, which has"):
+        engine_of(tmp_path / "a.onnx")
+
+
 @pytest.mark.parametrize("way", ["held", "request"])
 def test_a_launch_that_the_device_refuses_is_no_failure(way: str) -> None:
     """The request that needed it gets UnavailableError; the next one is served."""

@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import re
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+import cupy
 import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
@@ -23,7 +25,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from inference_session.dense_engine.base import BoundRun
 from inference_session.dense_engine.onnx import VALUE_ERRORS, OnnxEngine, bound_run, refused
 from inference_session.device.cuda import CudaDevice
-from inference_session.device.cuda_memory import check_room
+from inference_session.device.cuda_memory import check_room, memory_ran_out
 from inference_session.device.discovery import PROVIDER, unusable_network
 from inference_session.errors import ConfigurationError, ModelFormatError
 from inference_session.platform.bounded_memory import BoundedMemory
@@ -40,6 +42,8 @@ _MAX_RESULT_BYTES = 1 << 18
 """Above this outputs are copied as well, though each of their elements is written once."""
 _LEAST_BYTES = 256 << 20
 """With less memory free, ONNX Runtime may fail while it starts; a process in which it did crashed later."""
+_NO_MEMORY = re.compile(r"(?:CUDA failure 2|CUBLAS failure 3): [^;]*|Failed to allocate memory[^;]*")
+"""What ONNX Runtime says of a device that has too little memory for a network: numbers of the libraries, or words."""
 _TYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(int64)": np.int64}
 """Of outputs that can be written to pinned memory."""
 _GRAPH_TOLERANCE = 1e-3
@@ -109,7 +113,6 @@ class CudaEngine(OnnxEngine):
         """
         if reason := unusable_network():
             raise ConfigurationError(f"device cannot be 'cuda:{gpu.device_id}': {reason}")
-        check_room(_LEAST_BYTES, gpu.device_id)
         settings = {
             "device_id": str(gpu.device_id),
             "user_compute_stream": str(gpu.stream.ptr),
@@ -117,7 +120,8 @@ class CudaEngine(OnnxEngine):
             "arena_extend_strategy": "kSameAsRequested",
         }
         self._may_record = True
-        self._open_on_gpu(path, content, num_threads, settings)
+        with _memory_checked(gpu):
+            self._open_on_gpu(path, content, num_threads, settings)
         self._path = path
         self._gpu = gpu  # set after the network: the network must be freed before the stream that it runs on
         if self.provider != self.expected_provider:
@@ -352,6 +356,19 @@ class CudaEngine(OnnxEngine):
             if kind in _TYPES and all(isinstance(size, int) for size in shape):
                 shapes[name] = shape
         return shapes
+
+
+@contextlib.contextmanager
+def _memory_checked(gpu: CudaDevice) -> Iterator[None]:
+    """ConfigurationError where the device has too little memory to start ONNX Runtime, or for its network."""
+    check_room(_LEAST_BYTES, gpu.device_id)
+    try:
+        yield
+    except ModelFormatError as error:
+        if (found := _NO_MEMORY.search(str(error))) is None:
+            raise
+        with cupy.cuda.Device(gpu.device_id):
+            raise memory_ran_out(gpu.device_id, found[0].strip(), "free some memory or use another device") from error
 
 
 def _run(session: Any, binding: Any, options: Any) -> None:

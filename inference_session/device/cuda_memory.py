@@ -45,8 +45,13 @@ def memory_checked(device_id: int, way_out: str) -> Iterator[None]:
         # CuPy's pool raises its own error, CUDA gives a number.
         if getattr(error, "status", _NO_MEMORY) != _NO_MEMORY:
             raise
-        free, total = runtime.memGetInfo()
-        raise ConfigurationError(
-            f"memory ran out on cuda:{device_id}, which has {free} bytes free of {total}, or in pinned host"
-            f" memory ({error}): {way_out}"
-        ) from error
+        raise memory_ran_out(device_id, error, way_out) from error
+
+
+def memory_ran_out(device_id: int, reason: object, way_out: str) -> ConfigurationError:
+    """The error for a device that had too little memory. The device is the current one."""
+    free, total = runtime.memGetInfo()
+    return ConfigurationError(
+        f"memory ran out on cuda:{device_id}, which has {free} bytes free of {total}, or in pinned host"
+        f" memory ({reason}): {way_out}"
+    )
