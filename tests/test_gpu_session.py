@@ -324,11 +324,12 @@ def test_strings_pass_through_a_network(tmp_path: Path) -> None:
         assert np.allclose(y, [1, np.e])
 
 
-def test_a_network_of_many_inputs_runs_with_graphs_or_without(tmp_path: Path) -> None:
-    """Where one node reads more arrays than a kernel takes as parameters, recorded runs answer as others do."""
-    names = [f"x{i}" for i in range(50)]
+@pytest.mark.parametrize("num_inputs", [32, 33, 50])
+def test_a_network_of_many_inputs_runs_with_graphs_or_without(tmp_path: Path, num_inputs: int) -> None:
+    """Where one node reads more arrays than a kernel takes as parameters, nothing is recorded."""
+    names = [f"x{i}" for i in range(num_inputs)]
     inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in names]
-    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 200])]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 4 * num_inputs])]
     path = small_network(tmp_path, [helper.make_node("Concat", names, ["y"], axis=1)], inputs, outputs)
     engine = engine_of(path)
     prepared: dict[int, Any] = {}
@@ -342,6 +343,7 @@ def test_a_network_of_many_inputs_runs_with_graphs_or_without(tmp_path: Path) ->
     for num_samples in (2, 3, 5, 2, 3, 5):
         ask(num_samples)
     engine.end_warm_up()
+    assert num_inputs <= 32 or not engine.replays
     for num_samples in (5, 2, 3, 7, 2, 5, 3):
         ask(num_samples)
 

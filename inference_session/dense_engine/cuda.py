@@ -41,7 +41,13 @@ _MAX_IN_PLACE_BYTES = 1 << 16
 _MAX_RESULT_BYTES = 1 << 18
 """Above this outputs are copied as well, though each of their elements is written once."""
 _LEAST_BYTES = 256 << 20
-"""With less memory free, ONNX Runtime may fail while it starts; a process in which it did crashed later."""
+"""With less memory free, ONNX Runtime may fail while it starts. Test processes in which it did crashed later; the
+cause is not proved.
+"""
+_MAX_NODE_ARRAYS = 32
+"""Inputs or outputs of a node in a network that is recorded. The addresses of more are no parameters of a kernel: ONNX
+Runtime copies them from host memory that it frees after the recorded run, and replays copy what lies there by then.
+"""
 _NO_MEMORY = re.compile(r"(?:CUDA failure 2|CUBLAS failure 3): [^;]*|Failed to allocate memory[^;]*")
 """What ONNX Runtime says of a device that has too little memory for a network: numbers of the libraries, or words."""
 _TYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(int64)": np.int64}
@@ -120,7 +126,7 @@ class CudaEngine(OnnxEngine):
             "arena_extend_strategy": "kSameAsRequested",
         }
         self._may_record = True
-        with _memory_checked(gpu):
+        with _memory_checked(gpu, path.stat().st_size if content is None else len(content)):
             self._open_on_gpu(path, content, num_threads, settings)
         self._path = path
         self._gpu = gpu  # set after the network: the network must be freed before the stream that it runs on
@@ -192,6 +198,11 @@ class CudaEngine(OnnxEngine):
 
     def _open_on_gpu(self, path: Path, content: bytes | None, num_threads: int, settings: dict[str, str]) -> None:
         """With CUDA graphs, where all of the network can run on the GPU."""
+        if _has_large_node(path, content):
+            self._may_record = False
+            self._open(path, content, num_threads, settings)
+            _log.info("%s: CUDA graphs are off: a node has more than %d inputs or outputs", path, _MAX_NODE_ARRAYS)
+            return
         try:
             self._open(path, content, num_threads, {**settings, "enable_cuda_graph": "1"})
         except ModelFormatError as error:  # some node runs on the processor, which no graph can hold
@@ -358,10 +369,28 @@ class CudaEngine(OnnxEngine):
         return shapes
 
 
+def _has_large_node(path: Path, content: bytes | None) -> bool:
+    """Whether a node of the network has more inputs or outputs than a network that is recorded may have."""
+    # Imported where needed: it takes a while to load.
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    from inference_session.dense_engine.parts import most_arrays
+
+    try:
+        model = onnx.load_model_from_string(path.read_bytes() if content is None else content)
+    except (OSError, DecodeError):  # ONNX Runtime says why
+        return False
+    return most_arrays(model.graph) > _MAX_NODE_ARRAYS
+
+
 @contextlib.contextmanager
-def _memory_checked(gpu: CudaDevice) -> Iterator[None]:
-    """ConfigurationError where the device has too little memory to start ONNX Runtime, or for its network."""
-    check_room(_LEAST_BYTES, gpu.device_id)
+def _memory_checked(gpu: CudaDevice, num_bytes: int) -> Iterator[None]:
+    """ConfigurationError where the device has too little memory to start ONNX Runtime, or for a network of this size.
+
+    It is checked before ONNX Runtime starts: see `_LEAST_BYTES`.
+    """
+    check_room(_LEAST_BYTES + num_bytes, gpu.device_id)
     try:
         yield
     except ModelFormatError as error:

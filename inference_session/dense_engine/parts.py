@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from onnx import AttributeProto, ModelProto, NodeProto, ValueInfoProto
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, ValueInfoProto
 
 
 def part_of(
@@ -36,3 +36,8 @@ def names_read(node: NodeProto) -> set[str]:
         for body in [item.g] if item.type == AttributeProto.GRAPH else item.graphs:
             names.update(*(names_read(inner) for inner in body.node), (value.name for value in body.output))
     return names
+
+
+def most_arrays(graph: GraphProto) -> int:
+    """The most inputs, or outputs, that a node of the graph has; bodies of nodes are not looked into."""
+    return max((max(len(node.input), len(node.output)) for node in graph.node), default=0)
