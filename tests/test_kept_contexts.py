@@ -62,10 +62,10 @@ def answer(tables: Tables, inputs: dict[str, NDArray[Any]], counts: list[int]) -
 
 
 def ranking_of(user: int, num_items: int, *, length: int = 3) -> dict[str, NDArray[Any]]:
-    """The same user has always the same clicks."""
-    clicks = np.random.default_rng(user).integers(0, ROWS, (1, length))
+    """The same user has always the same clicks, some of them counted from the end, as every second user is."""
+    clicks = np.random.default_rng(user).integers(-ROWS, ROWS, (1, length))
     items = np.random.default_rng(num_items).integers(0, ROWS, num_items)
-    return {"user": np.array([user]), "clicks": clicks, "item": items}
+    return {"user": np.array([user - ROWS if user % 2 else user]), "clicks": clicks, "item": items}
 
 
 def assert_score(session: InferenceSession, tables: Tables, inputs: dict[str, NDArray[Any]]) -> None:

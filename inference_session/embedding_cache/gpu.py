@@ -70,6 +70,7 @@ class GpuEmbeddingCache(EmbeddingCache):
         *,
         dtype: VectorType = "float32",
         num_rows: Mapping[str, int] | None = None,
+        row_numbers: Mapping[str, int] | None = None,
     ) -> None:
         """Allocate the cache.
 
@@ -80,6 +81,8 @@ class GpuEmbeddingCache(EmbeddingCache):
             device: the GPU.
             dtype: how rows are held. float16 rounds to nearest, int8 as `quantize_int8` says.
             num_rows: rows that tables have in all, as far as known; the others share what they do not need.
+            row_numbers: tables whose keys are row numbers, and how many rows they have. Look-ups may ask for a row by
+                its negative number from the end; writes give its number from the start.
 
         Raises:
             ConfigurationError: cache_bytes is too small for the tables, or the device has too little memory free; the
@@ -92,6 +95,7 @@ class GpuEmbeddingCache(EmbeddingCache):
         self.dtype = dtype
         self.device = self._cuda = device
         self._row_bytes = [bytes_per_row(dim, dtype) for dim in dims.values()]
+        self._row_numbers = [(row_numbers or {}).get(table, 0) for table in dims]
         limits = [buckets_to_hold((num_rows or {}).get(table)) for table in dims]
         self._num_buckets = buckets_per_table(cache_bytes, self._row_bytes, limits)
         self._rests = Rests()
@@ -210,6 +214,7 @@ class GpuEmbeddingCache(EmbeddingCache):
             dim,
             cached=index,
             cached_rows=rows,
+            num_row_numbers=self._row_numbers[t],
             events_address=self._events_address + t * len(EVENTS) * 8,
         )
 

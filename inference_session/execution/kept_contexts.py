@@ -27,6 +27,7 @@ from inference_session.parameter_server.write_log import WriteLog
 from inference_session.requests.batch import CheckedRequest, JoinedBatch, RaggedBags
 from inference_session.requests.ranking_layout import RankingLayout
 from inference_session.rows.base import Rows
+from inference_session.tables.row_numbers import stored_keys
 from inference_session.version_directory.version import VersionDirectory
 
 _ENTRY_BYTES = 500
@@ -157,10 +158,12 @@ class KeptContexts:
 
     def _places(self, batch: JoinedBatch, num_rows: int) -> list[NDArray[np.int64]]:
         """Where writes to each context's rows are logged."""
+        specs = {table.folder: table for table in self.contexts.spec.tables}
         found: list[list[NDArray[np.int64]]] = [[] for _ in range(num_rows)]
         for lookup in self.contexts.spec.lookups:
             for i, keys in enumerate(_keys_of(lookup, batch)):
-                found[i].append(self._log.places(lookup.table, keys))
+                stored = stored_keys(specs[lookup.table], keys.astype(np.int64, copy=False))
+                found[i].append(self._log.places(lookup.table, stored))
         return [np.unique(np.concatenate(own)) if own else np.zeros(0, np.int64) for own in found]
 
 

@@ -100,4 +100,5 @@ def create_cache(spec: ModelSpec, config: SessionConfig, device: Device) -> Embe
         return CpuEmbeddingCache(dims, cache_bytes, num_rows=num_rows, num_threads=config.num_lookup_threads)
     from inference_session.embedding_cache.gpu import GpuEmbeddingCache
 
-    return GpuEmbeddingCache(dims, cache_bytes, cast("CudaDevice", device), num_rows=num_rows)
+    row_numbers = {table.folder: table.num_rows for table in spec.tables if table.keys == "row_number"}
+    return GpuEmbeddingCache(dims, cache_bytes, cast("CudaDevice", device), num_rows=num_rows, row_numbers=row_numbers)

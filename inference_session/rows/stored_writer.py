@@ -18,7 +18,7 @@ from inference_session.parameter_server.base import FetchRequest
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.platform.pacing import paced
 from inference_session.rows.base import RowWriter
-from inference_session.tables.row_numbers import aliases_of, stored_keys
+from inference_session.tables.row_numbers import stored_keys
 
 _KEYS_PER_REFRESH = 256
 """Few enough not to delay a request that meets them in a store, or waits for the interpreter meanwhile."""
@@ -61,16 +61,13 @@ class StoredWriter(RowWriter):
 
     def update(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """See RowWriter. Caches update only rows that they hold: the others may never be requested."""
-        aliases, original = aliases_of(self._specs[table], keys)
         insert = partial(self._server.insert, table, keys, vectors)
-        rows = vectors if aliases is keys else vectors[original]
-        self._write(table, aliases, insert, lambda cache: cache.update(table, aliases, rows))
+        self._write(table, keys, insert, lambda cache: cache.update(table, keys, vectors))
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
         """See RowWriter."""
-        aliases, _ = aliases_of(self._specs[table], keys)
         erase = partial(self._server.erase, table, keys)
-        self._write(table, aliases, erase, lambda cache: cache.erase(table, aliases))
+        self._write(table, keys, erase, lambda cache: cache.erase(table, keys))
 
     @property
     def is_durable(self) -> bool:  # type: ignore[override]
@@ -122,9 +119,10 @@ class StoredWriter(RowWriter):
 
     def bring_in(self, cache: EmbeddingCache, table: str, keys: NDArray[np.int64]) -> None:
         """Put those of the keys that have rows into one of the caches, unless they are written meanwhile."""
+        keys = stored_keys(self._specs[table], keys)
         vectors = np.empty((len(keys), self._specs[table].embedding_dim), np.float32)
         moment = self.log.moment
-        found = self._server.fetch([FetchRequest(table, stored_keys(self._specs[table], keys), vectors)])[0]
+        found = self._server.fetch([FetchRequest(table, keys, vectors)])[0]
         with self._caching:
             current = found & ~self.log.written(table, keys, moment)
             cache.insert(table, keys[current], vectors[current])
@@ -159,7 +157,7 @@ class StoredWriter(RowWriter):
     def _refresh(self, table: str, keys: NDArray[np.int64]) -> None:
         """Read some cached rows again; those that seem to be written meanwhile leave the caches."""
         vectors = np.empty((len(keys), self._specs[table].embedding_dim), np.float32)
-        request = FetchRequest(table, stored_keys(self._specs[table], keys), vectors)
+        request = FetchRequest(table, keys, vectors)
         moment = self.log.moment
         # A key is not found only if no tier has it.
         found = self._server.fetch([request], on_store_failure="error")[0]
@@ -167,7 +165,7 @@ class StoredWriter(RowWriter):
             current = found & ~self.log.written(table, keys, moment)
             self._in_each_cache(lambda cache: cache.update(table, keys[current], vectors[current]))
             self._in_each_cache(lambda cache: cache.erase(table, keys[~current]))
-            self.log.add(table, aliases_of(self._specs[table], keys)[0])
+            self.log.add(table, keys)
 
     def _cached_keys(self, table: str) -> NDArray[np.int64]:
         """The keys whose rows any cache holds."""
@@ -201,8 +199,7 @@ class StoredWriter(RowWriter):
                 self._in_each_cache(lambda cache: cache.clear(table))
                 self.log.add_all()
         else:
-            aliases, _ = aliases_of(self._specs[table], keys)
-            self._change_caches(table, aliases, lambda cache: cache.erase(table, aliases))
+            self._change_caches(table, keys, lambda cache: cache.erase(table, keys))
 
     def _change_caches(self, table: str, keys: NDArray[np.int64], change: Callable[[EmbeddingCache], None]) -> None:
         """Make look-ups answer rows as they are written."""
@@ -220,6 +217,7 @@ class StoredWriter(RowWriter):
 
     def _current(self, table: str, part: TableRows, moment: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """What `keep` keeps of rows that were fetched at a moment. Must be called while holding `_caching`."""
-        current = part.found & ~self.log.written(table, part.keys, moment)
+        keys = stored_keys(self._specs[table], part.keys)
+        current = part.found & ~self.log.written(table, keys, moment)
         # Usually all are kept, and then nothing is copied.
-        return (part.keys, part.vectors) if current.all() else (part.keys[current], part.vectors[current])
+        return (keys, part.vectors) if current.all() else (keys[current], part.vectors[current])

@@ -24,7 +24,7 @@ from inference_session.rows.mapped import map_files
 from inference_session.rows.stats import RowStats, UpdatedTableStats
 from inference_session.tables.base import Changed, DeviceTables
 from inference_session.tables.base import Rows as RowBatch
-from inference_session.tables.row_numbers import RowNumbers, aliases_of, stored_keys
+from inference_session.tables.row_numbers import RowNumbers
 from inference_session.tables.table_file import TableFile
 from inference_session.tables.updated_table import UpdatedTable
 
@@ -61,11 +61,8 @@ class UpdatedRows(Rows):
     def scan(self, table: str) -> Iterator[RowBatch]:
         """See Rows."""
         changed, vectors, deleted = self.changes.tables[table].held()
-        file = self._files[table]
-        # A row number that counts from the end is the row's other key.
-        kept = ~deleted if file.spec.keys == "stored" else ~deleted & (changed >= 0)
-        yield changed[kept], vectors[kept]
-        for keys, rows in file.scan():
+        yield changed[~deleted], vectors[~deleted]
+        for keys, rows in self._files[table].scan():
             unchanged = ~np.isin(keys, changed)
             yield keys[unchanged], rows[unchanged]
 
@@ -152,27 +149,24 @@ class TableWriter(RowWriter):
 
     def update(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """See RowWriter."""
-        aliases, original = aliases_of(self._specs[table], keys)
-        rows = vectors if aliases is keys else vectors[original]
         with self._writing:
-            self.tables[table].insert(aliases, rows)
+            self.tables[table].insert(keys, vectors)
             self._publish(table)
             try:
                 self._copy(table, Changed(keys, vectors, np.zeros(len(keys), np.bool_)))
             finally:
-                self.log.add(table, aliases)
+                self.log.add(table, keys)
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
         """See RowWriter."""
         with self._writing:
-            aliases, _ = aliases_of(self._specs[table], keys)
-            self.tables[table].erase(aliases)
+            self.tables[table].erase(keys)
             self._publish(table)
             default = np.full(self._specs[table].embedding_dim, self._specs[table].default_vector, np.float32)
             try:
                 self._copy(table, Changed(keys, np.tile(default, (len(keys), 1)), np.ones(len(keys), np.bool_)))
             finally:
-                self.log.add(table, aliases)
+                self.log.add(table, keys)
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
@@ -186,12 +180,7 @@ class TableWriter(RowWriter):
         """
         with contextlib.ExitStack() as puts:
             for tables in reversed(self._copies):
-                puts.callback(tables.put, self._numbers[folder], changed, lambda: self._all_changed(folder))
-
-    def _all_changed(self, folder: str) -> Changed:
-        """All rows that were changed, by the keys that devices know."""
-        changed, spec = self.tables[folder].held(), self._specs[folder]
-        return changed.where(stored_keys(spec, changed.keys) == changed.keys)
+                puts.callback(tables.put, self._numbers[folder], changed, self.tables[folder].held)
 
     def _publish(self, folder: str) -> None:
         """Make later look-ups find the changed rows of a table. Must be called while holding `_writing`."""

@@ -91,7 +91,7 @@ class BaseRows:
             base_rows=self.rows,
             base_numbers_address=self.numbers_address,
             num_base_rows=self.num_rows,
-            base_by_number=self.by_number,
+            num_row_numbers=self.num_rows if self.by_number else 0,
             default_address=default_address,
             shard_addresses=[array.data.ptr for array in self._shards],
         )

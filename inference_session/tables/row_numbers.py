@@ -1,7 +1,9 @@
 """Keys that are row numbers: negative ones count from the end, so that each row has two keys.
 
 Where each key is kept by itself, the two keys of a row cannot be changed in one step. A client could then see a new row
-by one of them, and after that an older one by the other. So where rows change on a host, each has one key.
+by one of them, and after that an older one by the other. So where rows change, each is kept under the number that
+counts from the start, and look-ups convert the keys that they are asked for: here on a host, in kernels/cuda/lookup.cu
+on a GPU.
 """
 
 from __future__ import annotations
@@ -14,17 +16,6 @@ from numpy.typing import NDArray
 from inference_session.kernels.cpu.row_numbers import copy_from_start, count_copies
 from inference_session.kernels.records import SEGMENT, Lookup
 from inference_session.model_spec import TableSpec
-
-
-def aliases_of(spec: TableSpec, keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """All keys that may mean these rows, also row numbers counted from the end; and each one's position in `keys`."""
-    every = np.arange(len(keys))
-    if spec.keys == "stored":
-        return keys, every
-    inside = np.flatnonzero((keys >= 0) & (keys < spec.num_rows))
-    if not len(inside):
-        return keys, every
-    return np.concatenate([keys, keys[inside] - spec.num_rows]), np.concatenate([every, inside])
 
 
 def stored_keys(spec: TableSpec, keys: NDArray[np.int64]) -> NDArray[np.int64]:

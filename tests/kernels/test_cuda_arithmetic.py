@@ -22,6 +22,8 @@ from inference_session.kernels.cuda.records import (
     request_of,
 )
 from inference_session.kernels.records import SEGMENT, PoolingCode
+from inference_session.model_spec import TableSpec
+from inference_session.tables.row_numbers import stored_keys
 from tests.testing import cuda_model as gpu_model
 
 CUDA = Path(gpu_layout.__file__).parent
@@ -43,6 +45,16 @@ def test_every_key_has_a_bucket_and_a_tag(key: int, num_buckets: int) -> None:
     hashed = gpu_model.hash_key(key)
     assert 0 <= gpu_model.bucket_of(hashed, num_buckets) < num_buckets
     assert 1 <= gpu_model.tag_of(hashed) <= 254
+
+
+@settings(max_examples=50)
+@given(key=st.integers(-(2**63), 2**63 - 1) | st.integers(-12, 12), num_rows=st.integers(0, 11))
+def test_a_row_has_one_key(key: int, num_rows: int) -> None:
+    """A negative key means another one only where it is a row number of the table; on the host it is the same one."""
+    stored = gpu_model.stored_key(key, num_rows)
+    assert stored == (range(num_rows)[key] if -num_rows <= key < 0 else key)
+    spec = TableSpec("t", "t", num_rows, 1, keys="row_number" if num_rows else "stored")
+    assert stored_keys(spec, np.array([key])).tolist() == [stored]
 
 
 def test_keys_spread_evenly() -> None:

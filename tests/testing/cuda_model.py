@@ -14,6 +14,11 @@ NUM_TAGS = 254
 _MASK = 2**64 - 1
 
 
+def stored_key(key: int, num_row_numbers: int) -> int:
+    """The one key that a row is kept under; num_row_numbers is 0 where keys are no row numbers."""
+    return key + num_row_numbers if 0 > key >= -num_row_numbers else key
+
+
 def hash_key(key: int) -> int:
     """Of an int64."""
     mixed = key & _MASK

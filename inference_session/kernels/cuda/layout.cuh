@@ -58,7 +58,7 @@ struct alignas(16) Table {
   Rows base_rows;
   u32* base_numbers;
   i64 num_base_rows;
-  i64 base_by_number;  // 1: a key is the number of its base row, negative ones from the end
+  i64 num_row_numbers;  // keys are the numbers of so many rows, negative ones from the end; 0: keys are stored
   i64 dim;
   float* default_vector;  // the answer for an unknown key; null: leave the output as it is
   u64* events;

@@ -22,12 +22,14 @@ __device__ __forceinline__ void leave_mark(const Index& index, i64 slot) {
   if (*mark != MAX_MARK) *mark = MAX_MARK;
 }
 
-// The row below the cache; -1: none.
+// The one key that a row is kept under: row numbers that count from the end become those that count from the start.
+__device__ __forceinline__ i64 stored_key(const Table& table, i64 key) {
+  return key < 0 && key >= -table.num_row_numbers ? key + table.num_row_numbers : key;
+}
+
+// The row below the cache; -1: none. The key is one that `stored_key` gave.
 __device__ __forceinline__ i64 find_base_row(const Table& table, i64 key, u64 hashed, u64 policy) {
-  if (table.base_by_number) {
-    const i64 row = key < 0 ? key + table.num_base_rows : key;
-    return (u64)row < (u64)table.num_base_rows ? row : -1;
-  }
+  if (table.num_row_numbers != 0) return (u64)key < (u64)table.num_base_rows ? key : -1;
   if (table.base.num_buckets == 0) return -1;
   const i64 slot = find_slot<true>(table.base, key, hashed, policy);
   return slot >= 0 ? (i64)__ldcg(table.base_numbers + slot) : -1;
@@ -57,10 +59,8 @@ __device__ __forceinline__ bool is_deleted(const Index& index, i64 slot) {
   return __ldcg(index.marks + slot / SLOTS * BUCKET_BYTES + slot % SLOTS) == DELETED_MARK;
 }
 
-__device__ __forceinline__ Source find_source(const Table& table, i64 key, bool marking, u64 policy) {
-  if constexpr (ROWS_CHANGE) {
-    if (table.base_by_number && key < 0 && key >= -table.num_base_rows) key += table.num_base_rows;
-  }
+__device__ __forceinline__ Source find_source(const Table& table, i64 asked, bool marking, u64 policy) {
+  const i64 key = stored_key(table, asked);
   const u64 hashed = hash_key(key);
   const i64 slot = table.cached.num_buckets != 0 ? find_slot<true>(table.cached, key, hashed, policy) : -1;
   if (slot < 0) return base_source(table, key, hashed, policy);

@@ -38,7 +38,7 @@ GPU_TABLE = np.dtype(
         ("base_rows", ROWS),
         ("base_numbers_address", np.int64),
         ("num_base_rows", np.int64),
-        ("base_by_number", np.int64),
+        ("num_row_numbers", np.int64),
         ("embedding_dim", np.int64),
         ("default_address", np.int64),
         ("events_address", np.int64),
@@ -225,13 +225,14 @@ def table_record(
     base_rows: NDArray[np.void] | None = None,
     base_numbers_address: int = 0,
     num_base_rows: int = 0,
-    base_by_number: bool = False,
+    num_row_numbers: int = 0,
     default_address: int = 0,
     events_address: int = 0,
     shard_addresses: Sequence[int] = (),
 ) -> np.void:
     """A GPU_TABLE record: rows in a cache (`cached`), and behind them rows that are all there (`base`), or either.
 
+    `num_row_numbers`: the keys are the numbers of so many rows, and negative ones count from the end; 0: they are not.
     `shard_addresses`: where base rows begin on each GPU, if each has a part of them; row r is on GPU r % their number.
     """
     record: np.void = np.zeros(1, GPU_TABLE)[0]
@@ -242,7 +243,7 @@ def table_record(
     if cached_rows is None:  # pooled look-ups expect rows of the type that cached ones have
         record["cached_rows"]["vector_code"] = record["base_rows"]["vector_code"]
     record["base_numbers_address"], record["num_base_rows"] = base_numbers_address, num_base_rows
-    record["base_by_number"], record["embedding_dim"] = base_by_number, dim
+    record["num_row_numbers"], record["embedding_dim"] = num_row_numbers, dim
     record["default_address"], record["events_address"] = default_address, events_address
     record["shard_addresses"][: len(shard_addresses)] = shard_addresses
     return record
@@ -253,7 +254,7 @@ def numbered_tables(
 ) -> NDArray[np.void]:
     """GPU_TABLE records of float32 rows at these addresses, whose keys are their numbers; other keys leave no trace."""
     records = np.zeros(len(dims), GPU_TABLE)
-    records["num_base_rows"], records["embedding_dim"], records["base_by_number"] = num_rows, dims, 1
+    records["num_base_rows"], records["embedding_dim"], records["num_row_numbers"] = num_rows, dims, num_rows
     records["cached_rows"]["wide"] = 1
     rows = records["base_rows"]
     rows["vectors_address"], rows["row_bytes"], rows["vector_code"] = addresses, 4 * dims, VectorCode.FLOAT32
