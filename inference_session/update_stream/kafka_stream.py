@@ -136,6 +136,7 @@ class KafkaUpdateStream:
     @contextlib.contextmanager
     def held(self) -> Iterator[AppliedPartitions]:
         """Apply nothing until the context ends; yields how far the partitions are applied."""
+        self._is_held.clear()  # it may be set since an earlier hold, which the thread is just leaving
         self._holding.set()
         try:
             self._is_held.wait(_HOLD_S)
@@ -182,7 +183,6 @@ class KafkaUpdateStream:
         while self._holding.is_set() and not self._closing.is_set():
             self._is_held.set()
             self._closing.wait(_HELD_POLL_S)
-        self._is_held.clear()
         return not self._closing.is_set()
 
     def _wait_for_stores(self) -> None:
