@@ -61,22 +61,38 @@ def test_answers_plain_json(served: Served) -> None:
     np.testing.assert_array_equal(np.array(answer["outputs"][0]["data"]).reshape(2, 2), ctr_answer(IDS, DENSE))
 
 
+@contextlib.contextmanager
+def shared_region(grpc: Any, num_bytes: int) -> Iterator[Any]:
+    """System shared memory that is registered as "ids"."""
+    name = f"/hotrow_test_{os.getpid()}"
+    region = system_memory.create_shared_memory_region("ids", name, num_bytes)
+    try:
+        grpc.register_system_shared_memory("ids", name, num_bytes)
+        yield region
+    finally:
+        wait_until(lambda: is_unregistered(grpc), "Triton to let go of the region")
+        system_memory.destroy_shared_memory_region(region)
+
+
+def is_unregistered(grpc: Any) -> bool:
+    """Unregister all regions; Triton refuses for a moment after an answer, while it still holds the request."""
+    try:
+        grpc.unregister_system_shared_memory()
+    except InferenceServerException:
+        return False
+    return True
+
+
 def test_reads_system_shared_memory(served: Served, grpc: Any) -> None:
     """Inputs may lie in shared memory that the client registered."""
-    name = f"/hotrow_test_{os.getpid()}"
-    region = system_memory.create_shared_memory_region("ids", name, IDS.nbytes)
-    try:
+    with shared_region(grpc, IDS.nbytes) as region:
         system_memory.set_shared_memory_region(region, [IDS])
-        grpc.register_system_shared_memory("ids", name, IDS.nbytes)
         ids = tritonclient.grpc.InferInput("ids", [2, 3], "INT64")
         ids.set_shared_memory("ids", IDS.nbytes)
         dense = tritonclient.grpc.InferInput("dense", [2, 2], "FP32")
         dense.set_data_from_numpy(DENSE)
 
         answer = grpc.infer("ctr", [ids, dense])
-    finally:
-        grpc.unregister_system_shared_memory()
-        system_memory.destroy_shared_memory_region(region)
 
     np.testing.assert_array_equal(answer.as_numpy("OUTPUT0"), ctr_answer(IDS, DENSE))
 
@@ -96,19 +112,13 @@ OF_SHARED_MEMORY = {
 def test_shared_memory_that_does_not_fit_is_refused(grpc: Any, case: str) -> None:
     """Nothing beyond the region is read, and the server goes on."""
     num_bytes, offset, num_samples = OF_SHARED_MEMORY[case]
-    name = f"/hotrow_test_{os.getpid()}"
-    region = system_memory.create_shared_memory_region("ids", name, REGION_BYTES)
-    try:
-        grpc.register_system_shared_memory("ids", name, REGION_BYTES)
+    with shared_region(grpc, REGION_BYTES):
         ids = tritonclient.grpc.InferInput("ids", [num_samples, 3], "INT64")
         ids.set_shared_memory("ids", num_bytes, offset)
         dense = tritonclient.grpc.InferInput("dense", [num_samples, 2], "FP32")
         dense.set_data_from_numpy(np.ones((num_samples, 2), np.float32))
         with pytest.raises(InferenceServerException, match="byte size"):
             grpc.infer("ctr", [ids, dense])
-    finally:
-        grpc.unregister_system_shared_memory()
-        system_memory.destroy_shared_memory_region(region)
     answer = ask(grpc, "ctr", {"ids": IDS, "dense": DENSE})
     np.testing.assert_array_equal(answer.as_numpy("OUTPUT0"), ctr_answer(IDS, DENSE))
 
