@@ -135,11 +135,16 @@ class KafkaUpdateStream:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[AppliedPartitions]:
-        """Apply nothing until the context ends; yields how far the partitions are applied."""
+        """Apply nothing until the context ends; yields how far the partitions are applied.
+
+        Raises:
+            UnavailableError: the thread is still applying messages after `_HOLD_S`.
+        """
         self._is_held.clear()  # it may be set since an earlier hold, which the thread is just leaving
         self._holding.set()
         try:
-            self._is_held.wait(_HOLD_S)
+            if not self._is_held.wait(_HOLD_S):
+                raise UnavailableError(f"{self!r} is still applying messages after {_HOLD_S:g} s; try again")
             yield self._positions.applied()
         finally:
             self._holding.clear()
