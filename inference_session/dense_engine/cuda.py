@@ -46,7 +46,8 @@ cause is not proved.
 """
 _MAX_NODE_ARRAYS = 32
 """Inputs or outputs of a node in a network that is recorded. The addresses of more are no parameters of a kernel: ONNX
-Runtime copies them from host memory that it frees after the recorded run, and replays copy what lies there by then.
+Runtime copies them from host memory in each run. Test processes crashed after such a network had been recorded; that
+this memory is freed before a replay reads it is likely, and not proved.
 """
 _NO_MEMORY = re.compile(r"(?:CUDA failure 2|CUBLAS failure 3): [^;]*|Failed to allocate memory[^;]*")
 """What ONNX Runtime says of a device that has too little memory for a network: numbers of the libraries, or words."""
@@ -126,7 +127,7 @@ class CudaEngine(OnnxEngine):
             "arena_extend_strategy": "kSameAsRequested",
         }
         self._may_record = True
-        with _memory_checked(gpu, path.stat().st_size if content is None else len(content)):
+        with _memory_checked(gpu, _size(path, content)):
             self._open_on_gpu(path, content, num_threads, settings)
         self._path = path
         self._gpu = gpu  # set after the network: the network must be freed before the stream that it runs on
@@ -367,6 +368,13 @@ class CudaEngine(OnnxEngine):
             if kind in _TYPES and all(isinstance(size, int) for size in shape):
                 shapes[name] = shape
         return shapes
+
+
+def _size(path: Path, content: bytes | None) -> int:
+    """Bytes of the network, without weights in other files; 0 where there is no file: ONNX Runtime says so."""
+    if content is not None:
+        return len(content)
+    return path.stat().st_size if path.exists() else 0
 
 
 def _has_large_node(path: Path, content: bytes | None) -> bool:
