@@ -84,6 +84,16 @@ class TestSentinel(RedisContract):
             yield self.bound
 
 
+def fail_over(servers: RedisSentinelServers, store: RedisStore, number: signal.Signals) -> None:
+    """Send the master a signal that ends or stops it; the store, which holds VECTORS, answers them from the replica."""
+    servers.wait_for_replica()
+    servers.master.send_signal(number)
+    with pytest.raises(UnavailableError):
+        fetch(store, "user", KEYS)
+    wait_until(lambda: is_well(store), "the replica to take over")
+    assert_same_bits(fetch(store, "user", KEYS)[1], VECTORS)
+
+
 @pytest.mark.parametrize(
     ("number", "binary"), [(signal.SIGKILL, redis_binary), (signal.SIGSTOP, valkey_binary)], ids=["killed", "stopped"]
 )
@@ -95,12 +105,7 @@ def test_the_new_master_answers_after_a_fail_over(number: signal.Signals, binary
     ):
         store.insert("user", KEYS, VECTORS)
         before = store.incarnation()
-        servers.wait_for_replica()
-        servers.master.send_signal(number)
-        with pytest.raises(UnavailableError):
-            fetch(store, "user", KEYS)
-        wait_until(lambda: is_well(store), "the replica to take over")
-        assert_same_bits(fetch(store, "user", KEYS)[1], VECTORS)
+        fail_over(servers, store, number)
         assert store.incarnation() != before
         store.insert("user", KEYS, -VECTORS)
         if number is signal.SIGKILL:
@@ -278,12 +283,7 @@ def test_a_fail_over_of_servers_that_speak_tls_alone(tmp_path: Path, number: sig
         url = f"{servers.url}?tls_ca_certificate={authority.file}"
         with open_store(url, timeout_ms=2000) as store:
             store.insert("user", KEYS, VECTORS)
-            servers.wait_for_replica()
-            servers.master.send_signal(number)
-            with pytest.raises(UnavailableError):
-                fetch(store, "user", KEYS)
-            wait_until(lambda: is_well(store), "the replica to take over")
-            assert_same_bits(fetch(store, "user", KEYS)[1], VECTORS)
+            fail_over(servers, store, number)
             store.insert("user", KEYS, -VECTORS)
             assert_same_bits(fetch(store, "user", KEYS)[1], -VECTORS)
         for bad in (servers.url, servers.url.replace("rediss", "redis")):
