@@ -17,7 +17,7 @@ from tritonclient.utils import InferenceServerException
 from inference_session.importers.onnx import import_onnx
 from tests.testing.onnx_models import model_of, table
 from tests.testing.served import Served, start
-from tests.testing.served_requests import ask, counters
+from tests.testing.served_requests import ask, counters, is_unregistered
 from tests.testing.servers import PATIENCE_S, wait_until
 from triton_backend.repository.model_config import write_model_config
 
@@ -106,7 +106,7 @@ def test_shared_memory(ranker: Served) -> None:
                 tensors.append(tensor)
                 offset += array.nbytes
             assert_alike(client.infer("ranker", tensors), scores(arrays, [30]))
-            client.unregister_system_shared_memory("ranker")
+            wait_until(lambda: is_unregistered(client), "Triton to let go of the region")
         finally:
             system_memory.destroy_shared_memory_region(handle)
 

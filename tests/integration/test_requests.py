@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException
 
 from tests.testing.served import NUMPY_1, Serve, Served
-from tests.testing.served_requests import DENSE, IDS, ask, post, settled
+from tests.testing.served_requests import DENSE, IDS, ask, is_unregistered, post, settled
 from tests.testing.servers import wait_until
 from tests.testing.triton_models import NUM_ROWS, TABLE, ctr_answer, flat_answer, write_types
 
@@ -72,15 +72,6 @@ def shared_region(grpc: Any, num_bytes: int) -> Iterator[Any]:
     finally:
         wait_until(lambda: is_unregistered(grpc), "Triton to let go of the region")
         system_memory.destroy_shared_memory_region(region)
-
-
-def is_unregistered(grpc: Any) -> bool:
-    """Unregister all regions; Triton refuses for a moment after an answer, while it still holds the request."""
-    try:
-        grpc.unregister_system_shared_memory()
-    except InferenceServerException:
-        return False
-    return True
 
 
 def test_reads_system_shared_memory(served: Served, grpc: Any) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import tritonclient.grpc
 import tritonclient.http
 from numpy.typing import NDArray
-from tritonclient.utils import np_to_triton_dtype
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from tests.testing.served import Served
 from tests.testing.servers import PATIENCE_S, wait_until
@@ -63,3 +63,12 @@ def settled(served: Served, model: str) -> dict[str, float]:
     asked = sum(int(stats["inference_stats"][how].get("count", 0)) for how in ("success", "fail"))
     wait_until(lambda: counters(served, model=model)["hotrow_requests_total"] >= asked, "all requests to be counted")
     return counters(served, model=model)
+
+
+def is_unregistered(grpc: Any) -> bool:
+    """Unregister all regions; Triton refuses for a moment after an answer, while it still holds the request."""
+    try:
+        grpc.unregister_system_shared_memory()
+    except InferenceServerException:
+        return False
+    return True
