@@ -83,6 +83,7 @@ def cli() -> None:
     """Serve recommender models on Triton Inference Server: embedding tables and dense network together.
 
     \b
+    Example:
       hotrow import onnx model.onnx --name ctr --repository model_repository
       hotrow serve --repository model_repository
     """

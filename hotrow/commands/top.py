@@ -38,7 +38,7 @@ _TIMEOUT_S = 5.0
 def command(metrics_url: str, address: ServerAddress | None, interval: float, once: bool) -> None:
     """Watch a running server: requests, latency, hit rates, tiers, updates, memory, and versions that come and go.
 
-    Stop it with Ctrl-C. If the server goes away, the command waits for it. When the output is a pipe, pictures are
+    Stop it with Ctrl-C. If the server goes away, the command waits for it. When the output is a pipe, reports are
     printed one after the other.
 
     \b
