@@ -3,18 +3,33 @@
     python client_examples/shared_memory_client.py [--url 127.0.0.1:8001]
 
 A server started with --restrict-apis, or by a Triton of 26.04 or later without --allow-client-shm, refuses this.
+A client that asks often registers its region once, and unregisters it when it ends.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from contextlib import ExitStack
+import time
+from contextlib import ExitStack, suppress
 
 import numpy as np
 import tritonclient.grpc as triton
 import tritonclient.utils.shared_memory as memory
 from example_request import MODEL, TASKS, TYPES, inputs, show
+from tritonclient.utils import InferenceServerException
+
+MAX_ATTEMPTS = 1000
+
+
+def unregister(client: triton.InferenceServerClient, region: str) -> None:
+    """Triton may refuse for a moment after an answer, while it still holds the request and its region."""
+    for _ in range(MAX_ATTEMPTS):
+        with suppress(InferenceServerException):
+            return client.unregister_system_shared_memory(region)
+        time.sleep(0.01)
+    return client.unregister_system_shared_memory(region)  # raises why not
+
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--url", default="127.0.0.1:8001", help="host:port of the gRPC endpoint")
@@ -31,7 +46,7 @@ with ExitStack() as cleanup:
     handle = memory.create_shared_memory_region(region, f"/{region}", input_bytes + output_bytes)
     cleanup.callback(memory.destroy_shared_memory_region, handle)
     client.register_system_shared_memory(region, f"/{region}", input_bytes + output_bytes)
-    cleanup.callback(client.unregister_system_shared_memory, region)
+    cleanup.callback(unregister, client, region)
 
     tensors, offset = [], 0
     for name, array in arrays.items():
