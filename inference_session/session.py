@@ -492,9 +492,16 @@ class InferenceSession:
                 yield applied
 
     def catch_up_with(self, applied: AppliedPartitions) -> None:
-        """Wait, for `catch_up_s` at most, until this session has applied what another session has applied."""
-        if self._updates is not None:
-            self._updates.wait_until_applied(applied, self.config.catch_up_s)
+        """Wait until this session has applied what another session has applied.
+
+        Raises:
+            UnavailableError: it has not within `catch_up_s`.
+        """
+        if self._updates is not None and not self._updates.wait_until_applied(applied, self.config.catch_up_s):
+            raise UnavailableError(
+                f"{self!r} has not applied within catch_up_s={self.config.catch_up_s:g} the updates that are served"
+                f" now ({self._updates.stats().failure or 'a larger catch_up_s allows more'})"
+            )
 
     def close(self) -> None:
         """Stop answering: requests and changes are a SessionClosedError from now on. May be called twice.

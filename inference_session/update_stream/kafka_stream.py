@@ -3,7 +3,7 @@
     discover    topics of this model's tables, every second: new ones from where their rows are durable up to, else
                 from the oldest message; ones that are not there are left, and go on from there when they come back
     prove       that a topic is still the one of which messages were applied (positions.py), where one is followed that
-                was applied before, after an outage of the brokers, and where a partition ends too early
+                was applied before, as soon as the brokers do not answer, and where a partition ends too early
     consume     a few messages at once, of all partitions
     decode      by table; messages that cannot be applied are set aside, counted, and logged once per reason
     apply       to every tier and the cache; while a store is down, it retries: nothing is dropped
@@ -106,8 +106,6 @@ class KafkaUpdateStream:
         self._filter = re.compile(topic_filter)
         self._since_ms = 0 if since is None else int(since.timestamp() * 1000)
         self._positions = Positions()
-        self._after_outage = False
-        """Whether the brokers failed to answer the last question."""
         self._behind: set[Partition] | None = None
         """Partitions found at first whose end has not been seen yet; None: the partitions are not known yet."""
         self._save_at = self._discover_at = 0.0
@@ -116,7 +114,8 @@ class KafkaUpdateStream:
         self._stats = StreamStats(model)
         self._current = threading.Event()
         self._closing = threading.Event()
-        self._holding, self._is_held = threading.Event(), threading.Event()
+        self._hold: threading.Event | None = None
+        """Set once the thread applies nothing more; None: nobody holds the stream."""
         self._updates = UpdateApplier(
             model, tables, rows, self._stats, self._rests, allow_non_finite=allow_non_finite, closing=self._closing
         )
@@ -135,26 +134,26 @@ class KafkaUpdateStream:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[AppliedPartitions]:
-        """Apply nothing until the context ends; yields how far the partitions are applied.
+        """Apply nothing until the context ends; yields how far the followed partitions are applied.
 
         Raises:
             UnavailableError: the thread is still applying messages after `_HOLD_S`.
         """
-        self._is_held.clear()  # it may be set since an earlier hold, which the thread is just leaving
-        self._holding.set()
+        self._hold = hold = threading.Event()
         try:
-            if not self._is_held.wait(_HOLD_S):
+            if not hold.wait(_HOLD_S):
                 raise UnavailableError(f"{self!r} is still applying messages after {_HOLD_S:g} s; try again")
-            yield self._positions.applied()
+            yield self._positions.followed_applied()
         finally:
-            self._holding.clear()
+            self._hold = None
 
     def wait_until_applied(self, wanted: AppliedPartitions, timeout_s: float) -> bool:
         """Wait until as much is applied as another stream of the same topics has applied; returns whether that was in
-        time. Does not wait for topics that are not followed here, or were made anew.
+        time. Does not wait for topics that the filter leaves out here, or that were made anew.
         """
         end = time.monotonic() + timeout_s
-        while not self._positions.include(wanted):
+        ours = {one: how_far for one, how_far in wanted.items() if self._is_ours(one[0])}
+        while not self._positions.include(ours):
             if time.monotonic() > end or self._closing.wait(_HELD_POLL_S):
                 return False
         return True
@@ -185,8 +184,8 @@ class KafkaUpdateStream:
         """Wait while held; returns False once closing. What is applied after a hold that ends with closing would be
         older than what a successor has written meanwhile.
         """
-        while self._holding.is_set() and not self._closing.is_set():
-            self._is_held.set()
+        while (hold := self._hold) is not None and not self._closing.is_set():
+            hold.set()
             self._closing.wait(_HELD_POLL_S)
         return not self._closing.is_set()
 
@@ -234,7 +233,8 @@ class KafkaUpdateStream:
             changed = self._identify(topics)
         except KafkaException as error:
             self._stats.fail(f"no broker answers at {self._url}: {error.args[0].str()}")
-            self._after_outage = True
+            # The consumer may reach them before the next question is answered, and they may have lost the topics.
+            self._suspect(self._positions.followed - self._positions.unproved)
             if error.args[0].code() != KafkaError._TIMED_OUT:  # wait for a broker that is up but busy
                 self._current.set()
             return
@@ -244,9 +244,8 @@ class KafkaUpdateStream:
         followed = set(self._positions.followed)
         there = {one for one in followed if one in told or (one[0] in topics and topics[one[0]].error is not None)}
         self._leave(followed - there)
-        self._suspect(there if self._after_outage else {one for one in there if one[0] in changed} | self._cut(there))
+        self._suspect({one for one in there if one[0] in changed} | self._cut(there))
         self._refute_cut(there)
-        self._after_outage = False
         self._follow(told - followed)
         if self._behind is None:
             self._behind = told - followed

@@ -12,7 +12,7 @@ order within a partition stays, while going on from the offset may skip messages
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 from typing import Any, NamedTuple, TypeAlias
 
 Partition: TypeAlias = "tuple[str, int]"
@@ -101,7 +101,7 @@ class Positions:
         """Partitions that the client library does not yet read from their intended offset."""
 
     @property
-    def followed(self) -> Collection[Partition]:
+    def followed(self) -> Set[Partition]:
         """The partitions followed."""
         return self._applied.keys()
 
@@ -202,13 +202,17 @@ class Positions:
         """How far the followed partitions are applied (None: nothing is). Any thread may call it."""
         return {**self._left, **self._applied}
 
+    def followed_applied(self) -> dict[Partition, AppliedPosition | None]:
+        """`applied`, without partitions that the brokers do not list at present. Any thread may call it."""
+        return self._applied.copy()
+
     def include(self, wanted: AppliedPartitions) -> bool:
-        """Whether all that another stream has applied is applied here, of the topics that are followed here and are the
-        same to both. May be called from any thread.
+        """Whether all that another stream has applied is applied here, of the topics that are the same to both. May be
+        called from any thread.
         """
         mine = self._applied.copy()
         return all(
-            how_far is None or one not in mine or how_far.is_of_another(mine[one]) or how_far.is_within(mine[one])
+            how_far is None or how_far.is_of_another(mine.get(one)) or how_far.is_within(mine.get(one))
             for one, how_far in wanted.items()
         )
 

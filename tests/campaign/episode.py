@@ -215,9 +215,10 @@ class Episode:
         operator = self._operator
         possible: list[tuple[str, Callable[[], None]]] = [("refresh", operator.refresh), ("sweep", operator.sweep)]
         if all(map(self._faults.is_healthy, ("server", "volatile" if self.plan.is_redis_alone else "persistent"))):
+            possible.append(("swap", operator.swap))
+            if self.plan.has_stores or self._faults.is_healthy("stream"):
+                possible.append(("replace in place", operator.replace_in_place))
             possible += [
-                ("swap", operator.swap),
-                ("replace in place", operator.replace_in_place),
                 ("swap after damage", operator.swap_after_damage),
                 ("damage what serves", operator.damage_what_serves),
             ]

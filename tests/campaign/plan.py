@@ -31,6 +31,11 @@ class Plan:
     """Whether the wall clock may jump."""
 
     @property
+    def has_stores(self) -> bool:
+        """Whether stores keep rows. Without any, new content in place waits until the brokers answer."""
+        return self.volatile is not None or self.has_rocksdb
+
+    @property
     def is_redis_alone(self) -> bool:
         """Whether what is written is in a Redis and nowhere else."""
         return self.volatile is not None and not self.has_rocksdb

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shutil
+import signal
 import threading
 from datetime import datetime, timezone
 from pathlib import Path
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 
 from inference_session import InferenceSession
-from inference_session.errors import ConfigurationError
+from inference_session.errors import ConfigurationError, UnavailableError
 from inference_session.model_spec import TABLES_FOLDER
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.store_url import create_store
@@ -471,7 +473,7 @@ def test_rows_do_not_grow_older_when_new_content_takes_over(broker: Broker, smal
     failed: list[tuple[float, float]] = []
 
     def publish() -> None:
-        with Publisher(broker.url, small.model) as publisher:
+        with Publisher(broker.url, small.model, timeout_s=PATIENCE_S) as publisher:
             for value in itertools.takewhile(lambda _: not ending.is_set(), itertools.count(1.0)):
                 publisher.publish("user.weight", np.arange(50), vectors(value, rows=50))
                 publisher.flush()
@@ -489,14 +491,43 @@ def test_rows_do_not_grow_older_when_new_content_takes_over(broker: Broker, smal
         threads = [threading.Thread(target=publish), threading.Thread(target=ask, args=(versions,))]
         for thread in threads:
             thread.start()
-        for seed in range(2, 7):
-            write_in_place(small.directory, seed)
-            assert versions.update()
-        ending.set()
-        for thread in threads:
-            thread.join()
+        try:
+            for seed in range(2, 7):
+                write_in_place(small.directory, seed)
+                wait_until(lambda: is_updated(versions), "the new content to take over")
+        finally:
+            ending.set()
+            for thread in threads:
+                thread.join()
 
     assert failed == []
+
+
+def test_content_that_cannot_be_brought_up_to_date_does_not_take_over(small: SmallVersion) -> None:
+    """The brokers do not answer: its rows would be older. It takes over once they do."""
+    with Broker() as broker:
+        settings = {"update_stream": broker.url, "catch_up_s": 1}
+        with VersionManager(small.directory, lambda: InferenceSession.open(small.directory, **settings)) as versions:
+            with Publisher(broker.url, small.model) as publisher, versions.lease() as session:
+                publisher.publish("user.weight", [3], vectors(1))
+                await_rows(session, "user.weight", [3], 1)
+            write_in_place(small.directory, 2)
+            broker.send_signal(signal.SIGSTOP)
+            with pytest.raises(UnavailableError, match="catch_up_s=1 the updates that are served"):
+                versions.update()
+            with versions.lease() as session:
+                np.testing.assert_array_equal(session.lookup("user.weight", [3]), vectors(1))
+            broker.send_signal(signal.SIGCONT)
+            wait_until(lambda: is_updated(versions), "the new content to take over")
+            with versions.lease() as session:
+                np.testing.assert_array_equal(session.lookup("user.weight", [3]), vectors(1))
+
+
+def is_updated(versions: VersionManager) -> bool:
+    """Whether the new content takes over now."""
+    with contextlib.suppress(UnavailableError):
+        return versions.update()
+    return False
 
 
 def write_in_place(directory: Path, seed: int) -> None:

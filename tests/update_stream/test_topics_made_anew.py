@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.store_url import create_store
 from inference_session.update_stream import kafka_stream
 from tests.testing.broker import Broker
-from tests.testing.servers import wait_until
+from tests.testing.servers import PATIENCE_S, wait_until
 from tests.testing.small_version import SmallVersion
 from tests.testing.stored_model import DIMS, push
 from tests.testing.streamed_rows import FIRST_THAT_ABORTS, await_rows, packed, vectors
@@ -125,6 +126,42 @@ def test_a_broker_that_comes_back_empty(small: SmallVersion, database: str, with
         wait_until(lambda: updates(session)["lag_messages"] == 0, "all to be applied")
 
 
+def test_a_broker_that_comes_back_empty_before_it_is_asked(
+    small: SmallVersion, database: str, with_ids: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages of the new topic arrive from the old offset on before a question to the brokers is answered again."""
+    is_down = threading.Event()
+    create = kafka_stream.create_consumer
+    monkeypatch.setattr(kafka_stream, "create_consumer", lambda *args: Unanswered(create(*args), is_down))
+    topic = small.topic("user_weight")
+    with Broker() as broker, serving(small, database, broker) as session:
+        send(broker, topic, NUM_OLD, 100)
+        await_rows(session, "user.weight", np.arange(NUM_OLD), values(100, NUM_OLD))
+        is_down.set()
+        wait_until(lambda: updates(session)["failure"] is not None, "the outage to be noticed")
+        broker.stop()
+        broker.start()
+        send(broker, topic, NUM_NEW, 200)
+        await_rows(session, "user.weight", [NUM_NEW - 1], values(200, NUM_NEW)[-1:])
+        is_down.clear()
+        await_rows(session, "user.weight", np.arange(NUM_NEW), values(200, NUM_NEW))
+
+
+class Unanswered:
+    """A consumer whose questions about topics fail while an event is set; messages arrive all the same."""
+
+    def __init__(self, consumer: Any, is_down: threading.Event) -> None:
+        self._consumer, self._is_down = consumer, is_down
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._consumer, name)
+
+    def list_topics(self, *args: Any, **settings: Any) -> Any:
+        if self._is_down.is_set():
+            raise confluent_kafka.KafkaException(confluent_kafka.KafkaError(confluent_kafka.KafkaError._TRANSPORT))
+        return self._consumer.list_topics(*args, **settings)
+
+
 def test_a_topic_made_anew_in_one_moment(broker: Broker, small: SmallVersion, database: str) -> None:
     """It was never seen to be missing, nor to be short: its id has changed."""
     topic = small.topic("user_weight")
@@ -159,6 +196,24 @@ def test_a_topic_that_is_not_listed_for_a_while_goes_on(
         np.testing.assert_array_equal(
             session.lookup("user.weight", np.arange(1, NUM_OLD))[:, 0], 100 + np.arange(1, NUM_OLD)
         )
+
+
+def test_a_session_that_has_not_seen_a_topic_does_not_take_over(
+    broker: Broker, small: SmallVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that serves has applied its messages; the other waits until it follows the topic, and applies them."""
+    monkeypatch.setattr(kafka_stream, "DISCOVERY_S", 0.1)
+    settings = {"update_stream": broker.url, "catch_up_s": PATIENCE_S}
+    send(broker, small.topic("user_weight"), NUM_OLD, 100)
+    with InferenceSession.open(small.directory, **settings) as session:
+        await_rows(session, "user.weight", np.arange(NUM_OLD), values(100, NUM_OLD))
+        create, answers = kafka_stream.create_consumer, ["unlisted"] * 5
+        monkeypatch.setattr(kafka_stream, "create_consumer", lambda *args: Unsteady(create(*args), answers))
+        with InferenceSession.open(small.directory, **settings) as other, session.updates_held() as applied:
+            other.catch_up_with(applied)
+            np.testing.assert_array_equal(
+                other.lookup("user.weight", np.arange(NUM_OLD))[:, 0], values(100, NUM_OLD)[:, 0]
+            )
 
 
 class Unsteady:
