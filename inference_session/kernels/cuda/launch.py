@@ -38,7 +38,7 @@ _ORDERED_WARPS = 128
 _TURN_BYTES = 16
 """Of a key, before it is in order and after."""
 _MANY_TILES, _FEW_THREADS = 2048, 64
-_ADDRESSES, _SEED_AND_FILL = struct.Struct("<qqq"), struct.Struct("<II")
+_ADDRESSES, _SEED_AND_FILL = struct.Struct("<qqqq"), struct.Struct("<II")
 _SEGMENTS_OFFSET = offset_of(REQUEST, "few_segments")
 _ADDRESSES_OFFSET, _SEED_OFFSET = offset_of(REQUEST, "missing_bits_address"), offset_of(REQUEST, "seed")
 _SOURCES = ("layout.cuh", "index.cuh", "vectors.cuh", "lookup.cu", "order.cu", "write.cu")
@@ -170,7 +170,7 @@ class Launch:
             request["order_address"], request["few_begins"][: len(segments)] = order.address, order.regions.begins
         for field, address in addresses.items():
             request[field] = address
-        self.num_tiles = int(tiles.first[-1])
+        self.num_tiles, self._num_segments = int(tiles.first[-1]), len(segments)
         self.takes_segments = few = len(segments) <= MAX_INLINE_SEGMENTS
         """Whether `run` may be given other segments."""
         narrow_outputs = bool((segments["output_code"] == VectorCode.FLOAT16).any())
@@ -182,6 +182,7 @@ class Launch:
         if order is not None:
             request["num_ordered_blocks"] = num_ordered_blocks = _ORDERED_WARPS // (self._threads // 32)
             self._num_blocks += num_ordered_blocks
+        self._unknown_sums: Any = None
         self._held: tuple[Any, ...] = ()
         self._uploaded: Any = None
         if not few:
@@ -242,10 +243,17 @@ class Launch:
     ) -> None:
         # The fields of a NumPy record take several times as long to write.
         request = arguments.record
-        _ADDRESSES.pack_into(request, _ADDRESSES_OFFSET, *addresses)
+        sums = self._sums_address() if addresses[-1] else 0
+        _ADDRESSES.pack_into(request, _ADDRESSES_OFFSET, *addresses, sums)
         if segments is not None:
             request[_SEGMENTS_OFFSET : _SEGMENTS_OFFSET + segments.nbytes] = segments.tobytes()
         _SEED_AND_FILL.pack_into(request, _SEED_OFFSET, seed, fill)
+
+    def _sums_address(self) -> int:
+        """Where warps add up unknown keys: zeros between two runs."""
+        if self._unknown_sums is None:
+            self._unknown_sums = cupy.zeros(self._num_segments, np.uint32)
+        return int(self._unknown_sums.data.ptr)
 
     def _start(self, arguments: _Arguments, stream_address: int) -> None:
         # As CuPy calls a kernel, in half the time: a thread that is new to the device is made known to it first.

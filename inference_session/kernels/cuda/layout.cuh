@@ -94,7 +94,8 @@ struct Request {
   const u32* first_tiles;
   u32* missing_bits;       // one word per tile, a bit per key that has no row; null: nobody asks
   i64 outputs;             // added to the address of each segment's output
-  u64* num_unknown;        // per segment, keys that have no row; null: nobody asks
+  u64* num_unknown;        // per segment, keys that have no row, in host memory; null: nobody asks
+  u32* unknown_sums;       // per segment, what is still to be added to num_unknown; 0 before and after each launch
   const Turn* order;       // of the keys of some segments
   u32 num_segments;
   u32 num_tiles;

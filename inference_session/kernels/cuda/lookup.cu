@@ -76,9 +76,26 @@ __device__ __forceinline__ i64 load_key(const u8* address, i64 key_bytes) {
   return key_bytes == 8 ? *reinterpret_cast<const i64*>(address) : (i64) * reinterpret_cast<const int*>(address);
 }
 
+// The keys of a segment that have no row, counted for the host. Only the first lane of a warp counts. Atomic operations in host
+// memory take about 1 us each, one after another, so warps add to a sum in device memory. The warp that finds 0 there takes the
+// sum to the host once its rows are copied, and leaves 0; what others add before that goes with it.
+struct UnknownCount {
+  u32 found = 1;  // in the sum; 0: this warp reports
+
+  __device__ __forceinline__ void add(const Request& request, u32 s, u32 count) {
+    if (request.num_unknown == nullptr) return;
+    if (found != 0) found = atomicAdd(request.unknown_sums + s, count);
+    else atomicAdd(request.unknown_sums + s, count);
+  }
+
+  __device__ __forceinline__ void report(const Request& request, u32 s) const {
+    if (found == 0) atomicAdd(request.num_unknown + s, (u64)atomicExch(request.unknown_sums + s, 0u));
+  }
+};
+
 // Count and note what was not found; `asked` of the warp's lanes hold a key each.
 __device__ __forceinline__ u32 note_missing(const Request& request, const Table& table, u32 s, bool asked,
-                                            const Source& source) {
+                                            const Source& source, UnknownCount& unknown_count) {
   const u32 uncached = __ballot_sync(ALL_LANES, asked && !source.cached);
   if (uncached == 0) return 0;
   const u32 unknown = __ballot_sync(ALL_LANES, asked && !source.known);
@@ -87,7 +104,7 @@ __device__ __forceinline__ u32 note_missing(const Request& request, const Table&
       atomicAdd(table.events + MISSES, (u64)__popc(uncached));
       if (unknown) atomicAdd(table.events + UNKNOWN, (u64)__popc(unknown));
     }
-    if (unknown && request.num_unknown != nullptr) atomicAdd(request.num_unknown + s, (u64)__popc(unknown));
+    if (unknown) unknown_count.add(request, s, __popc(unknown));
   }
   return unknown;
 }
@@ -172,11 +189,13 @@ __device__ __forceinline__ void look_up_keys(const Request& request, const Segme
                                              u32* missing_bits, const Asked& asked, bool marking, u64 policy) {
   Source source;
   if (asked.is_one) source = find_source(table, asked.key, marking, policy);
-  const u32 unknown = note_missing(request, table, s, asked.is_one, source);
+  UnknownCount unknown_count;
+  const u32 unknown = note_missing(request, table, s, asked.is_one, source, unknown_count);
   if (missing_bits != nullptr && threadIdx.x % LANES == 0) *missing_bits = unknown;
   const bool to_copy = asked.is_one && (source.row != nullptr || request.fill);
   const Output output = {to_copy ? asked.output : nullptr, Output::is_narrowed(segment)};
   copy_sources(source, output, (int)table.dim, is_wide(table, segment));
+  unknown_count.report(request, s);
 }
 
 __device__ __forceinline__ float larger(float a, float b) { return b > a || b != b ? b : a; }  // a NaN wins
@@ -336,6 +355,7 @@ __device__ __forceinline__ void pool_bags(const Request& request, const Segment&
   const u32 lane = threadIdx.x % LANES;
   const bool takes_largest = segment.pooling == MAX, weighted = segment.weights != nullptr;
   const Bags bags(segment, first, count);
+  UnknownCount unknown_count;
   Sum<WIDE> sum;
   sum.steps = (int)table.dim / Elements<WIDE>::COUNT;
   sum.width = lanes_per_row(sum.steps);
@@ -358,7 +378,7 @@ __device__ __forceinline__ void pool_bags(const Request& request, const Segment&
       const i64 place = bags.place_of(base + lane, count);
       Source source;
       if (asked) source = find_source(table, load_key_at(segment, place), marking, policy);
-      if (first_step == 0) note_missing(request, table, s, asked, source);
+      if (first_step == 0) note_missing(request, table, s, asked, source, unknown_count);
       __syncwarp();
       found.rows[lane] = source.row;
       found.codes[lane] = (u8)source.code;
@@ -383,6 +403,7 @@ __device__ __forceinline__ void pool_bags(const Request& request, const Segment&
     }
     end_bags_at(bags.total);
   }
+  unknown_count.report(request, s);
 }
 
 template <bool WIDE>

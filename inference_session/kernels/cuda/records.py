@@ -53,6 +53,7 @@ REQUEST = np.dtype(
         ("missing_bits_address", np.int64),
         ("outputs_address", np.int64),
         ("num_unknown_address", np.int64),
+        ("unknown_sums_address", np.int64),
         ("order_address", np.int64),
         ("num_segments", np.uint32),
         ("num_tiles", np.uint32),
