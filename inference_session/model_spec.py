@@ -153,6 +153,9 @@ class RankingSpec:
     """What keeps the rest from it: what the network does with the context for every candidate all the same."""
     undivided: str = ""
     """Why dense.onnx answers such requests, with the context repeated for every candidate; empty: ranking.onnx does."""
+    largest_input: float | None = None
+    """dense.onnx also answers requests with larger numbers in inputs of floats, of either sign; None: no such limit.
+    With them ranking.onnx could round otherwise than the original by more than 1e-6."""
 
     def described(self) -> list[str]:
         """Lines for people."""
@@ -166,6 +169,11 @@ class RankingSpec:
             f"multiply-adds, {self.lookups_fraction:.0%} of the look-ups, {self.bytes_fraction:.0%} of the bytes sent"
         )
         lines = [saved, *(f"for every candidate: {reason}" for reason in self.tiled)]
+        if self.largest_input is not None:
+            lines.append(
+                f"requests with a float beyond ±{self.largest_input:g} are computed as if the context were repeated: "
+                "answers would round differently otherwise"
+            )
         if not self.may_pad:
             lines.append("requests are not joined into batches: an answer may depend on the other samples of its batch")
         return lines
@@ -381,6 +389,9 @@ def _check_ranking(spec: ModelSpec) -> None:
         raise ValueError(f"field 'ranking': tiled must be a list of strings, found {spec.ranking.tiled!r}")
     if not isinstance(spec.ranking.undivided, str):
         raise ValueError(f"field 'ranking': undivided must be a string, found {spec.ranking.undivided!r}")
+    largest = spec.ranking.largest_input
+    if largest is not None and (type(largest) not in (int, float) or not largest > 0):
+        raise ValueError(f"field 'ranking': largest_input must be a number above 0, found {largest!r}")
     if not spec.batched or not spec.has_own_inputs or CANDIDATES in names:
         raise ValueError(
             f"field 'ranking': the model must be batched, have the layout 'tensors', and have no input {CANDIDATES!r}"

@@ -40,9 +40,9 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[ImportReport, Pa
     """A model with a user, her clicks and an item, and its file."""
     random = np.random.default_rng(0)
     constants = {
-        "users": table(dim=DIM, seed=1),
-        "items": table(dim=DIM, seed=2),
-        "w": random.standard_normal((4 * DIM + 3, 3)).astype(np.float32),
+        "users": table(dim=DIM, seed=1) * np.float32(0.1),
+        "items": table(dim=DIM, seed=2) * np.float32(0.1),
+        "w": 0.3 * random.standard_normal((4 * DIM + 3, 3), np.float32),
         "b": random.standard_normal(3).astype(np.float32),
         "w2": random.standard_normal((3, 1)).astype(np.float32),
     }

@@ -164,6 +164,7 @@ def _ranking(ranking: RankingSpec | None) -> dict[str, Any] | None:
         "bytes_fraction": ranking.bytes_fraction,
         "tiled": list(ranking.tiled),
         "undivided": ranking.undivided,
+        "largest_input": ranking.largest_input,
     }
 
 

@@ -26,6 +26,7 @@ from inference_session.kernels.cpu.staging import BLOCK, NO_ROOM, STAGED
 from inference_session.kernels.records import SEGMENT, Lookup, address_of
 from inference_session.model_spec import ModelSpec
 from inference_session.requests.batch import RequestLayout
+from inference_session.requests.ranking_layout import exceeds
 from inference_session.rows.base import Rows
 
 _MAX_PLANS = 1024
@@ -206,10 +207,11 @@ class StagedRankingModel:
         self._models = models
         is_contexts = [tensor.context for tensor in spec.inputs]
         self._places = is_contexts.index(True), is_contexts.index(False)
+        self._largest_input = spec.ranking.largest_input if spec.ranking else None
 
     def take(self) -> RankingStaging:
         """See StagedModel."""
-        return RankingStaging(self._places, self._models)
+        return RankingStaging(self._places, self._models, self._largest_input)
 
     def give_back(self, staging: Any) -> None:
         """See StagedModel."""
@@ -219,8 +221,11 @@ class StagedRankingModel:
 class RankingStaging:
     """The memory that a batch of either kind uses. For one batch."""
 
-    def __init__(self, places: tuple[int, int], models: tuple[ArrayModel | None, ArrayModel | None]) -> None:
-        self._places, self._models = places, models
+    def __init__(
+        self, places: tuple[int, int], models: tuple[ArrayModel | None, ArrayModel | None], largest_input: float | None
+    ) -> None:
+        """`largest_input`: RankingSpec.largest_input."""
+        self._places, self._models, self._largest_input = places, models, largest_input
         self._taken: tuple[ArrayModel, Any] | None = None
 
     def fill(self, arrays: Arrays, num_requests: int, outputs: tuple[str, ...]) -> StagedBatch | None:
@@ -230,11 +235,16 @@ class RankingStaging:
         except (IndexError, TypeError):
             return None
         model = self._models[num_contexts != num_samples]
-        if model is None:
+        if model is None or (num_contexts != num_samples and self._exceed(arrays)):
             return None
         self._taken = model, model.take()
         batch: StagedBatch | None = self._taken[1].fill(arrays, num_requests, outputs)
         return batch
+
+    def _exceed(self, arrays: Arrays) -> bool:
+        """Whether the whole network has to answer one of the requests."""
+        largest = self._largest_input
+        return largest is not None and any(type(a) is np.ndarray and exceeds(a, largest) for a in arrays)
 
     def give_back(self) -> None:
         """Return the memory of the batch."""

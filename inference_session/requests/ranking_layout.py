@@ -29,6 +29,7 @@ class RankingLayout(TensorLayout):
         self._context = frozenset(spec.context)
         self._may_pad = spec.ranking is not None and spec.ranking.may_pad
         self._is_divided = spec.is_divided
+        self._largest_input = spec.ranking.largest_input if spec.ranking else None
         self.replayed: tuple[tuple[int, int], ...] = ()
         """Contexts, and candidates of each, of batches that the device replays: others are filled up to them."""
 
@@ -44,6 +45,8 @@ class RankingLayout(TensorLayout):
             return CheckedRequest(inputs, outputs, num_samples, shapes)
         if not self._is_divided:
             return CheckedRequest(self._repeated(inputs, counts), outputs, num_samples, shapes, counts)
+        if self._largest_input is not None and any(exceeds(array, self._largest_input) for array in inputs.values()):
+            return CheckedRequest(self._repeated(inputs, counts), outputs, num_samples, shapes)
         return CheckedRequest(inputs, outputs, num_samples, (CANDIDATES, *shapes), counts)
 
     def made_up_ranking(self, num_contexts: int, num_candidates: int) -> Request:
@@ -114,6 +117,16 @@ def gives_one_context(spec: ModelSpec, inputs: Mapping[str, Any]) -> bool:
         return False
     candidates = next(inputs.get(tensor.name) for tensor in spec.inputs if not tensor.context)
     return type(candidates) is np.ndarray and bool(candidates.shape[:1] == (given[0],))
+
+
+def exceeds(array: NDArray[Any], largest: float) -> bool:
+    """Whether an array has a float that is larger, of either sign, or that is no number."""
+    if array.dtype.kind != "f":
+        return False
+    flat = array.reshape(-1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        # No element is larger than the length of all: this takes a third of the time.
+        return not (flat.dot(flat) <= largest**2 or np.abs(flat).max(initial=0) <= largest)
 
 
 def _num_candidates(given: NDArray[Any] | None, num_samples: int, num_contexts: int) -> NDArray[np.int64]:

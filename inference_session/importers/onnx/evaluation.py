@@ -1,4 +1,4 @@
-"""Runs pieces of a model with ONNX Runtime, quietly and without optimisation."""
+"""Runs pieces of a model with ONNX Runtime, quietly."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def save_network(model: ModelProto, path: Path) -> None:
         save_model(model, path, save_as_external_data=True, location=data.name, convert_attribute=False)
 
 
-def open_network(model: Path | bytes) -> Any:
-    """An ONNX Runtime session on the CPU that runs a model exactly as it is written."""
+def open_network(model: Path | bytes, *, optimised: bool = False) -> Any:
+    """An ONNX Runtime session on the CPU that runs a model exactly as it is written, unless it may optimise it."""
     options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if not optimised:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = _FATAL
     options.intra_op_num_threads = 1
     source = model if isinstance(model, bytes) else str(model)

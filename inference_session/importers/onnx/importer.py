@@ -191,9 +191,9 @@ class _Import:
         report = self._report(carved, findings)
         if self.context:
             folders = table_folders(carved, self.places)
-            ranking = RankingImport(
-                model, weights, names, folders, self.staging, original, findings, partial(self._write_ranking, findings)
-            )
+            optimised = replace(original, network=open_network(self.staging / _ORIGINAL_FILE, optimised=True))
+            write = partial(self._write_ranking, findings)
+            ranking = RankingImport(model, weights, names, folders, self.staging, optimised, findings, write)
             report = replace(report, spec=ranking.run(report.spec, self.context))
         for leftover in self.staging.glob(f"{_ORIGINAL_FILE}*"):
             leftover.unlink()

@@ -23,13 +23,23 @@ from inference_session.model_spec import (
 
 
 class Replay:
-    """A staged version directory, opened."""
+    """A staged version directory, opened.
+
+    Args:
+        as_served: whether ONNX Runtime optimises the dense network.
+    """
 
     def __init__(
-        self, directory: Path, spec: ModelSpec, *, dense_file: str = DENSE_FILE, keys_file: str = KEYS_FILE
+        self,
+        directory: Path,
+        spec: ModelSpec,
+        *,
+        dense_file: str = DENSE_FILE,
+        keys_file: str = KEYS_FILE,
+        as_served: bool = False,
     ) -> None:
         self._spec = spec
-        self._dense = open_network(directory / dense_file)
+        self._dense = open_network(directory / dense_file, optimised=as_served)
         self._keys = open_network(directory / keys_file) if (directory / keys_file).exists() else None
         self._tables = {
             table.folder: np.memmap(

@@ -12,6 +12,7 @@ from inference_session.errors import ConfigurationError, UnsupportedModelError
 from inference_session.importers.onnx.context.costs import Costs, saved_costs, tiled_readers, unproven_readers
 from inference_session.importers.onnx.context.rewrites import rewrite
 from inference_session.importers.onnx.context.rows import RowAnalysis, Rows
+from inference_session.importers.onnx.context.single_rows import compute_two_rows
 from inference_session.importers.onnx.context.work import Work
 from inference_session.importers.onnx.context.worlds import CONTEXT, Worlds
 from inference_session.importers.onnx.graph import Names
@@ -62,7 +63,9 @@ def split_context(
     worlds.divide()
     _declare(copy.graph, context, worlds)
     work = Work(copy, dict(weights), names, tuple(context))
-    if cut is not Cut.NONE:
+    if cut is Cut.NONE:
+        compute_two_rows(work)
+    else:
         rewrite(work, sums=cut is Cut.ALL)
     work.drop_unused()
     tiled = (*unproven_readers(model.graph, rows), *tiled_readers(work))

@@ -98,6 +98,11 @@ class Work:
         """The number of candidates under the first probe; no other size has this value."""
         return _PROBES[0][0]
 
+    @property
+    def dims_of_contexts(self) -> int:
+        """The number of contexts under the first probe; no other size has this value."""
+        return _PROBES[0][2]
+
     def has_rows(self, name: str) -> bool:
         """Whether the first dimension counts candidates."""
         return (self.dims(name) or (0,))[0] == self.dims_of_rows

@@ -242,7 +242,13 @@ def test_attention_to_histories_of_any_length(tmp_path: Path) -> None:
             o = MatMul(a_row, h)
             y = Squeeze(o, one)
         }""",
-        {"one": np.array([1]), "last": np.array([-1]), "limit": np.array(200), "minus": np.array(-9, np.float32)},
+        {
+            "items": table(dim=DIM) * np.float32(0.3),
+            "one": np.array([1]),
+            "last": np.array([-1]),
+            "limit": np.array(200),
+            "minus": np.array(-9, np.float32),
+        },
         {"u": (7,), "v": ()},
     )
     assert_nothing_tiled(report)
