@@ -43,7 +43,7 @@ from inference_session.requests.canary import check_canary
 from inference_session.requests.gpu_inputs import inputs_with_gpu, is_on_gpu, may_stay_on_gpu
 from inference_session.requests.grouped import GroupedRequests
 from inference_session.requests.outputs import Answer
-from inference_session.requests.ranking_layout import RankingLayout, gives_one_context
+from inference_session.requests.ranking_layout import RankingLayout, contexts_apart, gives_one_context
 from inference_session.rows import fetch
 from inference_session.rows.dump import DumpReport, dump
 from inference_session.rows.hot_keys import HotKeys, HotKeysWriter, merged, read_hot_keys
@@ -304,18 +304,39 @@ class InferenceSession:
         Returns:
             None where the caller must use `run_many`, which takes any request, and says what is wrong with it.
         """
+        return self._run_parts(arrays, num_requests, outputs, mark)
+
+    def _run_parts(
+        self,
+        arrays: Arrays,
+        num_parts: int,
+        outputs: Collection[str] | None,
+        mark: Mark,
+        *,
+        are_one: bool = False,
+    ) -> list[Answer] | None:
+        """As `run_arrays`; `are_one`: the arrays are of one request, divided as if it were several."""
         self._check_open()
-        if not self.stages_arrays or (num_requests > 1 and not self.spec.joins_requests):
+        if not self.stages_arrays or (num_parts > 1 and not self.spec.joins_requests):
             return None
         try:
-            return self.replicas.run(lambda replica: self._run_arrays_on(replica, arrays, num_requests, outputs, mark))
+            return self.replicas.run(
+                lambda replica: self._run_arrays_on(replica, arrays, num_parts, outputs, mark, are_one=are_one)
+            )
         except HotrowError:
             return None
 
     def _run_arrays_on(
-        self, replica: Replica, arrays: Arrays, num_requests: int, outputs: Collection[str] | None, mark: Mark
+        self,
+        replica: Replica,
+        arrays: Arrays,
+        num_requests: int,
+        outputs: Collection[str] | None,
+        mark: Mark,
+        *,
+        are_one: bool = False,
     ) -> list[Answer] | None:
-        """As `run_arrays`, on a device; raises what the look-up and the network do."""
+        """As `_run_parts`, on a device; raises what the look-up and the network do."""
         model, rows = replica.staged, replica.network.rows
         if model is None:
             return None
@@ -336,18 +357,25 @@ class InferenceSession:
                 computed = dict(zip(wanted.computed, results, strict=True))
                 if self.config.unknown_keys == "reject" and batch.lookup.num_unknown.any():
                     return None
-                self._stats.count_staged(batch.lookup, batch.counts)
+                counts = [sum(batch.counts)] if are_one else batch.counts
+                self._stats.count_staged(batch.lookup, counts)
                 if self.spec.ranking is not None:
-                    self._stats.count_contexts(batch.num_contexts, sum(batch.counts), 0)
+                    self._stats.count_contexts(batch.num_contexts, sum(counts), 0)
             mark("answer")
-            return self.layout.outputs.split(computed, [wanted.names] * num_requests, batch.counts)
+            return self.layout.outputs.split(computed, [wanted.names] * len(counts), counts)
         finally:
             model.give_back(staging)
 
     def _run_staged(self, requests: Sequence[Request], mark: Mark) -> list[Answer] | None:
         """As `run_arrays`, where all ask for the same outputs."""
-        arrays = self._arrays_of(requests)
-        return self.run_arrays(arrays, len(requests), requests[0].outputs, mark) if arrays else None
+        if arrays := self._arrays_of(requests):
+            return self._run_parts(arrays, len(requests), requests[0].outputs, mark)
+        if len(requests) != 1 or not self.spec.is_divided:
+            return None
+        (request,) = requests
+        arrays = contexts_apart(self.spec, request.inputs, self.layout.max_elements) or []
+        num_contexts = len(arrays) // len(self._input_names)
+        return self._run_parts(arrays, num_contexts, request.outputs, mark, are_one=True) if arrays else None
 
     def _arrays_of(self, requests: Sequence[Request]) -> Arrays | None:
         """What `run_arrays` takes; None where requests lack inputs, or ask for different outputs."""

@@ -15,6 +15,7 @@ from inference_session import InferenceSession, Request
 from inference_session.errors import HotrowError, InvalidRequestError
 from inference_session.importers.onnx import ImportReport
 from inference_session.model_spec import CANDIDATES
+from inference_session.requests.ranking_layout import contexts_apart
 from tests.testing.onnx_evaluation import Arrays, run_network
 from tests.testing.onnx_models import import_model, model_of, table
 
@@ -174,6 +175,55 @@ def test_requests_that_are_not_staged_are_left_to_the_other_path(session: Infere
     assert session.run_arrays([], 0) is None
     assert session.run_arrays([np.zeros(1)], 1) is None
     assert session.run_arrays([None] * 5, 1) is None  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("counts", [[4, 4], [7, 7, 7], [1, 5], [5, 1], [2, 0, 2], [3, 4, 5], [1, 1]])
+def test_a_request_of_several_contexts(
+    session: InferenceSession, imported: tuple[ImportReport, Path], counts: list[int]
+) -> None:
+    """Compiled code reads equally many candidates of each; either way it is one request, with all its contexts."""
+    inputs = {**request(len(counts), sum(counts)), CANDIDATES: np.array(counts, np.int32)}
+    before = session.stats()
+    wanted = expected(imported[1], {n: a for n, a in inputs.items() if n != CANDIDATES}, counts)
+    for found in (session.run(inputs), session.run_many([Request(inputs)])[0]):
+        assert_alike(found, wanted)
+    assert session.predict(inputs).shape == (sum(counts), 4)
+    after = session.stats()
+    passed = {
+        name: after[name] - before[name] for name in ("requests", "samples", "contexts_total", "candidates_total")
+    }
+    assert passed == {
+        "requests": 3,
+        "samples": 3 * sum(counts),
+        "contexts_total": 3 * len(counts),
+        "candidates_total": 3 * sum(counts),
+    }
+
+
+def test_the_contexts_of_a_request_apart(session: InferenceSession) -> None:
+    """Views of what belongs together; other requests, and too large ones, are not divided."""
+    inputs = {**request(2, 5), CANDIDATES: np.array([2, 3], np.int32)}
+    arrays = contexts_apart(session.spec, inputs, 100)
+    names = [tensor.name for tensor in session.spec.inputs]
+    assert arrays is not None
+    for number, (contexts, candidates) in enumerate([(slice(0, 1), slice(0, 2)), (slice(1, 2), slice(2, 5))]):
+        for name, array in zip(names, arrays[5 * number :], strict=False):
+            np.testing.assert_array_equal(array, inputs[name][contexts if name in CONTEXT else candidates])
+    for changed in (
+        {CANDIDATES: np.array([2, 3])},
+        {CANDIDATES: np.array([[2, 3]], np.int32)},
+        {CANDIDATES: np.array([5], np.int32)},
+        {CANDIDATES: np.array([5, 0], np.int32)},
+        {CANDIDATES: np.array([9, -4], np.int32)},
+        {CANDIDATES: np.array([2, 2], np.int32)},
+        {CANDIDATES: [2, 3]},
+        {"user": np.zeros(3, np.int64)},
+        {"user": [1, 2]},
+        {"item": np.int64(3)},
+        {"other": np.zeros(2)},
+    ):
+        assert contexts_apart(session.spec, {**inputs, **changed}, 100) is None
+    assert contexts_apart(session.spec, inputs, 9) is None
 
 
 NUMBERS = {"clicks": np.zeros((3, 5), np.int64), "user": np.zeros(3, np.int64), "age": np.zeros((3, 2), np.float32)}

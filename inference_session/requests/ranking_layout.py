@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ from inference_session.requests.batch import CheckedRequest, JoinedBatch, Part, 
 from inference_session.requests.blocks import Blocks, arrange
 from inference_session.requests.outputs import Outputs
 from inference_session.requests.tensor_layout import TensorLayout
+
+_MAX_APART = 4096
+"""Arrays that a request is divided into: each takes Python 0.2 us."""
 
 
 class RankingLayout(TensorLayout):
@@ -117,6 +121,30 @@ def gives_one_context(spec: ModelSpec, inputs: Mapping[str, Any]) -> bool:
         return False
     candidates = next(inputs.get(tensor.name) for tensor in spec.inputs if not tensor.context)
     return type(candidates) is np.ndarray and bool(candidates.shape[:1] == (given[0],))
+
+
+def contexts_apart(spec: ModelSpec, inputs: Mapping[str, Any], max_elements: int) -> list[NDArray[Any]] | None:
+    """The arrays of one request for each context of a request, one after the other; None: it is not of that kind.
+
+    Compiled code takes such arrays, where the context and its candidates stand in the same place of each request.
+    """
+    given = inputs.get(CANDIDATES)
+    if len(inputs) != len(spec.inputs) + 1 or type(given) is not np.ndarray or given.dtype != np.int32:
+        return None
+    if given.ndim != 1 or not 2 <= len(given) <= _MAX_APART // len(spec.inputs) or given.min() < 1:
+        return None
+    ends = np.cumsum(given, dtype=np.int64).tolist()
+    places: list[tuple[NDArray[Any], bool]] = []
+    for tensor in spec.inputs:
+        array, length = inputs.get(tensor.name), len(given) if tensor.context else ends[-1]
+        if type(array) is not np.ndarray or array.shape[:1] != (length,) or array.size > max_elements:
+            return None
+        places.append((array, tensor.context))
+    return [
+        array[i : i + 1] if is_contexts else array[begin:end]
+        for i, (begin, end) in enumerate(pairwise([0, *ends]))
+        for array, is_contexts in places
+    ]
 
 
 def exceeds(array: NDArray[Any], largest: float) -> bool:
