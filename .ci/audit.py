@@ -1,7 +1,7 @@
-"""Look for known vulnerabilities in what is installed beside this Python, by pip-audit; status 1 if a newer version
-of a package would mend one. One that no version mends yet is said, and holds nobody up.
+"""Look for known vulnerabilities in the packages of this environment with pip-audit.
 
-Who is not connected to PyPI's advisories is told so, loudly, and not held up.
+The exit status is 1 if a newer version of a package would fix one. Vulnerabilities that no version fixes yet are
+printed and do not fail the check. If no advisory service can be reached, the check prints that and passes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from importlib.metadata import distributions
 from typing import Any
 
 NOT_OURS = frozenset({"hotrow", "pip", "setuptools", "wheel"})
-"""Itself, and what every virtual environment brings along."""
+"""This package, and those that every virtual environment contains."""
 ACCEPTED: Mapping[str, str] = {}
-"""Vulnerabilities that do not concern us: their ids, and why."""
+"""Vulnerabilities that do not affect hotrow: their ids, and why."""
 PROBE = "requests"
-"""Has had advisories, so that whoever knows of any knows it."""
+"""A package with known advisories, to see whether an advisory service answers."""
 TIMEOUT_S = 300.0
 
 
@@ -30,7 +30,7 @@ def installed() -> list[str]:
 
 
 def audited(requirements: Sequence[str]) -> list[dict[str, Any]]:
-    """What is known of each of them; those of which nothing could be learned are left out."""
+    """What the services know of each package; packages that they do not know are left out."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("\n".join(requirements))
         file.flush()
@@ -40,13 +40,13 @@ def audited(requirements: Sequence[str]) -> list[dict[str, Any]]:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
             report = json.loads(done.stdout)
-        except (subprocess.TimeoutExpired, json.JSONDecodeError):  # it prints no report where nobody answers
+        except (subprocess.TimeoutExpired, json.JSONDecodeError):  # it prints no report if no service answers
             return []
     return [package for package in report["dependencies"] if "skip_reason" not in package]
 
 
 def main() -> int:
-    """Ask about one package first: asking about each where nobody answers would take minutes."""
+    """Ask about one package first: if no service answers, asking about each would take minutes."""
     packages = audited([f"{PROBE}==2.31.0"]) and audited(installed())
     if not packages:
         print("*** NOT AUDITED: no advisory service can be reached; known vulnerabilities would go unnoticed. ***")
@@ -55,7 +55,7 @@ def main() -> int:
     for package in vulnerable:
         for found in package["vulns"]:
             mended = ", ".join(found["fix_versions"]) or "no version yet"
-            print(f"{package['name']} {package['version']}: {found['id']}, mended in {mended}")
+            print(f"{package['name']} {package['version']}: {found['id']}, fixed in {mended}")
     print(f"{len(packages)} of {len(installed())} packages audited, {len(vulnerable)} vulnerable")
     return int(any(found["fix_versions"] for package in vulnerable for found in package["vulns"]))
 

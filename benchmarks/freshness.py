@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--to", metavar="KAFKA_URL", help="brokers without earlier updates of this model")
     parser.add_argument("--model", metavar="FOLDER", type=Path, help="another model than the example, with its events")
     parser.add_argument("--every", type=int, default=100, help="events between two updates")
-    parser.add_argument("--limit", type=int, help="replay only so many events")
+    parser.add_argument("--limit", type=int, help="largest number of events to replay")
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
         repository = Path(stack.enter_context(tempfile.TemporaryDirectory()))

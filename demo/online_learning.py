@@ -258,7 +258,7 @@ def _served(model: TwoTowers, dense: nn.Module, inputs: Inputs) -> NDArray[np.fl
 
 
 def _show(outcome: Outcome) -> None:
-    table = Table(title="AUC over the second half, each batch asked before it was learned")
+    table = Table(title="AUC over the second half, each batch predicted before training on it")
     table.add_column("served")
     table.add_column("AUC", justify="right")
     table.add_column("")
@@ -282,7 +282,7 @@ def _plot(outcome: Outcome, path: Path) -> None:
     places = range(5, len(counts) + 1, max(1, len(counts) // 100))
     for way in WAYS:
         axes.plot([counts[i - 1] for i in places], [outcome.auc(way, i) for i in places], label=way)
-    axes.set(xlabel="ratings replayed", ylabel="AUC so far", title="MovieLens-100k, learned in order of time")
+    axes.set(xlabel="ratings replayed", ylabel="AUC so far", title="MovieLens-100k, in order of time")
     axes.legend()
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
@@ -290,8 +290,10 @@ def _plot(outcome: Outcome, path: Path) -> None:
 
 
 @click.command()
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the model's first weights.")
-@click.option("--limit", type=click.IntRange(min=1), help="Replay only so many ratings.  [default: the whole half]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the initial weights.")
+@click.option(
+    "--limit", type=click.IntRange(min=1), help="Largest number of ratings to replay.  [default: the whole half]"
+)
 @click.option("--broker", metavar="KAFKA_URL", help="[default: one is started]")
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), default=Path("online-learning.png"), show_default=True

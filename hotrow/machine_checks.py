@@ -231,8 +231,8 @@ def _cuda() -> Finding:
         return Finding("CUDA", "ok", f"{result.stdout.split()[0]} usable")
     reason = (result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[-1]
     fix = (
-        "install the CuPy that matches the driver: cupy-cuda12x or cupy-cuda13x, with [ctk] behind it where there is no"
-        " CUDA toolkit; nvidia-smi shows the driver's CUDA"
+        "install the CuPy that matches the driver: cupy-cuda12x or cupy-cuda13x; add [ctk] if there is no CUDA"
+        " toolkit; nvidia-smi shows the driver's CUDA"
     )
     return Finding("CUDA", "problem", f"CuPy cannot use it: {reason}", fix)
 

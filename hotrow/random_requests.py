@@ -37,7 +37,7 @@ def random_requests(session: InferenceSession, *, seed: int = 0) -> list[Arrays]
         if num_unknown is not None:
             answered.setdefault(num_unknown, requests)
     if not answered:
-        raise UnsupportedModelError("the model answered none of the random requests; give requests of its own")
+        raise UnsupportedModelError("the model answered none of the random requests; give recorded requests")
     return answered[min(answered)]
 
 

@@ -145,8 +145,8 @@ class SessionConfig:
     verify: Literal["sizes", "full"] = _setting("sizes", _choice("sizes", "full"))
     """What is checked when the version is opened: sizes and shapes, or every byte's checksum as well."""
     unknown_keys: Literal["default_vector", "reject"] = _setting("default_vector", _choice("default_vector", "reject"))
-    """What becomes of a key that its table does not hold: answered with the table's default vector and counted,
-    or the request that holds it is rejected, alone."""
+    """What happens to a key that its table does not hold: it gets the table's default vector and is counted, or only
+    the request that holds it is rejected."""
     dense_precision: Literal["float32", "tf32", "float16", "bfloat16"] = _setting(
         "float32", _choice("float32", "tf32", "float16", "bfloat16")
     )
@@ -161,58 +161,58 @@ class SessionConfig:
     lookup_threads: int = _setting(0, _count(0, _MAX_THREADS))
     """Threads of one look-up, taken only by large ones. 0: as `dense_threads`."""
     context_cache_bytes: int = _setting(0, _count(0))
-    """Memory for what was computed of contexts, so that a context that comes again is not computed again as long as no
-    row that it looked up has changed. 0: nothing is kept. For models imported with context inputs, on a CPU."""
+    """Memory for results computed from contexts. A context that comes again is not computed again while no row that it
+    looked up has changed. 0: nothing is kept. For models imported with context inputs, on a CPU."""
     max_keys_per_request: int = _setting(10_000_000, _count(1))
     """A request with more elements than this in any of its inputs is rejected."""
     volatile_store: StoreUrl | None = _setting(None, _store)  # noqa: RUF009  as the others
-    """URL of the store that is asked first for rows that the cache has not (docs/reference/stores.md)."""
+    """URL of the store that is asked first for rows that the cache lacks (docs/reference/stores.md)."""
     persistent_store: StoreUrl | None = _setting(None, _store)  # noqa: RUF009  as the others
     """URL of the store that is asked next, and holds all rows."""
     store_namespace: Literal["version", "shared"] = _setting("version", _choice("version", "shared"))
-    """Whose rows are read in the stores: the version's own, or those that all versions share, HPS's."""
+    """Which rows are read in the stores: the version's own, or those that all versions share, as in HPS."""
     store_timeout_ms: int = _setting(DEFAULT_TIMEOUT_MS, _count(1, _MAX_TIME))
     """The longest that a request waits for one store."""
     on_store_failure: Literal["default_vector", "error"] = _setting(
         "default_vector", _choice("default_vector", "error")
     )
-    """What becomes of a key that no store has while one is down."""
+    """What happens to a key that no store has while one is down."""
     cache_bytes: int | None = _setting(None, _count(0))
     """Memory of the cache over the stores. 0: no cache. None: as `cache_fraction` says."""
     cache_fraction: float = _setting(0.2, _number(0, 1))
-    """Size of that cache as a part of all rows of all tables. 0: no cache."""
+    """Size of that cache as a fraction of all rows of all tables. 0: no cache."""
     insert_mode: Literal["sync", "async"] = _setting("sync", _choice("sync", "async"))
-    """Whether a request waits for the rows that the cache has not, or may be answered without them."""
+    """Whether a request waits for the rows that the cache lacks, or may be answered without them."""
     hit_rate_threshold: float = _setting(0.9, _number(0, 1))
     """With `insert_mode` `async`: the hit rate from which on a look-up does not wait."""
     cache_missed_keys: bool = _setting(True, _flag)
-    """Whether rows that the volatile store had not are copied there."""
+    """Whether rows that the volatile store lacks are copied there."""
     touch_rows: bool = _setting(True, _flag)
     """Whether rows that are read from the volatile store are marked as used there."""
     keep_versions: int = _setting(2, _count(0))
     """The newest versions up to this one whose rows stay in the volatile store. 0: all."""
     refresh_interval_s: float = _setting(0.0, _seconds)
-    """Time between two refreshes of the cache from the stores. 0: never by itself."""
+    """Time between two refreshes of the cache from the stores. 0: only when `refresh` is called."""
     record_keys: str = _setting("", _folder)
-    """Folder below which the keys that are looked up are recorded, for `hotrow size`. Empty: they are not."""
+    """Folder below which the keys that are looked up are recorded, for `hotrow size`. Empty: nothing is recorded."""
     record_keys_bytes: int = _setting(256 << 20, _count(1 << 12))
-    """Size of one recording, an upper bound: of a longer one a sample is kept."""
+    """Largest size of one recording. A longer trace is sampled."""
 
     update_stream: KafkaUrl | None = _setting(None, _stream)  # noqa: RUF009  as the others
     """URL of the brokers from which changed rows come while serving."""
     update_filter: str = _setting(".+", _pattern)
     """Regular expression: the topics of the model that are followed, among those of its tables."""
     update_since: datetime | None = _setting(None, _moment)  # noqa: RUF009  as the others
-    """Updates published before this are not applied: the version has learned from them. None: all there are."""
+    """Updates published before this are not applied: the version has learned from them. None: all are applied."""
     non_finite_updates: Literal["refuse", "apply"] = _setting("refuse", _choice("refuse", "apply"))
-    """What becomes of an update with NaN or infinite elements."""
+    """What happens to an update with NaN or infinite elements."""
     catch_up_s: float = _setting(10.0, _seconds)
-    """The longest that opening a version waits until it serves what had been published before."""
+    """The longest that opening a version waits until it has applied what was published before."""
 
     warm_up_s: float = _setting(0.0, _seconds)
-    """The longest that opening a version spends on bringing hot rows in and on trying batches of several sizes."""
+    """The longest that opening a version spends on fetching hot rows and on running batches of several sizes."""
     state_dir: str = _setting("", str)
-    """Folder where a session keeps which rows are hot, for the next version or process. Empty: nowhere."""
+    """Folder where a session keeps which rows are hot, for the next version or process. Empty: nothing is kept."""
     canary_requests: str = _setting("", str)
     """A file of recorded requests and answers (canary.py) that a version has to answer before it serves."""
     canary_tolerance: float = _setting(0.2, _number(0, math.inf))

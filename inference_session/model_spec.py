@@ -472,7 +472,9 @@ def _check_table(table: TableSpec) -> None:
         raise ValueError(f"{where}: row_shape {table.row_shape} does not match embedding_dim {table.embedding_dim}")
     default = table.default_vector if isinstance(table.default_vector, tuple) else (table.default_vector,)
     if not all(isinstance(element, (int, float)) and abs(element) <= _LARGEST_FLOAT for element in default):
-        raise ValueError(f"{where}: default_vector {table.default_vector!r} has an element that is no finite float32")
+        raise ValueError(
+            f"{where}: default_vector {table.default_vector!r} has an element that is not a finite float32"
+        )
     if isinstance(table.default_vector, tuple) and len(table.default_vector) != table.embedding_dim:
         raise ValueError(f"{where}: default_vector has {len(table.default_vector)} elements, not {table.embedding_dim}")
 

@@ -523,7 +523,7 @@ class InferenceSession:
         """Wait until this session has applied what another session has applied.
 
         Raises:
-            UnavailableError: it has not within `catch_up_s`.
+            UnavailableError: it has not applied them within `catch_up_s`.
         """
         if self._updates is not None and not self._updates.wait_until_applied(applied, self.config.catch_up_s):
             raise UnavailableError(

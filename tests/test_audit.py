@@ -21,7 +21,7 @@ VULNERABLE = {"name": "onnx", "version": "1.0", "vulns": [{"id": "CVE-1", "fix_v
     ("packages", "status", "said"),
     [
         ([SOUND, SKIPPED], 0, "1 of"),
-        ([SOUND, VULNERABLE], 1, "onnx 1.0: CVE-1, mended in 1.1"),
+        ([SOUND, VULNERABLE], 1, "onnx 1.0: CVE-1, fixed in 1.1"),
         ([SKIPPED, SKIPPED], 0, "NOT AUDITED"),
         (None, 0, "NOT AUDITED"),
     ],

@@ -105,7 +105,9 @@ class HashEmbeddingBag(HashTable):
             begins = functional.pad(begins, (0, 1), value=len(keys))
         counts = begins.diff()
         if not len(begins) or bool((begins[0] != 0) | (begins[-1] != len(keys)) | (counts < 0).any()):
-            raise ConfigurationError(f"offsets have to begin with 0 and ascend, up to {len(keys)}, the number of keys")
+            raise ConfigurationError(
+                f"offsets must begin with 0, never decrease, and not exceed {len(keys)}, the number of keys"
+            )
         return begins
 
 

@@ -29,16 +29,16 @@ def check_precision(config: SessionConfig, device: Device) -> None:
     if config.dense_precision == "bfloat16" and device is not HOST:
         raise ConfigurationError(
             f"dense_precision cannot be 'bfloat16' on {device.name}: it is for processors, so set device=cpu,"
-            " or take 'tf32' or 'float16'"
+            " or use 'tf32' or 'float16'"
         )
     if config.dense_engine != "tensorrt":
         return
     if device is HOST:
-        raise ConfigurationError("dense_engine cannot be 'tensorrt' on cpu: it is for GPUs, so take 'onnxruntime'")
+        raise ConfigurationError("dense_engine cannot be 'tensorrt' on cpu: it is for GPUs, so use 'onnxruntime'")
     if config.dense_precision == "float32":
         raise ConfigurationError(
             "dense_engine cannot be 'tensorrt' with dense_precision 'float32': TensorRT rounds factors of products, so"
-            " set dense_precision to 'tf32' or 'float16', or take 'onnxruntime'"
+            " set dense_precision to 'tf32' or 'float16', or use 'onnxruntime'"
         )
 
 

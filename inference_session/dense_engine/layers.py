@@ -300,4 +300,4 @@ _CHECKS: dict[str, Callable[[_Network, NodeProto], bool]] = {
     "ReduceMean": _follows_axes(1),
     "BatchNormalization": _is_normalization,
 }
-"""What has to hold of a node of each type beside that it reads and computes rows."""
+"""Conditions on nodes of each type, in addition to reading and computing rows."""

@@ -79,7 +79,7 @@ class OpenVinoEngine(DenseEngine):
             UnsupportedModelError: OpenVINO cannot compute this network.
         """
         if reason := unusable_bfloat16():
-            raise ConfigurationError(f"dense_precision cannot be 'bfloat16', take 'float32': {reason}")
+            raise ConfigurationError(f"dense_precision cannot be 'bfloat16', use 'float32': {reason}")
         division = read_division(path)
         self.num_products, self.num_all_products = division.num_products, division.num_all_products
         self._first: OnnxEngine | None = None
@@ -222,7 +222,7 @@ def _compile(layers: onnx.ModelProto, num_threads: int) -> Any:
 def _not_in_bfloat16(path: Path, error: Exception) -> UnsupportedModelError:
     reason = _last_line(error).removeprefix(f"{path}: ")
     return UnsupportedModelError(
-        f"{path}: dense_precision 'bfloat16' does not suit this network, take 'float32': {reason}"
+        f"{path}: dense_precision 'bfloat16' does not suit this network, use 'float32': {reason}"
     )
 
 

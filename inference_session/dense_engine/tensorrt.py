@@ -44,7 +44,7 @@ class TensorRtEngine(CudaEngine):
             UnsupportedModelError: TensorRT cannot compute this network.
         """
         if reason := unusable_tensorrt():
-            raise ConfigurationError(f"dense_engine cannot be 'tensorrt', take 'onnxruntime': {reason}")
+            raise ConfigurationError(f"dense_engine cannot be 'tensorrt', use 'onnxruntime': {reason}")
         self._max_samples = max_samples
         self._settings = {
             "device_id": str(gpu.device_id),
@@ -71,7 +71,7 @@ class TensorRtEngine(CudaEngine):
         try:
             OnnxEngine.__init__(self, path, content=content, num_threads=num_threads, providers=providers)
         except RuntimeError as error:  # where a library that the provider needs is missing
-            raise ConfigurationError(f"dense_engine cannot be 'tensorrt', take 'onnxruntime': {error}") from error
+            raise ConfigurationError(f"dense_engine cannot be 'tensorrt', use 'onnxruntime': {error}") from error
         self._may_record = False  # graphs are the CUDA provider's
 
     def _check_samples(self, inputs: Mapping[str, Any]) -> None:

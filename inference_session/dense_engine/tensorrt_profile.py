@@ -26,8 +26,8 @@ def profile_shapes(path: Path, content: bytes | None, max_samples: int) -> dict[
         sizes = [size.dim_value if size.HasField("dim_value") else None for size in tensor.type.tensor_type.shape.dim]
         if None in sizes[1:]:
             raise UnsupportedModelError(
-                f"{path}: dense_engine 'tensorrt' does not suit this network, take 'onnxruntime': the sizes of input"
-                f" {tensor.name!r} are not fixed, beside the number of samples"
+                f"{path}: dense_engine 'tensorrt' does not suit this network, use 'onnxruntime': the sizes of input"
+                f" {tensor.name!r} are not fixed, apart from the number of samples"
             )
         if sizes and sizes[0] is None:
             rest = "".join(f"x{size}" for size in sizes[1:])

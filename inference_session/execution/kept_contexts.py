@@ -31,7 +31,7 @@ from inference_session.tables.row_numbers import stored_keys
 from inference_session.version_directory.version import VersionDirectory
 
 _ENTRY_BYTES = 500
-"""What an entry takes beside its arrays."""
+"""Memory of an entry in addition to its arrays."""
 
 
 class Context(NamedTuple):

@@ -118,7 +118,7 @@ def _unpack_shipped() -> None:
 
 @functools.cache
 def _is_ours(folder: Path) -> bool:
-    """Whether nobody else can have put machine code into a folder; one that is refused is logged."""
+    """Whether no other user can have put machine code into a folder. A folder that is refused is logged."""
     above = [Path(chosen)] if (chosen := os.environ.get(FOLDER)) else []
     with suppress(OSError):
         for path in (*above, folder, *folder.rglob("*")):
@@ -155,7 +155,7 @@ def open_to_others(path: Path) -> str | None:
 
 @functools.cache
 def is_private_group(group: int) -> bool:
-    """Whether nobody but root and our user is in a group, as in those that many systems make for each user."""
+    """Whether only root and our user are in a group, as in the group that many systems create for each user."""
     ours = {"root", *(user.pw_name for user in pwd.getpwall() if user.pw_uid == os.geteuid())}
     with suppress(KeyError):  # a group without a name lists no members
         if set(grp.getgrgid(group).gr_mem) - ours:

@@ -105,7 +105,7 @@ class TablePush:
             raise StoreError(
                 f"table {self.spec.name!r}: the row of key {keys[first]} {what} in {self._store!r}"
                 f" ({int((~same).sum())} of {len(keys)} rows of this batch are wrong); push again,"
-                " or see whether the store drops rows by itself, as a Redis with a maxmemory-policy does"
+                " or check whether the store evicts rows, as a Redis with a maxmemory-policy does"
             )
 
     def _rows_done(self) -> int:

@@ -8,10 +8,10 @@ from threading import Event
 from typing import TypeVar
 
 REST_PER_WORK = 4.0
-"""Rest after a piece of work, beside the processor time that it took: a fifth of one core at most. A store that answers
-such work takes about as much of its own."""
+"""Rest after a piece of work, as a multiple of its processor time: the work takes at most a fifth of one core. A store
+that answers such work takes about as much again."""
 PATIENT_REST_PER_WORK = 20.0
-"""The same for long rounds of work, such as refreshes, that requests would meet all the time."""
+"""The same for long rounds of work, such as refreshes, which would otherwise delay many requests."""
 MAX_REST_S = 0.2
 """The longest of these rests."""
 _REST_S = 50e-6

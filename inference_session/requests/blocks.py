@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _BLOCK_COST = 16
-"""What a block costs beside its rows, in rows: the context's values are copied for each."""
+"""The cost of a block in addition to its rows, counted in rows: the context's values are copied for each block."""
 _MAX_FILL, _MAX_FILLED = 2000, 4000
 """Rows that are added, at most, to make a batch one of a size that is replayed, and its rows then: a replay saves about
 0.25 ms of launches. An H200 takes as long for 3,600 rows of a network with attention by an MLP, and the host, to move

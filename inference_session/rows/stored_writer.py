@@ -210,7 +210,7 @@ class StoredWriter(RowWriter):
                 self.log.add(table, keys)
 
     def _in_each_cache(self, change: Callable[[EmbeddingCache], None]) -> None:
-        """Change all caches. If one cannot be changed, the others are all the same, and its error is raised."""
+        """Change all caches. If one cannot be changed, the others are still changed, and its error is raised."""
         with contextlib.ExitStack() as changes:
             for cache in reversed(self._caches):
                 changes.callback(change, cache)

@@ -175,8 +175,8 @@ class TableWriter(RowWriter):
             yield
 
     def _copy(self, folder: str, changed: Changed) -> None:
-        """Have each device answer these rows. If one cannot, the others do all the same, and its error is raised. Must
-        be called while holding `_writing`.
+        """Copy these rows to each device. If one fails, the others still get them, and its error is raised. Must be
+        called while holding `_writing`.
         """
         with contextlib.ExitStack() as puts:
             for tables in reversed(self._copies):

@@ -14,7 +14,7 @@ from inference_session.sizing.hit_rate import HitRateCurve
 _KIB, _MIB = 1 << 10, 1 << 20
 _NUM_KNEE_POINTS = 256
 _SMALLEST_PART = 1000
-"""One byte in so many is the smallest cache that is of interest."""
+"""The smallest cache of interest holds one byte in this many."""
 
 
 class CachePoint(NamedTuple):

@@ -16,7 +16,7 @@ from inference_session.sizing.key_sample import KeySample
 _ROUND_SIZES = (10, 15, 20, 30, 50, 70)
 """Of every decade the cache sizes that are simulated; hit rates in between are interpolated."""
 _SMALLEST_PART = 2000
-"""One row in so many is the smallest cache that is simulated."""
+"""The smallest simulated cache holds one row in this many."""
 _LEAST_SAMPLED_ROWS = 64
 """A simulated cache of fewer rows than this says little about one that is larger by the rate of the sample."""
 _ERROR_PARTS = 8

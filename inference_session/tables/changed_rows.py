@@ -59,7 +59,7 @@ class ChangedRows:
 
     @contextlib.contextmanager
     def _request(self, num_rows: int) -> Iterator[None]:
-        """A request of the device that takes memory for so many rows."""
+        """A request of the device that allocates memory for `num_rows` rows."""
         with self._device.request():
             try:
                 yield

@@ -115,7 +115,7 @@ class KafkaUpdateStream:
         self._current = threading.Event()
         self._closing = threading.Event()
         self._hold: threading.Event | None = None
-        """Set once the thread applies nothing more; None: nobody holds the stream."""
+        """Set once the thread applies nothing more; None: the stream is not held."""
         self._updates = UpdateApplier(
             model, tables, rows, self._stats, self._rests, allow_non_finite=allow_non_finite, closing=self._closing
         )

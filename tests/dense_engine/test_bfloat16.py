@@ -240,7 +240,7 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     openvino._core.cache_clear()
     monkeypatch.setitem(sys.modules, "openvino", None)
 
-    with pytest.raises(ConfigurationError, match=r"'bfloat16', take 'float32': .* pip install 'hotrow\[openvino\]'"):
+    with pytest.raises(ConfigurationError, match=r"'bfloat16', use 'float32': .* pip install 'hotrow\[openvino\]'"):
         InferenceSession.open(tmp_path / "1", device="cpu", dense_precision="bfloat16")
 
 
@@ -263,7 +263,7 @@ def test_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(HOST), "name", "cuda:0")
     gpu = type(HOST)()
 
-    with pytest.raises(ConfigurationError, match=r"on cuda:0.* device=cpu, or take 'tf32' or 'float16'"):
+    with pytest.raises(ConfigurationError, match=r"on cuda:0.* device=cpu, or use 'tf32' or 'float16'"):
         check_precision(BFLOAT16, gpu)
     check_precision(SessionConfig(dense_precision="float16"), gpu)
     check_precision(BFLOAT16, HOST)
@@ -286,5 +286,5 @@ def test_shapes_that_contradict_each_other(tmp_path: Path, bfloat16: None) -> No
     path = tmp_path / "dense.onnx"
     onnx.save(model_of("g (float[n, 25] x) => (y) { y = MatMul(x, w) }", {"w": drawn(24, 16)}), path)
 
-    with pytest.raises(UnsupportedModelError, match=r"dense\.onnx: dense_precision 'bfloat16' .* take 'float32'"):
+    with pytest.raises(UnsupportedModelError, match=r"dense\.onnx: dense_precision 'bfloat16' .* use 'float32'"):
         create_engine(path, BFLOAT16, HOST)

@@ -29,7 +29,7 @@ def _network(path: Path, inputs: str) -> Path:
 def test_a_cpu(tmp_path: Path) -> None:
     """The load fails, and says what to set."""
     small_model.write(tmp_path / "1")
-    with pytest.raises(ConfigurationError, match=r"dense_engine cannot be 'tensorrt' on cpu.* take 'onnxruntime'"):
+    with pytest.raises(ConfigurationError, match=r"dense_engine cannot be 'tensorrt' on cpu.* use 'onnxruntime'"):
         InferenceSession.open(tmp_path / "1", device="cpu", dense_engine="tensorrt", dense_precision="tf32")
 
 

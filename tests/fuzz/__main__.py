@@ -93,7 +93,7 @@ def _fuzz_apart(name: str, folder: Path, **limits: int | float) -> bool:
 @click.command()
 @click.argument("targets", type=click.Choice(list(TARGETS)), nargs=-1, required=True)
 @click.option("--seconds", type=float, default=60.0, show_default=True, help="For each target.")
-@click.option("--max-files", type=int, default=10**9, help="End earlier, after so many.")
+@click.option("--max-files", type=int, default=10**9, help="End after this number of files.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--folder", type=click.Path(path_type=Path), help="Where the files are; default: a new folder.")
 def main(targets: tuple[str, ...], seconds: float, max_files: int, seed: int, folder: Path | None) -> None:

@@ -83,7 +83,7 @@ def fuzz(name: str, folder: Path, *, seed: int, seconds: int, max_files: int) ->
 @click.command()
 @click.argument("target", type=click.Choice(list(TARGETS)))
 @click.option("--seconds", type=float, default=60.0, show_default=True)
-@click.option("--max-files", type=int, default=2**31 - 1, help="End earlier, after so many.")
+@click.option("--max-files", type=int, default=2**31 - 1, help="End after this number of files.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--folder", type=click.Path(path_type=Path), help="Where the files are; default: a new folder.")
 def main(target: str, seconds: float, max_files: int, seed: int, folder: Path | None) -> None:

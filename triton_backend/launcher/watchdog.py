@@ -1,9 +1,9 @@
-"""Detects dead and hung backend processes, which the server does not, and has their models loaded again.
+"""Detects dead and hung backend processes, which the server does not notice, and has their models loaded again.
 
 dead      a zombie child of the server (stubs.py) for `DEAD_S`: an unloaded one is also a zombie for a moment
 stopped   seen in state T for `STOPPED_S`
-hung      has not beaten for `SILENT_S` (heartbeat.py), and its version does not answer a request either: silence alone
-          may be a long computation that holds the interpreter
+hung      has sent no heartbeat for `SILENT_S` (heartbeat.py), and its version does not answer a request either: silence
+          alone may be a long computation that holds the interpreter
 
 The model is loaded with its current configuration plus the count of such reloads. The change makes Triton load a new
 instance next to the old one, and gives the new process the count to report. The versions stay those that were ready, or

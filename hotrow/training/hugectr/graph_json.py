@@ -259,7 +259,7 @@ def _part(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _get(document: Mapping[str, Any], name: str) -> Any:
     if name not in document:
         kind = document.get("type") or document.get("top") or sorted(document)
-        raise ConfigurationError(f"layer {kind!r}: field {name!r} is required, but not there")
+        raise ConfigurationError(f"layer {kind!r}: field {name!r} is missing")
     return document[name]
 
 

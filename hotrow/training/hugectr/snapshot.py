@@ -281,7 +281,9 @@ def _floats(path: Path, count: int) -> NDArray[np.float32]:
     if not path.exists():
         raise ConfigurationError(f"{path}: no such file; paths count from the working directory, {Path.cwd()}")
     if path.stat().st_size != 4 * count:
-        raise ModelFormatError(f"{path}: {path.stat().st_size} bytes, expected {4 * count}; is it another model's?")
+        raise ModelFormatError(
+            f"{path}: {path.stat().st_size} bytes, expected {4 * count}; does it belong to another model?"
+        )
     return np.fromfile(path, "<f4").astype(np.float32, copy=False)
 
 

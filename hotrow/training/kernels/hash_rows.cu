@@ -4,7 +4,7 @@
 // The index is an array of `mask + 1` entries, a power of two, at most half of them in use. An entry is 0 where it is free;
 // else its upper half is a tag of the key, its lower half the key's row. A key stands at its hash or behind it, before the next
 // free entry. While `claim` runs, an entry of a new key names the key's place in the batch instead (PENDING); `publish` then
-// writes the row. Rows are compared by their keys, so that keys of one tag are told apart.
+// writes the row. Rows are compared by their keys, so that keys with the same tag are distinguished.
 
 constexpr u64 PENDING = 1ull << 31, NUMBER = PENDING - 1, TAG = 0xffffffff00000000ull;
 
@@ -70,7 +70,7 @@ extern "C" __global__ void claim(u64* entries, u64 mask, const i64* table_keys, 
   rows[i] = (i64)first + __popc(same & ((1u << lane) - 1));
 }
 
-// Whoever claimed an entry writes its row and key there; all others read the row, from the entry or from who claimed it.
+// The thread that claimed an entry writes its row and key there. All others read the row, from the entry or from that thread.
 // counts: null where claimed rows are final; else rows of each owner begin behind those of the owners before it.
 extern "C" __global__ void publish(u64* entries, i64* table_keys, const i64* keys, i64 n, const u32* places, const i64* claimed,
                                    const i64* counts, i64 num_owners, i64* rows) {

@@ -43,11 +43,11 @@ class ImportReport:
     version_dir: Path
     spec: ModelSpec
     num_dense_parameters: int
-    """0 for a model of tables alone."""
+    """0 for a model that consists only of tables."""
     ignored: tuple[str, ...]
     """Fields of ps.json that have no effect in this release."""
     unknown: tuple[str, ...]
-    """Fields of ps.json that nobody knows."""
+    """Fields of ps.json that neither HugeCTR nor HPS has."""
     num_duplicates: tuple[int, ...]
     """By table, rows that are never found because a later one has the same key."""
 

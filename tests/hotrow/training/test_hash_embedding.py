@@ -285,8 +285,8 @@ def test_keys_of_other_integers_are_taken(given_as: Any) -> None:
         (lambda: training.HashEmbedding(4, key_dtype="uint32")(_int64([2**32])), "are not uint32"),
         (lambda: training.HashEmbeddingBag(4, mode="most"), "mode is 'most'"),
         (lambda: training.HashEmbeddingBag(4)(_int64([1])), "with offsets"),
-        (lambda: training.HashEmbeddingBag(4)(_int64([1]), _int64([1])), "offsets have to begin with 0"),
-        (lambda: training.HashEmbeddingBag(4)(_int64([1, 2]), _int64([0, 3])), "offsets have to begin with 0"),
+        (lambda: training.HashEmbeddingBag(4)(_int64([1]), _int64([1])), "offsets must begin with 0"),
+        (lambda: training.HashEmbeddingBag(4)(_int64([1, 2]), _int64([0, 3])), "offsets must begin with 0"),
         (lambda: training.HashEmbeddingBag(4)(_int64([[1]]), _int64([0])), "bags already"),
         (lambda: training.HashEmbeddingBag(4)(_int64([[1]]), None, torch.ones(1, 1)), "are for sums"),
         (

@@ -50,7 +50,7 @@ def read_norm(path: Path, shape: RecordShape, *, is_checked: bool) -> Iterator[B
         yield block
     if at != len(data):
         raise ModelFormatError(
-            f"{path}: {len(data) - at} bytes behind its last record; the header promises {num_records} records. "
+            f"{path}: {len(data) - at} bytes after its last record; the header says {num_records} records. "
             "Does the type of keys (i64_input_key) fit the file?"
         )
 
