@@ -1,9 +1,10 @@
 """HugeCTR's wdl and dcn, trained by hotrow.training.hugectr and by the same network written directly in PyTorch.
 
-python -m benchmarks.hugectr_training [--batch-size N] [--rounds N]
+python -m benchmarks.hugectr_training [--batch-size N] [--rounds N] [--steps N] [--threads N]
 
-Both train on one thread, in turns, a few steps each. Processor time is measured, so that other work on the machine does
-not count. hotrow reads its batches from files in Norm format meanwhile; PyTorch's are ready in memory.
+Both train in turns, a few steps each. With one thread, processor time is measured, so that other work on the machine
+does not count; with more, and where there is a GPU, the clock. hotrow reads its batches from files in Norm format
+meanwhile; PyTorch's are ready in memory, on the GPU where there is one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import click
@@ -23,8 +25,8 @@ from hotrow.training import hugectr
 from hotrow.training.hugectr import DenseLayer, Layer_t
 
 SLOT_SIZE = 4000
-STEPS = 4
 EMBEDDING_DIM = 16
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def write_data(folder: Path) -> None:
@@ -104,12 +106,10 @@ def direct_step(folder: Path, network: str, batch_size: int, update: hugectr.Upd
         block = reader.next_batch()
         assert block is not None
         keys = np.concatenate([bags.keys.reshape(batch_size, -1) for bags in block.bags], axis=1)
-        batches.append(
-            (torch.from_numpy(block.dense.copy()), torch.from_numpy(keys), torch.from_numpy(block.labels.copy()))
-        )
+        batches.append([torch.tensor(array, device=DEVICE) for array in (block.dense, keys, block.labels)])
     reader.stop()
     is_sparse = update is hugectr.Update_t.Local
-    model = Direct(network, sparse=is_sparse)
+    model = Direct(network, sparse=is_sparse).to(DEVICE)
     tables = [*model.wide.parameters(), *model.deep.parameters()]
     others = [p for p in model.parameters() if not any(p is table for table in tables)]
     optimizers: list[torch.optim.Optimizer] = [torch.optim.Adam(others if is_sparse else model.parameters(), lr=0.001)]
@@ -129,44 +129,60 @@ def direct_step(folder: Path, network: str, batch_size: int, update: hugectr.Upd
     return step
 
 
-def seconds(step: Callable[[], object]) -> float:
-    """Processor time of a step, over a few."""
-    began = time.process_time()
-    for _ in range(STEPS):
+def seconds(step: Callable[[], object], num_steps: int, clock: Callable[[], float]) -> float:
+    """Of a step, over several."""
+    _finish()
+    began = clock()
+    for _ in range(num_steps):
         step()
-    return (time.process_time() - began) / STEPS
+    _finish()
+    return (clock() - began) / num_steps
+
+
+def _finish() -> None:
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
 
 
 @click.command()
 @click.option("--batch-size", default=2048, show_default=True)
 @click.option("--rounds", default=7, show_default=True)
-def main(batch_size: int, rounds: int) -> None:
+@click.option("--steps", "num_steps", default=4, show_default=True, help="Of each in a round.")
+@click.option("--threads", default=1, show_default=True)
+def main(batch_size: int, rounds: int, num_steps: int, threads: int) -> None:
     """Print samples a second of both, and the ratio, by the median and the best round."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
+    clock = time.process_time if threads == 1 and DEVICE.type == "cpu" else time.perf_counter
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_data(folder)
         for network in ("wdl", "dcn"):
             for update in (hugectr.Update_t.Local, hugectr.Update_t.Global):
                 model = hugectr_model(folder, network, batch_size, update)
-                steps: dict[str, Callable[[], object]] = {
-                    "hotrow": model.train,
-                    "PyTorch": direct_step(folder, network, batch_size, update),
-                }
-                times: dict[str, list[float]] = {way: [] for way in steps}
-                for round_number in range(rounds + 1):
-                    for way, step in steps.items():
-                        taken = seconds(step)
-                        if round_number:  # the first round warms up
-                            times[way].append(taken)
+                steps = {"hotrow": model.train, "PyTorch": direct_step(folder, network, batch_size, update)}
+                times = compare(steps, rounds, partial(seconds, num_steps=num_steps, clock=clock))
                 model.get_data_reader_train().stop()
                 model.get_data_reader_eval().stop()
                 best = min(times["PyTorch"]) / min(times["hotrow"])
-                ours, theirs = (batch_size / statistics.median(times[way]) for way in steps)
+                ours, theirs = (batch_size / statistics.median(taken) for taken in times.values())
                 print(
-                    f"{network}, Adam {update.value}, batch {batch_size}: hotrow {ours:,.0f} samples/s, "
-                    f"PyTorch {theirs:,.0f}; ratio {ours / theirs:.2f} (best {best:.2f})"
+                    f"{network}, Adam {update.value}, batch {batch_size}, {DEVICE.type}, {threads} threads: hotrow "
+                    f"{ours:,.0f} samples/s, PyTorch {theirs:,.0f}; ratio {ours / theirs:.2f} (best {best:.2f})",
+                    flush=True,
                 )
+
+
+def compare(
+    steps: dict[str, Callable[[], object]], rounds: int, measure: Callable[[Callable[[], object]], float]
+) -> dict[str, list[float]]:
+    """Seconds of a step in each round, of hotrow and of PyTorch."""
+    times: dict[str, list[float]] = {way: [] for way in steps}
+    for round_number in range(rounds + 1):
+        for way, step in steps.items():
+            taken = measure(step)
+            if round_number:  # the first round warms up
+                times[way].append(taken)
+    return times
 
 
 if __name__ == "__main__":

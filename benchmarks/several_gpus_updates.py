@@ -2,12 +2,14 @@
 
     python benchmarks/several_gpus_updates.py [--swaps 20] [--rate 20000] [--device cuda:all] [--seconds 140]
     python benchmarks/several_gpus_updates.py --files   the same without a store: files' rows are divided among the GPUs
+    python benchmarks/several_gpus_updates.py --files --triton   the same, served by a real Triton
 
 One model over a real Redis and a real broker, with a cache on each GPU. A process of its own publishes rows at a steady
 rate, while threads send requests and new versions take over. The rows of a new version include what had been published
 before it was made; the later updates come from the stream. A row is `[version, key, number, number, …]`: 0 for the
 version where it has been published, and the number of the update. So each answer shows whether all of it, network
-included, is of one version, and whether a row is whole. At the end each GPU is asked for every row.
+included, is of one version, and whether a row is whole. At the end each GPU is asked for every row; of a Triton, eight
+clients at once ask for all rows three times each, so that batches go to all GPUs.
 
 The swaps are spread over `--seconds`. If that is too short, fewer take place, and the last line says how many.
 """
@@ -17,11 +19,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import multiprocessing
+import re
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,8 +34,10 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import onnx
+import tritonclient.grpc
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
+from tritonclient.utils import InferenceServerException
 
 from inference_session import InferenceSession
 from inference_session.errors import HotrowError, UnavailableError
@@ -39,6 +46,8 @@ from inference_session.tables.table_file import write_table
 from inference_session.update_stream import Publisher
 from inference_session.version_directory import manifest
 from inference_session.versions.model_version import ModelVersion
+from triton_backend.launcher.server import ServerOptions, TritonServer
+from triton_backend.repository.model_config import write_model_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.testing.broker import Broker
@@ -166,33 +175,122 @@ def _network(version: int) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
-class Served:
-    """The version that serves, the load on it, and what its answers were."""
+class Sessions:
+    """The version that serves in this process."""
 
-    def __init__(self, num_rows: int, first: InferenceSession) -> None:
-        self.active = ModelVersion(first)
+    where = "in process"
+
+    def __init__(self, directory: Path, settings: dict[str, Any]) -> None:
+        self._settings = settings
+        self._active = ModelVersion(InferenceSession.open(directory, **settings))
+
+    def answer(self, keys: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
+        """`rows` and `version` of a request."""
+        while not (version := self._active).take_lease():
+            pass
+        with version as session:
+            return session.run({"keys": keys}, ["rows", "version"])
+
+    def replace(self, directory: Path) -> str:
+        """Let another version serve; the old one ends when its requests have ended. Returns what there is to say."""
+        session = InferenceSession.open(directory, **self._settings)
+        lag = session.stats()["updates"]["lag_messages"]
+        old, self._active = self._active, ModelVersion(session)
+        old.retire()
+        old.drain()
+        old.session.close()
+        return f"{lag} messages were to come when it was open"
+
+    def rows_of_each_gpu(self, num_rows: int) -> Iterator[NDArray[np.float32]]:
+        """All rows, by every GPU."""
+        session = self._active.session
+        for _ in range(session.num_devices):  # `lookup` takes the GPUs in turn
+            yield session.lookup(TABLE, np.arange(num_rows))
+
+    def describe(self) -> str:
+        """The GPUs, and what they hold."""
+        session = self._active.session
+        stats = session.stats()
+        held = f"{stats.get('updated', {}).get(TABLE, {}).get('rows')} changed rows on each"
+        if cache := stats["cache"]:
+            held = f"{cache['rows']} of {cache['capacity']} rows cached, {cache['updates']} updated in caches"
+        return f"{session.num_devices} devices, {held}"
+
+    def close(self) -> None:
+        """Free all."""
+        self._active.session.close()
+
+
+class Triton:
+    """A real Triton that serves the newest version."""
+
+    where = "through Triton"
+
+    def __init__(self, directory: Path, settings: dict[str, Any]) -> None:
+        path = write_model_config(directory, ModelSpec.read(directory), MODEL)
+        with path.open("a", encoding="utf-8") as config:
+            for name, value in settings.items():
+                config.write(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')
+        options = ServerOptions(directory.parents[1], http_port=0, grpc_port=0, metrics_port=0)
+        self._server = TritonServer.start(options)
+        self._of_thread = threading.local()
+
+    @property
+    def _client(self) -> Any:
+        """Each thread's own: a client is not made for several."""
+        if not hasattr(self._of_thread, "client"):
+            self._of_thread.client = tritonclient.grpc.InferenceServerClient(self._server.endpoints["gRPC"])
+        return self._of_thread.client
+
+    def answer(self, keys: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
+        """`rows` and `version` of a request."""
+        tensor = tritonclient.grpc.InferInput("keys", list(keys.shape), "INT64")
+        tensor.set_data_from_numpy(keys)
+        outputs = [tritonclient.grpc.InferRequestedOutput(name) for name in ("rows", "version")]
+        try:
+            result = self._client.infer(MODEL, [tensor], outputs=outputs)
+        except InferenceServerException as error:
+            raise UnavailableError(str(error)) from error
+        return {name: result.as_numpy(name) for name in ("rows", "version")}
+
+    def replace(self, directory: Path) -> str:
+        """Let another version serve, by Triton's Load API. Returns what there is to say."""
+        self._client.load_model(MODEL)
+        return f"loaded by Triton as version {directory.name}"
+
+    def rows_of_each_gpu(self, num_rows: int) -> Iterator[NDArray[np.float32]]:
+        """All rows, several times."""
+        keys = np.resize(np.arange(num_rows), (-(-num_rows // FEATURES), FEATURES))
+        with ThreadPoolExecutor(8) as pool:
+            for answer in pool.map(self.answer, [keys] * 24):
+                yield answer["rows"].reshape(-1, DIM)[:num_rows]
+
+    def describe(self) -> str:
+        """What the newest version has taken from the stream."""
+        with urllib.request.urlopen(self._server.endpoints["metrics"]) as page:  # noqa: S310  our own page
+            found = re.findall(
+                r'^hotrow_update_rows_total\{.*version="(\d+)"\} (\S+)', page.read().decode(), re.MULTILINE
+            )
+        return "{1} updated rows counted by version {0}".format(*max(found, key=lambda pair: int(pair[0])))
+
+    def close(self) -> None:
+        """End the server."""
+        self._server.stop()
+
+
+class Load:
+    """Threads that ask, and what the answers were."""
+
+    def __init__(self, server: Sessions | Triton, num_rows: int) -> None:
         self.num_answers, self.num_mixed = 0, 0
         self.failures: list[str] = []
-        self._num_rows = num_rows
+        self._server, self._num_rows = server, num_rows
         self._closing, self._counting = threading.Event(), threading.Lock()
         self._threads = [threading.Thread(target=self._ask, args=(seed,)) for seed in range(NUM_THREADS)]
         for thread in self._threads:
             thread.start()
 
-    def lease(self) -> ModelVersion:
-        """The version that serves, to be used by `with`."""
-        while not (version := self.active).take_lease():
-            pass
-        return version
-
-    def replace(self, session: InferenceSession) -> None:
-        """Let another version serve; the old one ends when its requests have ended."""
-        old, self.active = self.active, ModelVersion(session)
-        old.retire()
-        old.drain()
-        old.session.close()
-
-    def end_load(self) -> None:
+    def stop(self) -> None:
         """Stop asking."""
         self._closing.set()
         for thread in self._threads:
@@ -203,8 +301,7 @@ class Served:
         while not self._closing.is_set():
             keys = rng.zipf(1.1, (SAMPLES, FEATURES)) % self._num_rows
             try:
-                with self.lease() as session:
-                    answer = session.run({"keys": keys}, ["rows", "version"])
+                answer = self._server.answer(keys)
             except HotrowError as error:
                 with self._counting:
                     self.failures.append(str(error))
@@ -226,12 +323,11 @@ def is_whole(keys: NDArray[np.int64], answer: Any) -> bool:
     )
 
 
-def num_wrong(session: InferenceSession, newest: NDArray[np.int64]) -> int:
+def num_wrong(server: Sessions | Triton, newest: NDArray[np.int64]) -> int:
     """Rows that any GPU answers otherwise than last published."""
-    keys, wrong = np.arange(len(newest)), np.zeros(len(newest), np.bool_)
-    for _ in range(session.num_devices):  # `lookup` takes the GPUs in turn
-        rows = session.lookup(TABLE, keys)
-        wrong |= (rows[:, 1] != keys) | (rows[:, 2:] != newest[:, None]).any(axis=1)
+    wrong = np.zeros(len(newest), np.bool_)
+    for rows in server.rows_of_each_gpu(len(newest)):
+        wrong |= (rows[:, 1] != np.arange(len(newest))) | (rows[:, 2:] != newest[:, None]).any(axis=1)
     return int(wrong.sum())
 
 
@@ -256,23 +352,25 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=140.0, help="of swaps; the rest takes up to half a minute")
     parser.add_argument("--device", default="cuda:all")
     parser.add_argument("--files", action="store_true", help="without a store")
+    parser.add_argument("--triton", action="store_true", help="served by a real Triton")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name, settings_of(options.device, files=options.files) as settings:
-        folder = Path(name)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        settings = stack.enter_context(settings_of(options.device, files=options.files))
         directory = write_version(folder, 1, np.zeros(options.rows, np.int64), None)
         # Kernels are compiled before the trainer begins.
-        served = Served(options.rows, InferenceSession.open(directory, **settings))
-        trainer = Trainer(settings["update_stream"], options.rows, options.rate)
+        server = (Triton if options.triton else Sessions)(directory, settings)
+        stack.callback(server.close)
+        load, trainer = Load(server, options.rows), Trainer(settings["update_stream"], options.rows, options.rate)
         before = trainer.snapshot()
         begin = time.monotonic()
-        num_swaps = swap(folder, settings, served, trainer, options)
+        num_swaps = swap(folder, server, load, trainer, options)
         seconds, last = time.monotonic() - begin, trainer.close()
-        served.end_load()
-        report(served, num_swaps, (last.count - before.count) / seconds, last)
-        served.active.session.close()
+        load.stop()
+        report(server, load, num_swaps, (last.count - before.count) / seconds, last)
 
 
-def swap(folder: Path, settings: dict[str, Any], served: Served, trainer: Trainer, options: argparse.Namespace) -> int:
+def swap(folder: Path, server: Sessions | Triton, load: Load, trainer: Trainer, options: argparse.Namespace) -> int:
     """Let one version after the other take over, spread over the time; returns how many did."""
     begin = time.monotonic()
     for number in range(options.swaps):
@@ -282,36 +380,26 @@ def swap(folder: Path, settings: dict[str, Any], served: Served, trainer: Traine
         started, snapshot = time.monotonic(), trainer.snapshot()
         directory = write_version(folder, number + 2, snapshot.numbers, snapshot.at)
         written = time.monotonic()
-        session = InferenceSession.open(directory, **settings)
-        opened = time.monotonic()
-        lag = session.stats()["updates"]["lag_messages"]
-        served.replace(session)
+        said = server.replace(directory)
         print(
             f"{time.monotonic() - begin:.1f} s: version {number + 2} serves; written in {written - started:.1f} s,"
-            f" opened in {opened - written:.1f} s with {lag} messages to come, the old one closed in"
-            f" {time.monotonic() - opened:.1f} s; {snapshot.count} rows published, {served.num_answers} answers",
+            f" taken over in {time.monotonic() - written:.1f} s; {said}; {snapshot.count} rows published,"
+            f" {load.num_answers} answers",
             flush=True,
         )
     return options.swaps
 
 
-def report(served: Served, num_swaps: int, rate: float, last: Snapshot) -> None:
+def report(server: Sessions | Triton, load: Load, num_swaps: int, rate: float, last: Snapshot) -> None:
     """The figures of the goal."""
-    session = served.active.session
     begin = time.monotonic()
-    while (wrong := num_wrong(session, last.numbers)) and time.monotonic() < begin + _CATCH_UP_S:
+    while (wrong := num_wrong(server, last.numbers)) and time.monotonic() < begin + _CATCH_UP_S:
         time.sleep(0.1)
-    stats = session.stats()
-    cache = stats["cache"]
-    held = f"{stats.get('updated', {}).get(TABLE, {}).get('rows')} changed rows on each GPU"
-    if cache:
-        held = f"{cache['rows']} of {cache['capacity']} rows cached, {cache['updates']} updated in caches"
     print(
-        f"M5 {session.num_devices} devices, {num_swaps} swaps, {rate:.0f} rows/s, {served.num_answers} answers"
-        f" (goal 0, 0, 0): {len(served.failures)} failed, {served.num_mixed} mixed, {wrong} of {len(last.numbers)} rows"
-        f" wrong {time.monotonic() - begin:.1f} s after the last update; {held}; rows published again"
-        f" {last.num_repeated} times"
-        f" {served.failures[:1] or ''}",
+        f"M5 {server.where}, {num_swaps} swaps, {rate:.0f} rows/s, {load.num_answers} answers (goal 0, 0, 0): "
+        f"{len(load.failures)} failed, {load.num_mixed} mixed, {wrong} of {len(last.numbers)} rows wrong "
+        f"{time.monotonic() - begin:.1f} s after the last update; {server.describe()}; rows published again "
+        f"{last.num_repeated} times {load.failures[:1] or ''}",
         flush=True,
     )
 
