@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from typing import Any, NoReturn
 
-from hotrow.training.hugectr import tools
+from hotrow.training.hugectr import inference, tools
 from hotrow.training.hugectr.enums import (
     Activation_t,
     Alignment_t,
@@ -50,7 +50,6 @@ from hotrow.training.hugectr.parameters import (
 )
 from hotrow.training.hugectr.schedule import LearningRateScheduler
 from hotrow.training.hugectr.tools import DataGenerator, DataGeneratorParams
-from inference_session import hugectr as inference
 from inference_session.errors import ConfigurationError, UnsupportedModelError
 from inference_session.importers.hugectr import data_source as data
 from inference_session.importers.hugectr.data_source import DataSource, DataSourceParams, DataSourceType_t
