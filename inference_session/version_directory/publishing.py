@@ -148,7 +148,7 @@ def publish_version(
         published = PublishedFiles(version_dir.parent)
         _check_space(repository, sum(entry.num_bytes for entry in entries if not published.find(entry)))
         linked = {entry: _take(folder, staging, entry, published, progress) for entry in entries}
-        shutil.copyfile(folder / MANIFEST_FILE, staging / MANIFEST_FILE)
+        (staging / MANIFEST_FILE).write_bytes((folder / MANIFEST_FILE).read_bytes())
         _take_indexes(folder, staging, spec, linked)
         _check_networks(staging)
         if complete:

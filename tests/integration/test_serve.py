@@ -73,6 +73,7 @@ def linked(tritonserver: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
     folder = tmp_path_factory.mktemp("linked")
     link = folder / "a name with 'quotes' and spaces"
     link.symlink_to(add_models(folder))
+    (link / "lost+found").mkdir()  # as at the top of a file system
     served = start(link)
     yield served
     served.close()

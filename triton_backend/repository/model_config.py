@@ -254,8 +254,12 @@ def check_config(config: Mapping[str, Any], spec: ModelSpec) -> None:
     the same, and where requests are not packed, sizes too, unless one is open in either.
 
     Raises:
-        ConfigurationError: names the first difference.
+        ConfigurationError: names the first difference, or the model is decoupled.
     """
+    if config.get("model_transaction_policy", {}).get("decoupled"):
+        raise ConfigurationError(
+            f"{CONFIG_FILE} has `decoupled: true`, but hotrow answers each request with one response; remove it"
+        )
     packed = not spec.has_own_inputs
     outer = (-1,) if config.get("max_batch_size") else ()
     for kind, tensors in (("input", _all_inputs(spec)), ("output", () if packed else _all_outputs(spec))):

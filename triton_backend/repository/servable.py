@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +61,13 @@ class ServableModel:
     backend: str
 
 
+def model_folders(repository: Path) -> Iterator[Path]:
+    """The folders that Triton takes for models, except `lost+found`, which file systems have at their top."""
+    for path in repository.iterdir():
+        if path.name[0] != "." and path.name != "lost+found" and path.is_dir():
+            yield path
+
+
 def find_models(repository: Path, wanted: Sequence[str] = (), *, backends: Sequence[str] = ()) -> list[ServableModel]:
     """The models of a repository, or those wanted, in order of name.
 
@@ -72,7 +79,7 @@ def find_models(repository: Path, wanted: Sequence[str] = (), *, backends: Seque
     """
     if not repository.is_dir():
         raise ConfigurationError(f"{repository}: no such folder; a model repository holds a folder for each model")
-    present = sorted(path.name for path in repository.iterdir() if path.is_dir() and not path.name.startswith("."))
+    present = sorted(path.name for path in model_folders(repository))
     for name in wanted:
         if name not in present:
             raise ConfigurationError(f"{repository} has no model {name!r}; models: {_listed(present)}")

@@ -21,7 +21,7 @@ from pathlib import Path
 from triton_backend.repository import text_format
 from triton_backend.repository.leased_file import LeasedFile
 from triton_backend.repository.model_config import CONFIG_FILE
-from triton_backend.repository.servable import IN_PLACE_BACKENDS, SOURCE_LINK, is_version
+from triton_backend.repository.servable import IN_PLACE_BACKENDS, SOURCE_LINK, is_version, model_folders
 
 _SCHEDULERS = ("dynamic_batching", "sequence_batching", "ensemble_scheduling")
 _INTERVAL_S = 0.01
@@ -64,7 +64,7 @@ class RepositoryView:
 
     def refresh(self) -> None:
         """Follow the set of models."""
-        present = {path.name: path for path in self._repository.iterdir() if path.is_dir() and path.name[0] != "."}
+        present = {path.name: path for path in model_folders(self._repository)}
         for name in {path.name for path in self._folder.iterdir()} - set(present):
             self._remove(name)
         for name, source in present.items():

@@ -91,13 +91,14 @@ def test_versions_that_are_gone_are_not_seen(view: RepositoryView, repository: P
 
 
 def test_models_come_and_go(repository: Path, tmp_path: Path) -> None:
-    """As in the user's repository."""
+    """As in the user's repository, which may be at the top of a file system."""
     (tmp_path / "view").mkdir()
     view = RepositoryView(repository, tmp_path / "view", has_gpu=False)
     view.refresh()
     shutil.copytree(repository / "ctr", repository / "third")
     shutil.rmtree(repository / "ctr")
     (repository / "file").touch()
+    (repository / "lost+found").mkdir()
     view.refresh()
 
     assert sorted(path.name for path in (tmp_path / "view").iterdir()) == ["other", "third"]

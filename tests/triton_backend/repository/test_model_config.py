@@ -319,6 +319,14 @@ def test_a_version_that_config_pbtxt_does_not_describe_is_refused(inputs: Any, o
         check_config(_json(inputs, outputs), spec_of([IDS], [CLICK]))
 
 
+def test_a_decoupled_model_is_refused() -> None:
+    """It would go live and fail all requests."""
+    config = _json({"ids": ("TYPE_INT64", [26])}, {})
+    check_config({**config, "model_transaction_policy": {"decoupled": False}}, spec_of([IDS], [CLICK]))
+    with pytest.raises(ConfigurationError, match="`decoupled: true`, but hotrow answers"):
+        check_config({**config, "model_transaction_policy": {"decoupled": True}}, spec_of([IDS], [CLICK]))
+
+
 def test_a_reshape_in_config_pbtxt_counts() -> None:
     """If Triton reshapes a tensor, the model gets the new shape."""
     config = {
