@@ -38,7 +38,7 @@ def command(
     persistent_store: str | None,
     namespace: str | None,
 ) -> None:
-    """Write the rows of VERSION_DIR, <repository>/<model>/<version>, as they are served: a folder per table with `key`
+    """Write the rows of VERSION_DIR, REPOSITORY/MODEL/VERSION, as they are served: a folder per table with `key`
     and `emb_vector`, which HugeCTR loads and `hotrow import hugectr` imports.
 
     Rows come from the model's stores; rows that the stores lack come from its files. The model may be served at

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     "[default: 1024; 16384 where it has context inputs]",
 )
 def command(folder: Path, name: str, repository: Path, version: int | None, max_batch_size: int | None) -> None:
-    """Publish FOLDER, a version directory, as <repository>/<name>/<version>.
+    """Publish FOLDER, a version directory, as REPOSITORY/NAME/VERSION.
 
     Every byte is verified, and the version appears completely or not at all. Files that are identical in another
     version of the model are shared with it by hard links. Servers serve the version after `hotrow load`.

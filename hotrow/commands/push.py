@@ -52,7 +52,7 @@ def _version_dir(ctx: click.Context, parameter: click.Parameter, value: str) -> 
     help="`shared`: the namespace of HPS, the same for all versions.",
 )
 def command(version_dir: Path, store_url: str, verify: bool, verify_sample: int | None, namespace: str) -> None:
-    """Fill a store with the rows of a version directory, <repository>/<model>/<version>.
+    """Fill a store with the rows of a version directory, REPOSITORY/MODEL/VERSION.
 
     All files are compared with the version's checksums first; if one is damaged, nothing is written. To resume an
     interrupted push, run the command again. Pushing again does no harm.
