@@ -13,7 +13,7 @@ from onnx import ModelProto
 
 from inference_session.errors import UnsupportedModelError
 from inference_session.importers.onnx.carve import CarvedModel, carve_tables
-from inference_session.importers.onnx.context import ContextSplit, Cut, split_context
+from inference_session.importers.onnx.context import ContextSplit, Cut, may_jump, split_context
 from inference_session.importers.onnx.graph import Names
 from inference_session.importers.onnx.probe import Findings, Prober, Recipe
 from inference_session.importers.onnx.ranking_times import NUM_CANDIDATES, Times, measure
@@ -72,7 +72,8 @@ class RankingImport:
                 "--context: the original could not be run on generated inputs, so the result cannot be verified"
             )
         slower: dict[Cut, Times] = {}
-        for cut, merge in product(Cut, (True, False)):
+        cuts = [Cut.NONE] if may_jump(self.model.graph, context) else list(Cut)
+        for cut, merge in product(cuts, (True, False)):
             if cut in slower:
                 continue
             split = split_context(self.model, self.weights, self.names, context, cut)

@@ -5,6 +5,7 @@ context, and wherever a candidate meets one, a Gather by the sample's context nu
 such tiles one kind at a time; what none of them knows stays tiled and is named in the report.
 """
 
+from inference_session.importers.onnx.context.jumps import may_jump
 from inference_session.importers.onnx.context.split import ContextSplit, Cut, split_context
 
-__all__ = ["ContextSplit", "Cut", "split_context"]
+__all__ = ["ContextSplit", "Cut", "may_jump", "split_context"]
