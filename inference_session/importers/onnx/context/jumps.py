@@ -14,8 +14,8 @@ from inference_session.importers.onnx.graph import attribute, reads
 from inference_session.importers.onnx.operators import BROADCASTING, UNARY
 
 _JUMPING = frozenset({
-    "ArgMax", "ArgMin", "Bernoulli", "Ceil", "DynamicQuantizeLinear", "Floor", "Hardmax", "Mod", "Multinomial", "NonZero",
-    "QuantizeLinear", "Round", "Shrink", "Sign", "ThresholdedRelu", "TopK", "Unique",
+    "ArgMax", "ArgMin", "Bernoulli", "Ceil", "DynamicQuantizeLinear", "Floor", "Hardmax", "Mod", "Multinomial",
+    "NonZero", "QuantizeLinear", "Round", "Shrink", "Sign", "ThresholdedRelu", "TopK", "Unique",
 })  # fmt: skip
 _COMPARING = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
 _FINE = frozenset({TensorProto.FLOAT, TensorProto.DOUBLE})
