@@ -86,8 +86,8 @@ class InferenceSession:
         Raises:
             ModelFormatError: a file is missing, damaged or not what session.json says; names it.
             ConfigurationError: a setting is unknown or its value not allowed.
-            CanaryError: it answers its canary requests wrongly.
-            UnavailableError: the GPU has failed meanwhile.
+            CanaryError: the version answers its canary requests wrongly.
+            UnavailableError: the GPU has failed.
         """
         begin = time.perf_counter()
         version = VersionDirectory.read(directory)
@@ -441,11 +441,11 @@ class InferenceSession:
 
         Args:
             table: its name or folder.
-            keys: int64 [n]; of equal ones the last wins. In tables of row numbers, numbers from 0.
+            keys: int64 [n]; if a key occurs twice, its last vector counts. Row numbers must be at least 0.
             vectors: float32 [n, embedding_dim].
 
         Raises:
-            StoreError: no store that takes writes belongs to the session.
+            StoreError: the session has no store that takes writes.
             UnavailableError: the persistent store cannot take them at present, for instance because another process is
                 the RocksDB's writer; any of the rows may have been written, and the call may be repeated.
         """
@@ -454,7 +454,7 @@ class InferenceSession:
         self._writer.update(spec.folder, *as_rows(keys, vectors, spec))
 
     def erase(self, table: str, keys: ArrayLike) -> None:
-        """Drop the rows of some keys, int64 [n]: the keys are unknown from now on, also to the version's own files.
+        """Drop the rows of some keys, int64 [n]. From now on these keys are unknown, even if the version's files hold them.
 
         Errors are those of `update`.
         """
@@ -480,7 +480,7 @@ class InferenceSession:
             self._hot_keys.write()
 
     def dump(self, target: str | Path, progress: Callable[[int], None] | None = None) -> DumpReport:
-        """Write all rows as they are served, updates applied, into a new folder. Updates wait meanwhile.
+        """Write all rows as they are served, updates applied, into a new folder. Updates wait until it is complete.
 
         The folder has a sparse folder of HugeCTR per table: `<table>/key` (int64) and `<table>/emb_vector` (float32).
         Returns the number of rows by table, `num_rows`.
@@ -532,9 +532,9 @@ class InferenceSession:
             )
 
     def close(self) -> None:
-        """Stop answering: requests and changes are a SessionClosedError from now on. May be called twice.
+        """Stop answering: later requests and changes raise SessionClosedError. May be called twice.
 
-        Without stores, running requests finish; with stores they are a SessionClosedError where rows are missing.
+        Without stores, running requests finish; with stores, those that still miss rows raise SessionClosedError.
         """
         if not self._closed:
             self._closed = True

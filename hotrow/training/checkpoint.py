@@ -37,7 +37,7 @@ _UNCONFIRMED = "unconfirmed_"
 
 
 class Checkpoint:
-    """Saves and restores a model and its optimizers: dense weights, tables, and what optimizers keep for each.
+    """Saves and restores a model and its optimizers: dense weights, tables, and the states of the optimizers.
 
         checkpoint = Checkpoint(model, optimizer, "hdfs://namenode:9870/ckpt/ctr")
         start = checkpoint.restore()        # 0 if there is none
@@ -59,7 +59,7 @@ class Checkpoint:
         *,
         keep: int = 2,
     ) -> None:
-        """Read and write nothing yet.
+        """Check the arguments. This reads and writes nothing.
 
         Args:
             model: the model in training. The states of TorchRec's fused optimizers are saved with it.

@@ -50,19 +50,21 @@ def export(
 ) -> int:
     """Write the current state of a model in training as `<repository>/<name>/<version>`; returns the version.
 
-    Look-ups are cut out at the boundary of the modules that do them (nn.Embedding, nn.EmbeddingBag, `HashEmbedding`,
-    `HashEmbeddingBag`, TorchRec's collections, sharded or not, with managed collisions or not), the tables are written
-    to files, and the rest becomes the dense network. Before the version appears, it answers the example, and the
-    answers are compared with the live model's. It appears completely or not at all.
+    The tables of nn.Embedding, nn.EmbeddingBag, `HashEmbedding`, `HashEmbeddingBag` and TorchRec's collections (sharded
+    or not, with managed collisions or not) are written to files. The rest of the model becomes the dense network.
+    Before the version appears, its answers to the example are compared with the live model's. It appears completely
+    or not at all.
 
     All ranks of a distributed job call this; each writes its own rows, so the repository must be in a file system
     that they share. The example may be a different one on each rank.
 
     Args:
-        example: the argument of `forward`, a tuple where there are several: a batch that the model takes. Served
-            inputs have the names of forward's parameters, tensors in a dict or dataclass their own names, features of a
-            KeyedJaggedTensor theirs. Inputs that no served output depends on, such as labels, are left out.
-        inputs: how lists of ids arrive: `padded(max_len=...)`, `lengths()`, or a dict of these by feature.
+        example: what `forward` takes: one batch; a tuple for several arguments; a dict for named arguments.
+            Served inputs have the names of forward's parameters, of the fields of a dataclass or the keys of a dict,
+            and of the features of a KeyedJaggedTensor. Inputs that no served output needs, such as labels, are left
+            out.
+        inputs: the form in which clients send lists of ids: `padded(max_len=...)`, `lengths()`, or a dict of these by
+            feature.
         outputs: names of forward's outputs, in its order. Losses (tensors without dimensions) and inputs that forward
             returns unchanged are not counted if there are fewer names than tensors.
         repository: the model repository; created if it does not exist.
@@ -71,7 +73,7 @@ def export(
 
     Raises:
         ConfigurationError: the example, the outputs or the names do not fit, or the version exists.
-        UnsupportedModelError: a module cannot be cut out, or the network not be traced; names it.
+        UnsupportedModelError: a module cannot be cut out, or the network cannot be traced; the message names it.
         UnavailableError: another process writes this version; a rank failed, or does not see the repository.
         OSError: the file system refuses a write.
     """

@@ -15,24 +15,24 @@ from inference_session.errors import ConfigurationError
 
 
 class HashEmbedding(HashTable):
-    """Replaces nn.Embedding, for keys of any value and number.
+    """Replaces nn.Embedding where keys may have any value, and their number is not known.
 
         items = HashEmbedding(64, optimizer=Adagrad(0.05), initializer=partial(nn.init.normal_, std=0.01))
         vectors = items(keys)          # int64 [any shape] to float32 [the same, 64]
 
-    A key gets a row when training first reads it. Rows learn in backward: the gradients of a row are added up over the
+    A key gets a row when training first reads it. Rows learn in backward: the gradients of a row are summed over the
     whole batch, and the optimizer of the embedding is applied once; no optimizer of torch sees the rows. In
     `eval()` no rows are added, nothing is learned, and unknown keys are answered with zeros.
 
     In a job of several ranks, each rank looks up the keys of its batch, and the row of a key is on rank
-    `key % world_size`; all ranks have to look up, and go backward, equally often.
+    `key % world_size`; all ranks must look up and go backward the same number of times.
     """
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name that torch gives it
         """Keys, integers of any shape, to float32 [the same, embedding_dim].
 
         Raises:
-            ConfigurationError: keys are no integers, or outside of `key_dtype`.
+            ConfigurationError: keys are not integers, or outside of `key_dtype`.
         """
         keys = self.checked(input)
         vectors = Vectors.apply(torch.zeros((), requires_grad=self.training), self.look_up(keys))
@@ -40,7 +40,10 @@ class HashEmbedding(HashTable):
 
 
 class HashEmbeddingBag(HashTable):
-    """Replaces nn.EmbeddingBag, for keys of any value and number; all else is as in `HashEmbedding`."""
+    """Replaces nn.EmbeddingBag where keys may have any value, and their number is not known.
+
+    Otherwise it is like `HashEmbedding`.
+    """
 
     def __init__(
         self,
@@ -73,7 +76,7 @@ class HashEmbeddingBag(HashTable):
 
         Args:
             input: [bags, keys of each], or [keys] of all bags, concatenated.
-            offsets: [bags], where each begins in `input`; only where that has one dimension.
+            offsets: [bags], where each bag begins in `input`. Only for an `input` of one dimension.
             per_sample_weights: factors of the vectors, shaped as `input`; for sums.
 
         Raises:

@@ -58,20 +58,20 @@ class HashTable(nn.Module):
         grad_scaler: Any = None,
         device: Any = None,
     ) -> None:
-        """No rows yet.
+        """Create an embedding without rows.
 
         Args:
             embedding_dim: elements of a vector.
             optimizer: `SGD`, `Adagrad`, `Adam` of this package, or another `RowOptimizer`; Adagrad() if None.
             initializer: fills a tensor in place, as those of torch.nn.init. It is called once, on [4096,
                 embedding_dim]: each element of a new vector is one of the same column there, picked by the key.
-            key_dtype: int64 or uint32, what keys are; tensors of other integers are taken where they fit.
-            padding_idx: a key that stands for no key: zeros, never learned, left out of bags.
+            key_dtype: int64 or uint32, what keys are; tensors of other integers are converted if they fit.
+            padding_idx: a key without a row: it gets zeros, is never learned, and does not count in bags.
             max_rows: the most rows on all ranks; beyond it, rows are evicted, some at a time.
             max_age: rows that training last read this many steps ago, or up to an eighth more, are evicted.
             evict_by: whether `max_rows` evicts the least recently read rows ("age"), or the least often read ("count").
-            gradients: whether those of several ranks are added up, or averaged; if None, averaged in a model that
-                DistributedDataParallel wraps, which averages those of all other weights, and else added up.
+            gradients: whether those of several ranks are summed or averaged. None: averaged in a model that
+                DistributedDataParallel wraps, which averages those of all other weights; otherwise summed.
             grad_scaler: the torch.amp.GradScaler that scales the loss: gradients are unscaled, infinite ones left out.
             device: of the rows; torch's default device if None. `to` moves them as well.
 
@@ -132,7 +132,7 @@ class HashTable(nn.Module):
         self._rows.put(rows if _place().num_ranks == 1 else rows.chosen(self.owns(rows.keys)))
 
     def clear(self) -> None:
-        """Forget the rows of this rank."""
+        """Remove all rows of this rank."""
         self._rows.clear()
 
     def numbered_vectors(self) -> Tensor:

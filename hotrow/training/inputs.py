@@ -48,7 +48,7 @@ def padded(max_len: int, pad: int = -1) -> Padded:
     Weights of ids arrive as `<feature>_weights`, float32 of the same shape.
 
     Raises:
-        ConfigurationError: max_len is no whole number above 0, or pad no whole number.
+        ConfigurationError: max_len is not a whole number above 0, or pad is not a whole number.
     """
     if not isinstance(max_len, int) or isinstance(max_len, bool) or max_len < 1:
         raise ConfigurationError(f"padded(max_len={max_len!r}): max_len must be a whole number of at least 1")

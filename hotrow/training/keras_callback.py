@@ -44,7 +44,7 @@ class KerasCallback(keras.callbacks.Callback):
         every_steps: int = 50,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Connect to nothing yet; `fit` does.
+        """Check the arguments. `fit` connects to the brokers.
 
         Args:
             name: the name of the served model.
@@ -54,7 +54,7 @@ class KerasCallback(keras.callbacks.Callback):
             timeout_s: the longest that the brokers may take to confirm a message.
 
         Raises:
-            ConfigurationError: an argument is not allowed, or there is neither a repository nor a URL.
+            ConfigurationError: an argument is not allowed, or neither a repository nor a URL is given.
         """
         super().__init__()
         if repository is None and url is None:
@@ -70,7 +70,7 @@ class KerasCallback(keras.callbacks.Callback):
         """Those that were published, in order."""
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Reach the brokers, unless an earlier `fit` did; raises UnavailableError where none answers.
+        """Connect to the brokers, unless an earlier `fit` did. Raises UnavailableError if no broker answers.
 
         Rows that an earlier `fit` of the same model could not publish, because it failed, are sent now.
         """

@@ -42,8 +42,8 @@ class UpdatePublisher:
     Rows are read in `step`, once every `every_steps` steps. Of rows that wait for the brokers, only
     the last of each key is sent. Ids that a module with managed collisions evicts become deletions; raw ids are
     published, not row numbers. On several ranks, each publishes the rows that it holds;
-    rank 0 assembles replicated tables and tables split by columns, so all ranks have to call `step`
-    equally often.
+    rank 0 publishes replicated tables and tables split by columns, so all ranks must call `step`
+    the same number of times.
 
     Rows that an optimizer moves without a batch reading them (momentum of a dense optimizer, weight decay) are not
     published: they follow with the next export.
@@ -71,7 +71,7 @@ class UpdatePublisher:
 
         Raises:
             ConfigurationError: an argument is not allowed.
-            UnsupportedModelError: the model has no tables, or one of a module that is not known.
+            UnsupportedModelError: the model has no tables, or one in a module that is not supported.
             UnavailableError: no broker answers.
         """
         if not isinstance(every_steps, int) or every_steps < 1:
@@ -103,7 +103,7 @@ class UpdatePublisher:
 
         Raises:
             UnavailableError: the brokers have stopped answering.
-            StoreError: they refuse rows.
+            StoreError: the brokers refuse rows.
             Rows that are not confirmed are kept, and sent when a later call queues more.
         """
         self._check_open()
@@ -128,7 +128,7 @@ class UpdatePublisher:
         Returns when all rows that were queued on any rank, and then the announcement, are confirmed.
 
         Raises:
-            ConfigurationError: the version is no whole number above 0.
+            ConfigurationError: the version is not a whole number above 0.
             UnavailableError, StoreError: as of `step`.
         """
         self._check_open()

@@ -19,7 +19,7 @@ from inference_session.requests.outputs import Answer, Outputs
 
 
 class Request(NamedTuple):
-    """A client's request: arrays by input name, and the outputs that it asks for (None: all of them)."""
+    """A request: arrays by the names of inputs, and the names of the outputs that it asks for (None: all)."""
 
     inputs: Mapping[str, NDArray[Any]]
     outputs: Sequence[str] | None = None

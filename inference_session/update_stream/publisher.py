@@ -40,14 +40,14 @@ _TOPIC_SETTINGS = {"cleanup.policy": "compact", "delete.retention.ms": str(10 * 
 
 
 class Publisher:
-    """Publishes rows of one model's tables. To be used by one thread at a time, and as a context manager.
+    """Publishes rows of one model's tables. A context manager. Only one thread may use it at a time.
 
         with Publisher("kafka://broker:9092", "ctr") as publisher:
             publisher.publish("user", keys, vectors)
             publisher.delete("user", keys_that_are_gone)
 
     Rows of one key arrive in the order in which they were published: all messages of a key go to one partition, by
-    the CRC-32 of its 8 bytes, as librdkafka's own default does.
+    the CRC-32 of its 8 bytes, as librdkafka does by default.
 
     An error of `publish`, `delete`, `announce`, `flush` or `close` says that messages since the last `flush` may be
     lost. The publisher stays usable: publish these rows again.
@@ -86,7 +86,7 @@ class Publisher:
         self._topics()
 
     def publish(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
-        """Queue rows, replacing those whose keys are held; of equal keys the last wins.
+        """Queue rows. They replace the rows of the same keys; if a key occurs twice, its last vector counts.
 
         Args:
             table: the table's name, or that of its folder.
@@ -96,7 +96,7 @@ class Publisher:
         Raises:
             InvalidRequestError: keys or vectors have another type or shape.
             UnavailableError: the brokers have stopped answering.
-            StoreError: they refuse a message.
+            StoreError: the brokers refuse a message.
         """
         rows = as_keys(keys), np.ascontiguousarray(vectors, np.float32)
         check_rows(*rows)
@@ -117,7 +117,7 @@ class Publisher:
         self._produce(topic, ((key, None, p) for key, p in zip(encode_keys(gone), partitions, strict=True)))
 
     def announce(self, version: int) -> None:
-        """Queue an announcement that servers are to serve this version (`hotrow follow`). Errors as of `publish`."""
+        """Queue an announcement, so that servers load this version (`hotrow follow`). Errors as of `publish`."""
         if not 0 < version <= MAX_VERSION:
             raise InvalidRequestError(f"invalid version {version!r}; allowed: whole numbers from 1 to {MAX_VERSION}")
         topic = announcement_topic(self.model)
@@ -125,14 +125,14 @@ class Publisher:
         self._produce(topic, [(KEY, b"%d" % version, 0)])
 
     def flush(self) -> None:
-        """Return when the brokers have confirmed all that was queued; errors as of `publish`."""
+        """Wait until the brokers have confirmed everything that was queued. Errors as of `publish`."""
         # A message that is not delivered in time fails, so this comes to an end.
         while self._serve(self._producer.flush, 1.0) and self._failure is None:
             pass
         self._raise_failure()
 
     def close(self) -> None:
-        """`flush`, then take no more. May be called more than once."""
+        """Flush, and accept nothing more. May be called more than once."""
         self.flush()
 
     def __enter__(self) -> Publisher:
