@@ -454,7 +454,7 @@ class InferenceSession:
         self._writer.update(spec.folder, *as_rows(keys, vectors, spec))
 
     def erase(self, table: str, keys: ArrayLike) -> None:
-        """Drop the rows of some keys, int64 [n]. From now on these keys are unknown, even if the version's files hold them.
+        """Drop the rows of some keys, int64 [n]. Later look-ups answer the default vector, whatever the files hold.
 
         Errors are those of `update`.
         """
