@@ -2,8 +2,9 @@
 
     python benchmarks/several_gpus.py [M1] [M2] [M3] [--rows 2000000] [--triton]
 
-M1: rows of dim 128 divided among the GPUs, 1,048,576 keys a call, on all GPUs at once. The ceiling is the fastest of
-several plain kernels that copy rows, divided in the same way, by row number. M2: a table that does not fit on one GPU
+M1: rows of dim 128 divided among the GPUs, 1,048,576 keys a call, on all GPUs at once, after each GPU has copied the
+others' hot rows. The peer is the fastest of several plain kernels that copy rows, divided in the same way, by row
+number; it has no copies. M2: a table that does not fit on one GPU
 (by `cache_bytes`), beside copies of it on each. M3: copies on all GPUs beside one GPU. M2 and M3 compute whole requests
 (26 keys x dim 128, MLP 512-256-1) in this process, or with `--triton` through a real Triton. Answers are compared with
 the CPU's before they are timed.
@@ -42,6 +43,7 @@ from triton_backend.repository.model_config import ModelConfig, write_model_conf
 
 NUM_GPUS = cupy.cuda.runtime.getDeviceCount()
 _CALLS, _ROUNDS = 5, 9
+_MOST_COPYING_ROUNDS = 30
 _CLIENTS_PER_GPU = 12
 _NUM_CHECKED = 1 << 16
 """How many of a call's copied rows are compared."""
@@ -101,11 +103,14 @@ def compare_look_ups(folder: Path, num_rows: int) -> None:
             numbers = [draw(num_rows, NUM_KEYS, zipf).get() for _ in devices]
             asked = numbers if kind == "row_number" else [keys[n] for n in numbers]
             bare = {name: at_once(devices, gathers_of(devices, shards, numbers, name, keys)) for name in _VARIANTS}
-            ours = at_once(devices, look_ups_of(tables, asked, [keys[n] for n in numbers]))
+            works = look_ups_of(tables, asked, [keys[n] for n in numbers])
+            num_copied = copy_hot_rows(devices, tables, works)
+            ours = at_once(devices, works)
             best = min(bare, key=lambda name: bare[name])
             print(
                 f"M1 {kind:10} {'zipf' if zipf else 'uniform':7}: bare peer gather {bare[best]:.0f} us ({best}), ours "
-                f"{ours:.0f} us, {bare[best] / ours:.2f} of it (goal 0.8), {NUM_KEYS / ours / 1e3:.2f} G keys/s a GPU",
+                f"{ours:.0f} us, {bare[best] / ours:.2f} of it (goal 0.8), {NUM_KEYS / ours / 1e3:.2f} G keys/s a GPU; "
+                f"{num_copied} copies of hot rows made",
                 flush=True,
             )
         for each in tables:
@@ -168,6 +173,23 @@ def look_ups_of(tables: Sequence[CudaTables], keys: Sequence[Any], rows: Sequenc
             check(out, row_keys)
         works.append(lambda each=each, lookup=lookup: each.look_up(lookup))
     return works
+
+
+def copy_hot_rows(
+    devices: Sequence[CudaDevice], tables: Sequence[CudaTables], works: Sequence[Callable[[], None]]
+) -> int:
+    """Let each GPU copy the rows of the others that are hot in these look-ups; returns how many were copied in all.
+
+    A thread does so once a second anyway; this is the same without waiting.
+    """
+    num_copied = 0
+    for _ in range(_MOST_COPYING_ROUNDS):
+        at_once(devices, works)
+        last = sum(each.copy_hot_rows() for each in tables)
+        num_copied += last
+        if last == 0:
+            break
+    return num_copied
 
 
 def at_once(devices: Sequence[CudaDevice], works: Sequence[Callable[[], None]]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import cupy
@@ -15,10 +15,12 @@ from inference_session.device.cuda_memory import memory_checked
 from inference_session.errors import SessionClosedError, UnavailableError
 from inference_session.kernels.cuda import launch as gpu
 from inference_session.kernels.cuda.records import GPU_TABLE, regions_of
-from inference_session.kernels.records import Lookup, VectorCode, address_of
+from inference_session.kernels.records import Lookup, VectorCode, address_of, key_segment
+from inference_session.model_spec import TableSpec
 from inference_session.tables.base import Changed, DeviceTables, Placement
 from inference_session.tables.changed_rows import ChangedRows
 from inference_session.tables.device_rows import BaseRows, Shards
+from inference_session.tables.local_copies import CopyingThread, LocalCopies, pieces_of
 from inference_session.tables.table_file import TableFile
 
 _UPLOAD_BYTES = 64 << 20
@@ -37,6 +39,7 @@ class CudaTables(DeviceTables):
         placement: Placement,
         *,
         rows_change: bool = False,
+        copy_bytes: Mapping[int, int] | None = None,
     ) -> None:
         """Use `placed_tables.open_cuda_tables`.
 
@@ -46,6 +49,8 @@ class CudaTables(DeviceTables):
             vectors: of each table: Shards, an array in host memory, or None, of which this GPU gets a copy.
             placement: where they lie; the bytes are counted here.
             rows_change: whether `put` may be called.
+            copy_bytes: by number of the table, most memory for copies of its hot rows that lie on other GPUs; of
+                float32 tables that do not change.
 
         Raises:
             ConfigurationError: there is too little memory, on the device or on the host.
@@ -63,16 +68,22 @@ class CudaTables(DeviceTables):
             with memory_checked(device.device_id, "free some memory, or set cache_bytes to keep tables in host memory"):
                 gpu.compile_kernels(self._variant)
                 self._bases = [_base_rows(file, each) for file, each in zip(files, vectors, strict=True)]
+                self._copies = {
+                    t: _local_copies(files[t].spec, vectors[t], device, num_bytes)
+                    for t, num_bytes in (copy_bytes or {}).items()
+                }
                 self._host_records = self._describe(files)
                 self._records = cupy.asarray(self._host_records.view(np.uint8).reshape(-1))
             device.stream.synchronize()
         self._placement = placement._replace(bytes=sum(base.num_bytes for base in self._bases))
+        self._copying = CopyingThread(self.copy_hot_rows) if self._copies else None
 
     @property
     def placement(self) -> Placement:
         """See DeviceTables."""
         changed = sum(rows.num_bytes for rows in [*self._changed.values()])
-        return self._placement._replace(bytes=self._placement.bytes + changed)
+        copied = sum(copies.num_bytes for copies in [*self._copies.values()])
+        return self._placement._replace(bytes=self._placement.bytes + changed + copied)
 
     def prepare(self, segments: NDArray[np.void]) -> gpu.Launch:
         """See DeviceTables."""
@@ -123,20 +134,52 @@ class CudaTables(DeviceTables):
         with self._cuda.request():
             if self._records is None:
                 raise SessionClosedError("the session has been closed")
-            record = self._host_records[table]
-            record["cached"], record["cached_rows"] = rows.index, rows.rows
-            begin = table * GPU_TABLE.itemsize
-            self._records[begin : begin + GPU_TABLE.itemsize].set(record.reshape(1).view(np.uint8))
-            self._cuda.wait()
+            self._read_first(table, rows.index, rows.rows)
             self._changed[table] = rows  # the memory of those before is free from here on
+
+    def _read_first(self, table: int, index: NDArray[np.void], rows: NDArray[np.void]) -> None:
+        """Let look-ups search this index before the table's own, within a request of the device."""
+        record = self._host_records[table]
+        record["cached"], record["cached_rows"] = index, rows
+        begin = table * GPU_TABLE.itemsize
+        self._records[begin : begin + GPU_TABLE.itemsize].set(record.reshape(1).view(np.uint8))
+        self._cuda.wait()
+
+    def copy_hot_rows(self) -> int:
+        """Copy rows of other GPUs that look-ups have read often; returns how many.
+
+        Raises:
+            UnavailableError: the device has failed, or has too little memory.
+        """
+        num_copied = 0
+        for table, copies in [*self._copies.items()]:
+            for keys in pieces_of(copies.hot_keys()):
+                with self._cuda.request():
+                    if self._records is None:
+                        return num_copied
+                    self._copy(table, copies, keys)
+                num_copied += len(keys)
+        return num_copied
+
+    def _copy(self, table: int, copies: LocalCopies, keys: NDArray[np.int64]) -> None:
+        on_device = cupy.asarray(keys)
+        vectors = cupy.empty((len(keys), int(self._host_records[table]["embedding_dim"])), np.float32)
+        segments = key_segment(table, on_device, vectors)
+        gpu.prepare(segments, self._records.data.ptr, variant=self._variant).run()
+        copies.write(on_device, vectors)
+        if not self._host_records[table]["cached"]["num_buckets"]:
+            self._read_first(table, copies.index, copies.rows)
 
     def close(self) -> None:
         """See DeviceTables. A failed GPU frees no memory until the process ends."""
+        if self._copying is not None:
+            self._copying.close()
+            self._copying = None
         with contextlib.suppress(UnavailableError), self._cuda.request():
             for base in self._bases:
                 base.close()
             # The next version on the device can use all of the memory.
-            self._bases, self._records, self._defaults, self._changed = [], None, None, {}
+            self._bases, self._records, self._defaults, self._changed, self._copies = [], None, None, {}, {}
             self._scratch = gpu.Scratch()
             for device_id in self._shard_devices | {self._cuda.device_id}:
                 with cupy.cuda.Device(device_id):
@@ -152,7 +195,14 @@ class CudaTables(DeviceTables):
             default = np.full(file.spec.embedding_dim, file.spec.default_vector, np.float32)
             self._defaults[begin : begin + len(default)] = cupy.asarray(default)
             records[i] = base.record(self._defaults.data.ptr + 4 * begin)
+        for t, copies in self._copies.items():
+            records[t]["sampled_address"] = copies.sampled_address
+            records[t]["num_sampled_address"] = copies.num_sampled_address
         return records
+
+
+def _local_copies(spec: TableSpec, shards: Shards, device: CudaDevice, num_bytes: int) -> LocalCopies:
+    return LocalCopies(device, spec.embedding_dim, spec.num_rows - len(shards.arrays[shards.this]), num_bytes)
 
 
 def _base_rows(table: TableFile, vectors: Any) -> BaseRows:

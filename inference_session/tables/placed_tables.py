@@ -7,7 +7,7 @@ be divided among several GPUs, each of which reads the others' memory. The rest 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cupy
@@ -18,12 +18,13 @@ from inference_session.device.cuda import CudaDevice
 from inference_session.device.cuda_memory import check_free, memory_checked
 from inference_session.device.peers import connect, unreachable
 from inference_session.device.pinned import PinnedArray
-from inference_session.device.placement import Place, Shard, bytes_on_each, places_of
+from inference_session.device.placement import Place, Shard, bytes_on_each, places_of, shard_bytes
 from inference_session.errors import ConfigurationError
 from inference_session.model_spec import TableSpec
 from inference_session.tables.base import Placement
 from inference_session.tables.cuda_tables import CudaTables, pieces
 from inference_session.tables.device_rows import Shards
+from inference_session.tables.local_copies import bytes_to_copy
 from inference_session.tables.table_file import TableFile
 
 _log = logging.getLogger(__name__)
@@ -71,7 +72,8 @@ def open_cuda_tables(
     if placement.on_host and cache_bytes is None:  # else it was asked for
         names = ", ".join(map(repr, placement.on_host))
         _log.warning("%s has no room for tables %s; they are read from host memory", placement.device, names)
-    return _on_all(files, devices, places, placement, rows_change=rows_change)
+    copies = {} if rows_change else _copy_bytes(specs, places, len(devices), budget - needed)
+    return _on_all(files, devices, places, placement, rows_change=rows_change, copy_bytes=copies)
 
 
 def _on_all(
@@ -81,6 +83,7 @@ def _on_all(
     placement: Placement,
     *,
     rows_change: bool,
+    copy_bytes: Mapping[int, int],
 ) -> list[CudaTables]:
     """The tables of each device; shards, and what is pinned in host memory, exist once."""
     first = devices[0].device_id
@@ -95,7 +98,8 @@ def _on_all(
                 vectors[t] = memory.array
             for t, arrays in sharded.items():
                 vectors[t] = Shards(arrays, number, files[t].spec.num_rows)
-            all_tables.append(CudaTables(files, device, vectors, placement, rows_change=rows_change))
+            tables = CudaTables(files, device, vectors, placement, rows_change=rows_change, copy_bytes=copy_bytes)
+            all_tables.append(tables)
     except BaseException:
         for tables in all_tables:
             tables.close()
@@ -104,6 +108,15 @@ def _on_all(
         for memory in pinned.values():
             memory.close()  # each device has pinned it for itself
     return all_tables
+
+
+def _copy_bytes(specs: Sequence[TableSpec], places: Sequence[Place], num_devices: int, spare: int) -> dict[int, int]:
+    """For copies of hot rows of other GPUs: by table, at most so much on each GPU, within what is to spare there."""
+    those = [t for t, place in enumerate(places) if place == "shards" and specs[t].dtype == "float32"]
+    sizes = {
+        t: bytes_to_copy(shard_bytes(specs[t], num_devices), specs[t].row_bytes, spare // len(those)) for t in those
+    }
+    return {t: num_bytes for t, num_bytes in sizes.items() if num_bytes}
 
 
 def _budget(cache_bytes: int | None, devices: Sequence[CudaDevice]) -> tuple[int, str]:

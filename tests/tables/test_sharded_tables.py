@@ -5,17 +5,21 @@ Where there is one GPU, shards lie on it side by side: the same kernels run, but
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from inference_session.device.discovery import unusable
 from inference_session.errors import ConfigurationError
 from inference_session.kernels.records import PoolingCode
+from inference_session.model_spec import TableSpec
 from inference_session.tables.host_tables import HostTables
-from inference_session.tables.table_file import TableFile
+from inference_session.tables.table_file import TableFile, write_table
+from tests.testing.servers import wait_until
 from tests.testing.tables_of_all_kinds import answers, devices_of, some_keys
 
 NO_GPU = unusable(0)
@@ -83,3 +87,112 @@ def test_shards_that_do_not_fit_are_refused(files: list[TableFile]) -> None:
 
     with pytest.raises(ConfigurationError, match=r"shard=rows needs \d+ bytes on each of 2 GPUs, .* may take 1000"):
         open_cuda_tables(files, devices_of(2), cache_bytes=1000, shard="rows")
+
+
+NUM_ROWS, NUM_HOT = 120_000, 400
+Draw = Callable[[], NDArray[np.int64]]
+
+
+@pytest.fixture(scope="module", params=["stored", "row_number"])
+def large(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TableFile:
+    """A table large enough for copies of hot rows."""
+    folder: Path = tmp_path_factory.mktemp(request.param) / "large"
+    rng = np.random.default_rng(0)
+    keys = rng.permutation(np.unique(rng.integers(-(2**63), 2**63 - 1, NUM_ROWS)))
+    given = [keys] if request.param == "stored" else None
+    write_table(folder, [rng.standard_normal((NUM_ROWS, 128), np.float32)], keys=given)
+    spec = TableSpec("large", "large", NUM_ROWS, 128, keys=request.param, default_vector=(0.5,) * 128)
+    return TableFile.open(folder, spec)
+
+
+@pytest.fixture
+def without_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are copied when a test says so."""
+    from inference_session.tables import local_copies
+
+    monkeypatch.setattr(local_copies, "_INTERVAL_S", 1e6)
+
+
+def skewed(file: TableFile, seed: int) -> Draw:
+    """Draws keys: nine in ten of few rows, the others of all rows, and unknown ones."""
+    rng = np.random.default_rng(seed)
+    hot = rng.choice(NUM_ROWS, NUM_HOT, replace=False)
+
+    def draw() -> NDArray[np.int64]:
+        numbers = np.where(rng.random(1 << 16) < 0.9, rng.choice(hot, 1 << 16), rng.integers(0, NUM_ROWS, 1 << 16))
+        if file.spec.keys == "row_number":
+            return np.where(rng.random(len(numbers)) < 0.1, numbers - NUM_ROWS, numbers)
+        return np.where(rng.random(len(numbers)) < 0.01, 7, np.asarray(file.keys())[numbers])
+
+    return draw
+
+
+def check(tables: list[Any], file: TableFile, draw: Draw, count: int = 1) -> None:
+    """Every GPU answers as the processor, bit for bit."""
+    host = HostTables([file], num_threads=1)
+    for _ in range(count):
+        keys = [draw()]
+        expected, num_unknown = answers(host, [file], keys, PoolingCode.NONE)
+        for each in tables:
+            found, counted = answers(each, [file], keys, PoolingCode.NONE)
+            assert counted.tolist() == num_unknown.tolist()
+            np.testing.assert_array_equal(found[0], expected[0])
+
+
+@pytest.mark.usefixtures("without_thread")
+def test_hot_rows_of_other_gpus_are_copied(large: TableFile) -> None:
+    """Those that the traffic asks for, once; when it asks for others, those. All answers stay the same."""
+    from inference_session.tables.placed_tables import open_cuda_tables
+
+    tables = open_cuda_tables([large], devices_of(2), shard="rows")
+    before = [each.placement.bytes for each in tables]
+    for seed in (1, 2):
+        draw = skewed(large, seed)
+        check(tables, large, draw, 60)
+        copied = [each.copy_hot_rows() for each in tables]
+        assert all(NUM_HOT // 4 < count < NUM_HOT for count in copied), copied  # half of them lie on the other GPU
+        check(tables, large, draw, 60)
+        again = [each.copy_hot_rows() for each in tables]
+        assert all(count < NUM_HOT // 8 for count in again), again
+        pooled, _ = answers(tables[0], [large], [keys := draw()], PoolingCode.SUM)
+        expected, _ = answers(HostTables([large], num_threads=1), [large], [keys], PoolingCode.SUM)
+        np.testing.assert_allclose(pooled[0], expected[0], rtol=1e-5, atol=1e-5)
+    assert all(each.placement.bytes > least for each, least in zip(tables, before, strict=True))
+    for each in tables:
+        each.close()
+
+
+@pytest.mark.usefixtures("without_thread")
+def test_rows_that_are_equally_cold_are_not_copied(large: TableFile) -> None:
+    """Nor are those of a table without memory to spare."""
+    from inference_session.device.placement import bytes_on_each
+    from inference_session.tables.placed_tables import open_cuda_tables
+
+    rng = np.random.default_rng(3)
+    needed = bytes_on_each([large.spec], ["shards"], 2)
+    for cache_bytes, draw in (
+        (None, lambda: some_keys(large, 1 << 16, rng)),
+        (needed + (1 << 16), skewed(large, 1)),
+    ):
+        tables = open_cuda_tables([large], devices_of(2), shard="rows", cache_bytes=cache_bytes)
+        check(tables, large, draw, 40)
+        assert [each.copy_hot_rows() for each in tables] == [0, 0]
+        for each in tables:
+            each.close()
+
+
+def test_hot_rows_are_copied_without_being_asked(large: TableFile) -> None:
+    """By a thread, while look-ups go on."""
+    from inference_session.tables.placed_tables import open_cuda_tables
+
+    tables, draw = open_cuda_tables([large], devices_of(2), shard="rows"), skewed(large, 4)
+    before = [each.placement.bytes for each in tables]
+
+    def copied() -> bool:
+        check(tables, large, draw, 5)
+        return all(each.placement.bytes > least for each, least in zip(tables, before, strict=True))
+
+    wait_until(copied, "rows to be copied")
+    check(tables, large, draw, 5)
+    for each in tables:
+        each.close()

@@ -10,6 +10,7 @@ constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr int MAX_INLINE_SEGMENTS = 32;
 constexpr int MAX_BAGS_PER_TILE = 8;
 constexpr int MAX_SHARDS = 8;
+constexpr u64 MAX_SAMPLED = 1 << 17;
 constexpr u32 NOT_ORDERED = 0xffffffffu;
 
 // GPUs that a sharded table lies on. A constant, so that look-ups in tables of one GPU do nothing for it.
@@ -63,6 +64,8 @@ struct alignas(16) Table {
   float* default_vector;  // the answer for an unknown key; null: leave the output as it is
   u64* events;
   u8* shards[MAX_SHARDS];  // where the base rows begin on each of NUM_SHARDS GPUs, in turn; null: all are in base_rows
+  i64* sampled;  // of sharded tables, some keys whose rows were read from other GPUs, MAX_SAMPLED at most; null: none are noted
+  u64* num_sampled;  // at least so many
 };
 
 struct Segment {

@@ -16,6 +16,17 @@ __device__ __forceinline__ bool is_marking(u32 tile, u32 seed) {
   return (tile * 2654435761u + seed * 2246822519u) >> (32 - TILES_PER_MARKING_BITS) == 0;
 }
 
+constexpr int SAMPLING_BITS = 6;  // of so many warps, as a power of two, one notes keys that it reads from other GPUs
+
+// By the clock, not by a seed: a look-up that is repeated has one seed.
+__device__ __forceinline__ bool is_sampling() { return (u32)clock() * 2654435761u >> (32 - SAMPLING_BITS) == 0; }
+
+__device__ __forceinline__ void sample(const Table& table, i64 key) {
+  if (table.sampled == nullptr || !is_sampling() || *(volatile u64*)table.num_sampled >= MAX_SAMPLED) return;
+  const u64 place = atomicAdd(table.num_sampled, 1ull);
+  if (place < MAX_SAMPLED) table.sampled[place] = key;
+}
+
 // A hot key's mark is found as it should be, and not written to again.
 __device__ __forceinline__ void leave_mark(const Index& index, i64 slot) {
   u8* mark = index.marks + slot / SLOTS * BUCKET_BYTES + slot % SLOTS;
@@ -36,12 +47,13 @@ __device__ __forceinline__ i64 find_base_row(const Table& table, i64 key, u64 ha
 }
 
 // Row r of a sharded table is row r / NUM_SHARDS of shard r % NUM_SHARDS, which may be another GPU's memory.
-__device__ __forceinline__ const u8* base_row(const Table& table, i64 row) {
+__device__ __forceinline__ const u8* base_row(const Table& table, i64 key, i64 row) {
   const u8* vectors = table.base_rows.vectors;
   if constexpr (NUM_SHARDS > 1) {
     if (table.shards[0] != nullptr) {
       vectors = table.shards[(u64)row % NUM_SHARDS];
       row = (u64)row / NUM_SHARDS;
+      if (vectors != table.base_rows.vectors) sample(table, key);
     }
   }
   return vectors + row * table.base_rows.row_bytes;
@@ -51,7 +63,7 @@ __device__ __forceinline__ Source base_source(const Table& table, i64 key, u64 h
   Source source;
   const i64 row = find_base_row(table, key, hashed, policy);
   source.row = reinterpret_cast<const u8*>(table.default_vector);
-  if (row >= 0) source = {base_row(table, row), (int)table.base_rows.code, false, true};
+  if (row >= 0) source = {base_row(table, key, row), (int)table.base_rows.code, false, true};
   return source;
 }
 
@@ -67,7 +79,7 @@ __device__ __forceinline__ Source find_source(const Table& table, i64 asked, boo
   if constexpr (ROWS_CHANGE) {
     if (is_deleted(table.cached, slot)) return {reinterpret_cast<const u8*>(table.default_vector), FLOAT32, false, false};
   } else {
-    if (marking) leave_mark(table.cached, slot);
+    if (NUM_SHARDS > 1 ? is_sampling() : marking) leave_mark(table.cached, slot);
   }
   return {table.cached_rows.vectors + slot * table.cached_rows.row_bytes, (int)table.cached_rows.code, true, true};
 }

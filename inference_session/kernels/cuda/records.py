@@ -25,6 +25,8 @@ MAX_INLINE_SEGMENTS = 32
 """Segments that travel as a kernel's parameter; more are copied to the device first."""
 MAX_SHARDS = 8
 """GPUs that the rows of one table may be divided among."""
+MAX_SAMPLED = 1 << 17
+"""Keys of rows on other GPUs that look-ups note, per table."""
 _ALIGNMENT = 256
 EVENTS = ("inserts", "updates", "evictions", "erases", "misses", "unknown", "refused")
 
@@ -43,6 +45,8 @@ GPU_TABLE = np.dtype(
         ("default_address", np.int64),
         ("events_address", np.int64),
         ("shard_addresses", np.int64, (MAX_SHARDS,)),
+        ("sampled_address", np.int64),
+        ("num_sampled_address", np.int64),
     ]
 )
 REQUEST = np.dtype(

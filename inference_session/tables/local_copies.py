@@ -1,0 +1,132 @@
+"""Copies of a sharded table's hot rows in the memory of a GPU that would read them from another one.
+
+The look-up kernel reads copies first, and notes some of the keys whose rows it read from another GPU. Rows that are
+noted several times are copied. A copy that is not used gives way to others, so that they follow the traffic.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import cupy
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.device.cuda import CudaDevice
+from inference_session.errors import UnavailableError
+from inference_session.kernels.cuda import launch as gpu
+from inference_session.kernels.cuda.records import BUCKET_BYTES, EVENTS, MAX_SAMPLED, SLOTS, rows_by_slot, table_bytes
+from inference_session.kernels.records import VectorCode
+
+_LEAST_SAMPLED = MAX_SAMPLED // 8
+"""Of fewer keys, it is not known which are hot."""
+_LEAST_TIMES = 4
+"""How often a hot key is noted, and how many times as often as it would be if all rows were equally hot."""
+_LEAST_SHARE = 1 / 32
+"""Of the noted keys, those of hot rows, so that copies gain something."""
+_ROWS_AT_ONCE = 1 << 12
+"""Copied while a request waits: well below a millisecond."""
+_PART = 16
+"""Copies take at most one byte for so many of a shard: a few rows are most of a skewed traffic."""
+_NOTED_BYTES = 8 * (1 + MAX_SAMPLED)
+_INTERVAL_S = 1.0
+_MAX_LOAD = 0.02
+"""The part of one core's time that may go into copying."""
+_log = logging.getLogger(__name__)
+
+
+def bytes_to_copy(shard_bytes: int, row_bytes: int, spare: int) -> int:
+    """Most memory for copies of a table: within `spare`; 0 where the table is too small to gain from copies."""
+    num_bytes = min(shard_bytes // _PART, spare) - _NOTED_BYTES
+    return num_bytes if num_bytes >= table_bytes(1, row_bytes) else 0
+
+
+class LocalCopies:
+    """The copies of one table on one GPU. The table's rows never change."""
+
+    def __init__(self, device: CudaDevice, dim: int, num_rows: int, num_bytes: int) -> None:
+        """Prepare for copies on the current device.
+
+        Args:
+            device: the GPU.
+            dim: embedding_dim.
+            num_rows: of the table, those on other GPUs.
+            num_bytes: most memory for copies; it is taken when the first rows are hot.
+        """
+        self._device, self._dim, self._num_rows = device, dim, num_rows
+        self._num_buckets = num_bytes // table_bytes(1, 4 * dim)
+        self._sampled = cupy.zeros(1 + MAX_SAMPLED, np.int64)
+        self._events = cupy.zeros(len(EVENTS), np.uint64)
+        self._memory: Any = None
+        self.num_sampled_address: int = self._sampled.data.ptr
+        self.sampled_address = self.num_sampled_address + 8
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory taken."""
+        return int(self._sampled.nbytes + (self._memory.nbytes if self._memory is not None else 0))
+
+    def hot_keys(self) -> NDArray[np.int64]:
+        """Keys whose rows are to be copied, the hottest first; once enough keys were noted. More are noted after it.
+
+        Raises:
+            UnavailableError: the device has failed.
+        """
+        with self._device.request():
+            if (noted := min(int(self._sampled[0]), MAX_SAMPLED)) < _LEAST_SAMPLED:
+                return np.empty(0, np.int64)
+            keys = self._sampled[1 : 1 + noted].get()
+            self._sampled[:1] = 0
+        distinct, counts = np.unique(keys, return_counts=True)
+        is_hot = counts >= _LEAST_TIMES * max(1.0, noted / self._num_rows)
+        if counts[is_hot].sum() < _LEAST_SHARE * noted:
+            return np.empty(0, np.int64)
+        hottest: NDArray[np.int64] = distinct[is_hot][np.argsort(-counts[is_hot], kind="stable")]
+        return hottest[: self._num_buckets * SLOTS]
+
+    def write(self, keys: Any, vectors: Any) -> None:
+        """Copy rows, within a request of the device: int64 [n] and float32 [n, dim] on it."""
+        if self._memory is None:
+            self._memory = cupy.empty(table_bytes(self._num_buckets, 4 * self._dim), np.uint8)
+            self._memory[: 2 * BUCKET_BYTES * self._num_buckets].fill(0)
+            address = self._memory.data.ptr
+            self.index, self.rows = rows_by_slot(
+                address, self._num_buckets, 4 * self._dim, VectorCode.FLOAT32, self._dim
+            )
+        writer = gpu.Writer(self.index, self._events.data.ptr)
+        writer.write_rows(self.rows, keys, vectors, writer.claim(keys, may_insert=True, may_evict=True))
+
+
+class CopyingThread:
+    """Calls a function once a second, until it is closed or the device has failed."""
+
+    def __init__(self, copy_hot_rows: Callable[[], object]) -> None:
+        self._copy_hot_rows = copy_hot_rows
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="hotrow-local-copies", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread. Not while holding the device."""
+        self._closing.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        pause_s = _INTERVAL_S
+        while not self._closing.wait(pause_s):
+            begin = time.thread_time()
+            try:
+                self._copy_hot_rows()
+            except UnavailableError as error:
+                _log.warning("Hot rows of other GPUs are not copied any more: %s", error)
+                return
+            pause_s = max(_INTERVAL_S, (time.thread_time() - begin) / _MAX_LOAD)
+
+
+def pieces_of(keys: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """As many as are copied at once."""
+    return [keys[begin : begin + _ROWS_AT_ONCE] for begin in range(0, len(keys), _ROWS_AT_ONCE)]
