@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -102,10 +103,10 @@ class LocalCopies:
 
 
 class CopyingThread:
-    """Calls a function once a second, until it is closed or the device has failed."""
+    """Calls a method once a second, until it is closed, its object is gone, or the device has failed."""
 
     def __init__(self, copy_hot_rows: Callable[[], object]) -> None:
-        self._copy_hot_rows = copy_hot_rows
+        self._copy_hot_rows = weakref.WeakMethod(copy_hot_rows)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="hotrow-local-copies", daemon=True)
         self._thread.start()
@@ -119,12 +120,20 @@ class CopyingThread:
         pause_s = _INTERVAL_S
         while not self._closing.wait(pause_s):
             begin = time.thread_time()
-            try:
-                self._copy_hot_rows()
-            except UnavailableError as error:
-                _log.warning("Hot rows of other GPUs are not copied any more: %s", error)
+            if not self._copy():
                 return
             pause_s = max(_INTERVAL_S, (time.thread_time() - begin) / _MAX_LOAD)
+
+    def _copy(self) -> bool:
+        """Whether there may be more to copy later."""
+        copy_hot_rows = self._copy_hot_rows()
+        try:
+            if copy_hot_rows is not None:
+                copy_hot_rows()
+        except UnavailableError as error:
+            _log.warning("Hot rows of other GPUs are not copied any more: %s", error)
+            return False
+        return copy_hot_rows is not None
 
 
 def pieces_of(keys: NDArray[np.int64]) -> list[NDArray[np.int64]]:
