@@ -114,7 +114,8 @@ class CopyingThread:
     def close(self) -> None:
         """End the thread. Not while holding the device."""
         self._closing.set()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # where garbage is collected, that may be this one
+            self._thread.join()
 
     def _work(self) -> None:
         pause_s = _INTERVAL_S
