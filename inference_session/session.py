@@ -124,6 +124,8 @@ class InferenceSession:
         if spec.ranking is not None:
             self._input_types[CANDIDATES] = np.dtype(np.int32)
         self._stats = SessionStats(spec)
+        self._joins_requests, self._ranks = spec.joins_requests, spec.ranking is not None
+        self._rejects_unknown = config.unknown_keys == "reject"
         self._rows_before: RowStats | None = None
         self._recorder: KeyRecorder | None = None
         self._hot_keys: HotKeysWriter | None = None
@@ -271,7 +273,7 @@ class InferenceSession:
         return num_known
 
     def _refuse_unknown(self, network: Network, num_unknown: NDArray[np.int64]) -> None:
-        if self.config.unknown_keys == "reject" and num_unknown.any():
+        if self._rejects_unknown and num_unknown.any():
             lookup = network.spec.lookups[int(np.flatnonzero(num_unknown)[0])]
             table = self.spec.table_in(lookup.table)
             raise UnknownKeyError(
@@ -316,10 +318,14 @@ class InferenceSession:
         are_one: bool = False,
     ) -> list[Answer] | None:
         """As `run_arrays`; `are_one`: the arrays are of one request, divided as if it were several."""
-        self._check_open()
-        if not self.stages_arrays or (num_parts > 1 and not self.spec.joins_requests):
+        if self._closed:
+            self._check_open()
+        if num_parts > 1 and not self._joins_requests:
             return None
+        replicas = self.replicas.all
         try:
+            if len(replicas) == 1:
+                return self._run_arrays_on(replicas[0], arrays, num_parts, outputs, mark, are_one=are_one)
             return self.replicas.run(
                 lambda replica: self._run_arrays_on(replica, arrays, num_parts, outputs, mark, are_one=are_one)
             )
@@ -337,32 +343,32 @@ class InferenceSession:
         are_one: bool = False,
     ) -> list[Answer] | None:
         """As `_run_parts`, on a device; raises what the look-up and the network do."""
-        model, rows = replica.staged, replica.network.rows
+        model = replica.staged
         if model is None:
             return None
         mark("look-up")
         staging = model.take()
         try:
             wanted = self.layout.outputs.wanted(outputs)
-            with rows.device.held():
+            with staging.held:
                 batch = staging.fill(arrays, num_requests, wanted.computed)
                 if batch is None:
                     return None
-                rows.look_up(batch.lookup)
-                self._record_keys(batch.lookup)
+                batch.look_up()
+                if self._recorder is not None:
+                    self._record_keys(batch.lookup)
                 mark("network")
                 results = batch.run.run()
                 if batch.places is not None:
                     results = [array[batch.places] for array in results]
-                computed = dict(zip(wanted.computed, results, strict=True))
-                if self.config.unknown_keys == "reject" and batch.lookup.num_unknown.any():
+                if self._rejects_unknown and batch.lookup.num_unknown.any():
                     return None
                 counts = [sum(batch.counts)] if are_one else batch.counts
                 self._stats.count_staged(batch.lookup, counts)
-                if self.spec.ranking is not None:
+                if self._ranks:
                     self._stats.count_contexts(batch.num_contexts, sum(counts), 0)
             mark("answer")
-            return self.layout.outputs.split(computed, [wanted.names] * len(counts), counts)
+            return self.layout.outputs.split_alike(results, wanted, counts)
         finally:
             model.give_back(staging)
 

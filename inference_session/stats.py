@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.kernels.cpu.keys import count_keys
-from inference_session.kernels.records import SEGMENT, Lookup
+from inference_session.kernels.records import Lookup, address_of
 from inference_session.model_spec import ModelSpec
 
 Stats = TypeVar("Stats")
@@ -89,9 +89,8 @@ class SessionStats:
         self._num_keys = np.zeros(len(self._names), np.int64)
         self._num_unknown = np.zeros(len(self._names), np.int64)
         self.load_s = 0.0
-        count_keys(
-            np.zeros(0, SEGMENT), self._num_keys[:0], self._num_unknown[:0], self._num_keys, self._num_unknown
-        )  # compiles
+        self._addresses = address_of(self._num_keys), address_of(self._num_unknown)
+        count_keys(0, 0, 0, 0, *self._addresses)  # compiles
 
     def count_requests(self, num_requests: int, num_failed: int) -> None:
         """Requests that have been answered, with predictions or with an error."""
@@ -114,11 +113,13 @@ class SessionStats:
 
     def count_staged(self, lookup: Lookup, num_samples: Sequence[int]) -> None:
         """Count a batch of requests, with this many samples each, of which all were answered."""
+        records = lookup.segments, lookup.num_keys, lookup.num_unknown
+        segments, num_keys, num_unknown = lookup.addresses or map(address_of, records)
         with self._lock:
             self._requests += len(num_samples)
             self._batches += 1
             self._samples += sum(num_samples)
-            count_keys(lookup.segments, lookup.num_keys, lookup.num_unknown, self._num_keys, self._num_unknown)
+            count_keys(segments, num_keys, num_unknown, len(lookup.segments), *self._addresses)
 
     def count_contexts(self, num_contexts: int, num_candidates: int, num_reused: int) -> None:
         """Count what a batch of a model with context inputs ranked, and how many of its contexts were already kept."""

@@ -26,6 +26,8 @@ class HostDevice(Device):
         """See Device."""
         return _NOTHING_HELD
 
+    held = request
+
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> NDArray[Any]:
         """See Device."""
         return np.empty(shape, dtype)

@@ -5,7 +5,7 @@ A form belongs to one Staging: its records hold addresses of that Staging's memo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -15,6 +15,7 @@ from inference_session.dense_engine.base import DenseEngine
 from inference_session.execution.lookups import ModelLookups
 from inference_session.kernels.array_headers import dtype_addresses
 from inference_session.kernels.cpu import bag_staging, staging
+from inference_session.kernels.cpu.arguments import Arguments
 from inference_session.kernels.cpu.staging import DIFFERING, INPUT, LOOKUP, MAX_RANK, OPEN
 from inference_session.kernels.records import PoolingCode
 from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT, LookupSpec, ModelSpec, TensorSpec
@@ -24,9 +25,14 @@ from inference_session.requests.tensor_layout import TensorLayout
 Shapes: TypeAlias = "dict[str, tuple[int, ...]]"
 ARRAY_TYPE = id(np.ndarray)
 
+Stage: TypeAlias = "Callable[[int, int], int]"
+"""Reads the arrays of some requests, and describes their look-up. Takes the address of a list of arrays and the number
+of requests; returns STAGED, NOT_STAGED or NO_ROOM.
+"""
+
 
 class ArrayForm(Protocol):
-    """Arrays of one layout. The arguments of `stage` are those of the kernels of that name."""
+    """Arrays of one layout."""
 
     inputs: NDArray[np.void]
     """INPUT records, one for each array of a request."""
@@ -37,8 +43,8 @@ class ArrayForm(Protocol):
     num_open_sizes: int
     """Sizes that tell batches apart, the number of samples first."""
 
-    def stage(self, items: int, num_requests: int, *records: NDArray[Any]) -> int:
-        """Read the arrays of some requests, and describe their look-up: STAGED, NOT_STAGED or NO_ROOM."""
+    def stage_into(self, *records: NDArray[Any]) -> Stage:
+        """What stages requests into these records, the last arguments of the kernels `stage` and `stage_bags`."""
 
     def shapes(self, open_sizes: NDArray[np.int64]) -> Shapes:
         """Shapes of the keys, and of what the network reads other than vectors, in the batch that was staged last."""
@@ -62,12 +68,10 @@ class TensorForm:
         self._spec = spec
         self._max_elements = layout.max_elements
 
-    def stage(self, items: int, num_requests: int, *records: NDArray[Any]) -> int:
+    def stage_into(self, *records: NDArray[Any]) -> Stage:
         """See ArrayForm."""
-        status: int = staging.stage(
-            items, num_requests, ARRAY_TYPE, self._max_elements, self.inputs, self.lookups, *records
-        )
-        return status
+        arguments = Arguments(ARRAY_TYPE, self._max_elements, self.inputs, self.lookups, *records)
+        return arguments.bound_to(staging.stage)
 
     def shapes(self, open_sizes: NDArray[np.int64]) -> Shapes:
         """See ArrayForm."""
@@ -114,13 +118,11 @@ class BagForm:
         self._keys = [lookup.keys for lookup in spec.lookups]
         self._max_elements = layout.max_elements
 
-    def stage(self, items: int, num_requests: int, *records: NDArray[Any]) -> int:
+    def stage_into(self, *records: NDArray[Any]) -> Stage:
         """See ArrayForm."""
-        sizes = num_requests, ARRAY_TYPE, self._max_elements
-        status: int = bag_staging.stage_bags(
-            items, *sizes, self._form, self._slots, self.inputs, self.lookups, *records
-        )
-        return status
+        form = self._form, self._slots
+        arguments = Arguments(ARRAY_TYPE, self._max_elements, *form, self.inputs, self.lookups, *records)
+        return arguments.bound_to(bag_staging.stage_bags)
 
     def shapes(self, open_sizes: NDArray[np.int64]) -> Shapes:
         """See ArrayForm."""

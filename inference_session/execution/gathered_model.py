@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -159,6 +161,11 @@ class GatheredModel:
     def give_back(self, taken: Any) -> None:
         """See StagedModel."""
 
+    @property
+    def held(self) -> AbstractContextManager[object]:
+        """See Staging."""
+        return self._network.rows.device.held()
+
     def fill(self, arrays: Arrays, num_requests: int, outputs: tuple[str, ...]) -> StagedBatch | None:
         """While the device is held: the look-up of a batch, its inputs in their places; see Staging.fill."""
         if num_requests > _MAX_REQUESTS or len(arrays) != num_requests * len(self._form.inputs):
@@ -176,7 +183,9 @@ class GatheredModel:
         for place, values in target.constants:
             place[...] = values
         num_contexts = num_requests if self._ranks else int(open_sizes[0])
-        return StagedBatch(target.plan.cleared(), target.plan.network, counts.tolist(), num_contexts, target.places)
+        lookup = target.plan.cleared()
+        look_up = partial(self._network.rows.look_up, lookup)
+        return StagedBatch(lookup, look_up, target.plan.network, counts.tolist(), num_contexts, target.places)
 
     def _find(self, case: _Case, arrays: Arrays) -> _Target | None:
         """The recorded batch of this shape; None: there is none, or none yet."""

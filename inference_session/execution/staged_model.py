@@ -8,7 +8,9 @@ once per shape. Nothing is done in Python per input or table. All other requests
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -17,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.dense_engine.base import BoundRun, DenseEngine
+from inference_session.device.base import Device
 from inference_session.device.host import HOST, zeros_at_line
 from inference_session.execution.array_forms import ArrayForm, Shapes, compile_kernels, create_form, has_form
 from inference_session.execution.lookups import Block, ModelLookups
@@ -34,9 +37,6 @@ MAX_BYTES = 64 << 20
 """Of inputs and vectors in one batch: larger ones gain little, and this memory stays."""
 _FIRST_REQUESTS, MAX_REQUESTS = 16, 4096
 
-_Records: TypeAlias = "tuple[NDArray[np.void], NDArray[np.int64], NDArray[np.int64]]"
-"""Segments, keys and unknown keys of each, of a Lookup."""
-
 Arrays: TypeAlias = "list[NDArray[Any]]"
 """Of several requests, one request after the other, those of each in the order of the model's inputs."""
 
@@ -45,6 +45,8 @@ class StagedBatch(NamedTuple):
     """A batch that has been staged."""
 
     lookup: Lookup
+    look_up: Callable[[], object]
+    """Answers the look-up."""
     run: BoundRun
     counts: list[int]
     """The samples of each request."""
@@ -54,6 +56,16 @@ class StagedBatch(NamedTuple):
     """The row of each sample in the outputs; None: they stand in their order."""
 
 
+class _Place(NamedTuple):
+    """The parts of a Staging's records that so many requests use: slicing arrays takes as long as staging."""
+
+    lookup: Lookup
+    look_up: Callable[[], object] | None
+    """See Rows.bound_lookups; None: there are none."""
+    counts: NDArray[np.int64]
+    """The samples of each request."""
+
+
 class StagedModel:
     """The state that all batches of a model share, and the memory that they use, one batch at a time each.
 
@@ -61,9 +73,9 @@ class StagedModel:
     """
 
     def __init__(
-        self, spec: ModelSpec, lookups: ModelLookups, dense: DenseEngine, new_form: Callable[[], ArrayForm]
+        self, spec: ModelSpec, lookups: ModelLookups, dense: DenseEngine, rows: Rows, new_form: Callable[[], ArrayForm]
     ) -> None:
-        self._spec, self._lookups, self._dense, self._new_form = spec, lookups, dense, new_form
+        self._spec, self._lookups, self._dense, self._rows, self._new_form = spec, lookups, dense, rows, new_form
         self._free: list[Staging] = []
 
     def take(self) -> Staging:
@@ -71,7 +83,7 @@ class StagedModel:
         try:
             return self._free.pop()
         except IndexError:
-            return Staging(self._spec, self._lookups, self._dense, self._new_form())
+            return Staging(self._spec, self._lookups, self._dense, self._rows, self._new_form())
 
     def give_back(self, staging: Any) -> None:
         """Return memory, so that another batch may use it."""
@@ -81,11 +93,15 @@ class StagedModel:
 class Staging:
     """The memory that batches use, and a plan of the network over it for each shape. For one thread."""
 
-    def __init__(self, spec: ModelSpec, lookups: ModelLookups, dense: DenseEngine, form: ArrayForm) -> None:
-        self._spec, self._dense, self._form = spec, dense, form
+    def __init__(self, spec: ModelSpec, lookups: ModelLookups, dense: DenseEngine, rows: Rows, form: ArrayForm) -> None:
+        self._spec, self._dense, self._rows, self._form = spec, dense, rows, form
+        self.held = threading.Lock()
+        """What a batch holds from `fill` on: as Device.held, but nobody waits for it, and it takes no Python."""
+        self._bound_lookups = rows.bound_lookups()
         self._ranks = bool(spec.context)
         self._blocks_of = lookups.blocks
         self._inputs, self._lookups = form.inputs, form.lookups
+        self._num_inputs = len(form.inputs)
         self._blocks = np.zeros(len(lookups.blocks), BLOCK)
         self._open_sizes = np.zeros(form.num_open_sizes, np.int64)
         self._memory: dict[tuple[str, int], NDArray[np.uint8]] = {}
@@ -97,9 +113,9 @@ class Staging:
 
         None: the arrays are not as the inputs describe them, or the batch is too large.
         """
-        if len(arrays) != num_requests * len(self._inputs):
+        if len(arrays) != num_requests * self._num_inputs:
             return None
-        while (status := self._stage(arrays, num_requests)) == NO_ROOM:
+        while (status := self._stage(id(arrays), num_requests)) == NO_ROOM:
             if not self._grow(num_requests):
                 return None
         if status != STAGED:
@@ -111,27 +127,29 @@ class Staging:
             run = self._plan(case)
         if run is None:
             return None
+        place = self._places.get(num_requests) or self._place(num_requests)
+        lookup, look_up, counts = place.lookup, place.look_up, place.counts.tolist()
+        if look_up is None:  # what looks up may replace parts of a Lookup
+            lookup = Lookup(lookup.segments, lookup.num_keys, lookup.num_unknown)
+            look_up = partial(self._rows.look_up, lookup)
+        return StagedBatch(lookup, look_up, run, counts, num_requests if self._ranks else sum(counts))
+
+    def _place(self, num_requests: int) -> _Place:
         num_segments = num_requests * len(self._lookups)
-        records = self._records_of.get(num_segments) or self._first_records(num_segments)
-        num_contexts = num_requests if self._ranks else int(self._open_sizes[0])
-        return StagedBatch(Lookup(*records), run, self._counts[:num_requests].tolist(), num_contexts)
-
-    def _stage(self, arrays: Arrays, num_requests: int) -> int:
-        records = self._blocks, self._open_sizes, self._counts, self._segments, self._num_keys
-        return self._form.stage(id(arrays), num_requests, *records)
-
-    def _first_records(self, num_segments: int) -> _Records:
-        """The parts of a Lookup of this many segments; remembered because slicing arrays takes as long as staging."""
-        unknown = np.zeros(num_segments, np.int64)
-        records = self._segments[:num_segments], self._num_keys[:num_segments], unknown
-        self._records_of[num_segments] = records
-        return records
+        parts = self._segments[:num_segments], self._num_keys[:num_segments], np.zeros(num_segments, np.int64)
+        lookup = Lookup(*parts, addresses=(address_of(parts[0]), address_of(parts[1]), address_of(parts[2])))
+        look_up = None if self._bound_lookups is None else self._bound_lookups.bind(lookup)
+        place = self._places[num_requests] = _Place(lookup, look_up, self._counts[:num_requests])
+        return place
 
     def _make_room(self, num_requests: int) -> None:
         self._counts = np.zeros(num_requests, np.int64)
         self._segments = np.zeros(num_requests * len(self._lookups), SEGMENT)
         self._num_keys = np.zeros(len(self._segments), np.int64)
-        self._records_of: dict[int, _Records] = {}
+        self._places: dict[int, _Place] = {}
+        self._stage = self._form.stage_into(
+            self._blocks, self._open_sizes, self._counts, self._segments, self._num_keys
+        )
 
     def _grow(self, num_requests: int) -> bool:
         """Make room for a batch that did not fit; False: it is too large."""
@@ -190,7 +208,7 @@ class ArrayModel(Protocol):
     """What stages requests: StagedModel, or GatheredModel."""
 
     def take(self) -> Any:
-        """An object with a method `fill`; see Staging."""
+        """An object with a method `fill`, and `held`; see Staging."""
 
     def give_back(self, staging: Any) -> None:
         """Return it, so that another batch may use it."""
@@ -200,18 +218,19 @@ class StagedRankingModel:
     """A model with context inputs: requests that repeat the context, and requests of one context each.
 
     Args:
+        device: of the rows.
         models: for the former and for the latter; None: such requests are not staged.
     """
 
-    def __init__(self, spec: ModelSpec, models: tuple[ArrayModel | None, ArrayModel | None]) -> None:
-        self._models = models
+    def __init__(self, spec: ModelSpec, device: Device, models: tuple[ArrayModel | None, ArrayModel | None]) -> None:
+        self._device, self._models = device, models
         is_contexts = [tensor.context for tensor in spec.inputs]
         self._places = is_contexts.index(True), is_contexts.index(False)
         self._largest_input = spec.ranking.largest_input if spec.ranking else None
 
     def take(self) -> RankingStaging:
         """See StagedModel."""
-        return RankingStaging(self._places, self._models, self._largest_input)
+        return RankingStaging(self._device, self._places, self._models, self._largest_input)
 
     def give_back(self, staging: Any) -> None:
         """See StagedModel."""
@@ -222,11 +241,21 @@ class RankingStaging:
     """The memory that a batch of either kind uses. For one batch."""
 
     def __init__(
-        self, places: tuple[int, int], models: tuple[ArrayModel | None, ArrayModel | None], largest_input: float | None
+        self,
+        device: Device,
+        places: tuple[int, int],
+        models: tuple[ArrayModel | None, ArrayModel | None],
+        largest_input: float | None,
     ) -> None:
         """`largest_input`: RankingSpec.largest_input."""
-        self._places, self._models, self._largest_input = places, models, largest_input
+        self._device, self._places, self._models = device, places, models
+        self._largest_input = largest_input
         self._taken: tuple[ArrayModel, Any] | None = None
+
+    @property
+    def held(self) -> AbstractContextManager[object]:
+        """See Staging."""
+        return self._device.held()
 
     def fill(self, arrays: Arrays, num_requests: int, outputs: tuple[str, ...]) -> StagedBatch | None:
         """See Staging.fill. The first request shows the kind; Staging refuses others that differ."""
@@ -267,7 +296,7 @@ def stage_ranking(
     whole = replace(spec, inputs=tuple(replace(tensor, context=False) for tensor in spec.inputs))
     ranking = networks[1]
     models = stage(whole, networks[0]), None if ranking is None else stage(ranking.spec, ranking)
-    return StagedRankingModel(spec, models) if any(models) else None
+    return StagedRankingModel(spec, networks[0].rows.device, models) if any(models) else None
 
 
 def stage_model(spec: ModelSpec, layout: RequestLayout, network: Network, rows: Rows) -> StagedModel | None:
@@ -278,7 +307,8 @@ def stage_model(spec: ModelSpec, layout: RequestLayout, network: Network, rows: 
         return None
     compile_kernels(spec)
     lookups = ModelLookups(spec, by_column=False, keys_follow_inputs=True)
-    return StagedModel(spec, lookups, network.dense, partial(create_form, spec, layout, lookups, network.dense))
+    new_form = partial(create_form, spec, layout, lookups, network.dense)
+    return StagedModel(spec, lookups, network.dense, rows, new_form)
 
 
 def _view(

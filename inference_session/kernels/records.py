@@ -97,6 +97,8 @@ class Lookup:
     """Launches this look-up once more, over whatever is in its memory by then; None: it is not one that is repeated."""
     missing_positions: NDArray[np.int64] | None = None
     """Noted by a cache that lacks some of the keys: where they are, as `kernels.cpu.lookup` says."""
+    addresses: tuple[int, int, int] | None = None
+    """Of segments, num_keys and num_unknown, where these stay for many look-ups; None: they do not."""
     copied_keys: NDArray[np.int64] | None = None
     """Kept alive here: keys that segments lead to, and that had to be copied."""
 

@@ -23,6 +23,10 @@ class RequestedOutputs(NamedTuple):
     names: Sequence[str]
     computed: tuple[str, ...]
     """What the network has to compute for it."""
+    adds_predictions: bool
+    """Whether the predictions are among `names`, and made of the network's outputs."""
+    is_all: bool
+    """Whether `names` are those, the predictions last."""
 
 
 class Outputs:
@@ -51,7 +55,10 @@ class Outputs:
         known = self._known.get(key)
         if known is None:
             names = self.resolve(key)
-            known = RequestedOutputs(names, tuple(self.of_network([names])))
+            adds = self._has_predictions and PREDICTIONS in names
+            computed = tuple(self.of_network([names]))
+            made = (*computed, PREDICTIONS) if adds else computed
+            known = RequestedOutputs(names, computed, adds, made == tuple(names))
             if len(self._known) < _MAX_KNOWN:
                 self._known[key] = known
         return known
@@ -70,15 +77,31 @@ class Outputs:
             computed = {**computed, PREDICTIONS: self.predictions(computed)}
         if len(wanted) == 1:
             return [{name: computed[name] for name in wanted[0]}]
-        total = sum(num_samples)
-        for name, array in computed.items():
-            if array.shape[:1] != (total,):
-                raise HotrowError(f"output {name!r} has shape {list(array.shape)} for {total} samples")
+        _check_samples(computed, sum(num_samples))
         answers = []
         begin = 0
         for outputs, count in zip(wanted, num_samples, strict=True):
             answers.append({name: computed[name][begin : begin + count] for name in outputs})
             begin += count
+        return answers
+
+    def split_alike(
+        self, arrays: Sequence[NDArray[Any]], wanted: RequestedOutputs, num_samples: Sequence[int]
+    ) -> list[Answer]:
+        """As `split`, for requests that all want the same, from the arrays of `wanted.computed`."""
+        computed = dict(zip(wanted.computed, arrays, strict=True))
+        if wanted.adds_predictions:
+            computed[PREDICTIONS] = self.predictions(computed)
+        if not wanted.is_all:
+            computed = {name: computed[name] for name in wanted.names}
+        if len(num_samples) == 1:
+            return [computed]
+        _check_samples(computed, sum(num_samples))
+        answers, begin = [], 0
+        for count in num_samples:
+            end = begin + count
+            answers.append({name: array[begin:end] for name, array in computed.items()})
+            begin = end
         return answers
 
     def predictions(self, computed: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
@@ -100,3 +123,10 @@ class Outputs:
             return np.empty((0, self._num_labels), np.float32)
         spec = self._specs[name]
         return np.empty((0, *(max(size, 0) for size in spec.shape[1:])), np.dtype(spec.dtype))
+
+
+def _check_samples(computed: Answer, total: int) -> None:
+    """Raise HotrowError unless every output has a row for each of so many samples."""
+    for name, array in computed.items():
+        if array.shape[:1] != (total,):
+            raise HotrowError(f"output {name!r} has shape {list(array.shape)} for {total} samples")

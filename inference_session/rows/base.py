@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from inference_session.device.base import Device
 from inference_session.errors import StoreError
+from inference_session.kernels.cpu.lookup import BoundLookups
 from inference_session.kernels.records import Lookup, key_segment
 from inference_session.parameter_server.write_log import WriteLog
 from inference_session.rows.hot_keys import HotKeys
@@ -88,6 +89,10 @@ class Rows(ABC):
 
     def prepare(self, segments: NDArray[np.void]) -> Any:  # noqa: ARG002
         """What `look_up` needs for SEGMENT records of these shapes, made once (Lookup.prepared)."""
+        return None
+
+    def bound_lookups(self) -> BoundLookups | None:
+        """What binds look-ups to their records, for one thread at a time; None: `look_up` must be called."""
         return None
 
     @abstractmethod

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_session.kernels.cpu.lookup import BoundLookups
 from inference_session.kernels.records import Lookup
 from inference_session.platform.available_memory import available_bytes
 from inference_session.platform.mapped_pages import map_pages
@@ -32,6 +33,10 @@ class MappedRows(Rows):
     def prepare(self, segments: NDArray[np.void]) -> Any:
         """See Rows."""
         return self._tables.prepare(segments)
+
+    def bound_lookups(self) -> BoundLookups | None:
+        """See Rows."""
+        return self._tables.bound_lookups()
 
     def look_up(self, lookup: Lookup) -> None:
         """See Rows."""

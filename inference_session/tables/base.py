@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from inference_session.device.base import Device
 from inference_session.errors import InvalidRequestError
+from inference_session.kernels.cpu.lookup import BoundLookups
 from inference_session.kernels.records import Lookup
 
 Rows: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
@@ -67,6 +68,10 @@ class DeviceTables(ABC):
 
     def prepare(self, segments: NDArray[np.void]) -> Any:  # noqa: ARG002
         """What `look_up` needs for SEGMENT records of these shapes, made once (Lookup.prepared)."""
+        return None
+
+    def bound_lookups(self) -> BoundLookups | None:
+        """See rows.base.Rows."""
         return None
 
     @abstractmethod

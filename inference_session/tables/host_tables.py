@@ -8,7 +8,7 @@ import numpy as np
 
 from inference_session.device.host import HOST
 from inference_session.kernels.cpu import lookup as cpu
-from inference_session.kernels.cpu.lookup import NO_POSITIONS
+from inference_session.kernels.cpu.lookup import NO_POSITIONS, BoundLookups
 from inference_session.kernels.records import TABLE, Lookup
 from inference_session.tables.base import DeviceTables
 from inference_session.tables.table_file import TableFile
@@ -23,6 +23,10 @@ class HostTables(DeviceTables):
         """`num_threads`: threads over which a large look-up is split. The files are the caller's to close."""
         self.records = np.array([file.record() for file in files], TABLE)
         self._num_threads = num_threads
+
+    def bound_lookups(self) -> BoundLookups | None:
+        """See DeviceTables."""
+        return BoundLookups(self.records, self._num_threads)
 
     def look_up(self, lookup: Lookup) -> None:
         """See DeviceTables."""

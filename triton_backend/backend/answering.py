@@ -46,6 +46,7 @@ class RequestHandler:
         tracing: RequestTracer | None = None,
     ) -> None:
         self._versions = versions
+        self._has_own_inputs = versions.spec.has_own_inputs
         self._device_id = device_id
         self._max_samples = max_samples
         self._tracing = tracing
@@ -66,12 +67,12 @@ class RequestHandler:
 
     def answer(self, requests: Sequence[TritonRequest]) -> list[TritonResponse]:
         """One response for each request, in order. Their arrays are views of shared memory: keep the requests."""
-        if self._tracing is None:
-            return self._answer(requests, unmarked)
-        with self._tracing.of(requests) as mark:
-            return self._answer(requests, mark)
+        if self._tracing is not None:
+            with self._tracing.of(requests) as mark:
+                return self._answer(requests, mark)
+        return self._answer(requests)
 
-    def _answer(self, requests: Sequence[TritonRequest], mark: Mark) -> list[TritonResponse]:
+    def _answer(self, requests: Sequence[TritonRequest], mark: Mark = unmarked) -> list[TritonResponse]:
         mark("check")
         try:
             with self._versions.lease() as session:
@@ -91,15 +92,13 @@ class RequestHandler:
         """The fast path for most requests: a list of arrays in, each answer's tensors out. None: it does not apply."""
         if not session.stages_arrays or (plain := self._plain.read(requests)) is None:
             return None
-        answers = session.run_arrays(plain.arrays, len(requests), plain.outputs, mark)
+        answers = session.run_arrays(plain[0], len(requests), plain[1], mark)
         if answers is None:
             return None
-        if not session.spec.has_own_inputs:
+        if not self._has_own_inputs:
             return [packed_response(answer, session.spec, self._device_id) for answer in answers]
-        return [
-            pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in answer.items()])
-            for answer in answers
-        ]
+        tensor, respond = pb_utils.Tensor, pb_utils.InferenceResponse
+        return [respond([tensor(name, array) for name, array in answer.items()]) for answer in answers]
 
     def _read(self, request: TritonRequest) -> Request:
         if is_probe(request.parameters()):
@@ -117,7 +116,7 @@ class RequestHandler:
     def _response(self, answer: Answer | HotrowError, spec: ModelSpec) -> TritonResponse:
         if isinstance(answer, HotrowError):
             return _failure(answer)
-        if not spec.has_own_inputs:
+        if not self._has_own_inputs:
             return packed_response(answer, spec, self._device_id)
         # Triton has no scalars: they are sent in shape [1].
         arrays = {name: array if array.ndim else array.reshape(1) for name, array in answer.items()}

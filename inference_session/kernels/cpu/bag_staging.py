@@ -20,18 +20,20 @@ from inference_session.kernels.array_headers import (
     RANK,
     SIZES,
 )
+from inference_session.kernels.cpu.arguments import Arguments, array_at, int_at
 from inference_session.kernels.cpu.bags import place_bags
 from inference_session.kernels.cpu.intrinsics import copy_bytes, kernel, load, store
 from inference_session.kernels.cpu.staging import (
     BLOCK,
     INPUT,
+    INT64,
     LOOKUP,
     NO_ROOM,
     NOT_STAGED,
     STAGED,
-    array_at,
     enter_output,
     has_room,
+    header_at,
     lay_out_blocks,
 )
 from inference_session.kernels.records import SEGMENT
@@ -61,39 +63,32 @@ class Place(NamedTuple):
 
 
 @kernel
-def stage_bags(
-    items: int,
-    num_requests: int,
-    array_type: int,
-    max_elements: int,
-    form: Any,
-    slots: Any,
-    inputs: Any,
-    lookups: Any,
-    blocks: Any,
-    open_sizes: Any,
-    counts: Any,
-    segments: Any,
-    num_keys: Any,
-) -> int:
+def stage_bags(arguments: int, items: int, num_requests: int) -> int:
     """Read the arrays of some requests, and describe their look-up; see `staging.stage`.
 
     Args:
+        arguments: address of Arguments:
+            array_type: address of NumPy's type of arrays.
+            max_elements: of one array, more of which are not staged.
+            form: one FORM record.
+            slots: int64 [tables], bags that a sample has in each.
+            inputs: INPUT records. Those of keys and offsets have the memory where keys of 32 bits are widened, and
+                where the positions of bags go.
+            lookups: LOOKUP records, one per table, whose `rows_per_sample` are its slots.
+            blocks: BLOCK records: what the network reads vectors from.
+            open_sizes: receives the samples of the batch.
+            counts: [requests] receives the samples of each.
+            segments: SEGMENT records, [requests x tables] or more, which receive the look-up.
+            num_keys: as many, receives the keys of each segment.
         items: address of a list of arrays, three for each request, which lives as long as the look-up.
         num_requests: how many.
-        array_type: address of NumPy's type of arrays.
-        max_elements: of one array, more of which are not staged.
-        form: one FORM record.
-        slots: int64 [tables], bags that a sample has in each.
-        inputs: INPUT records. Those of keys and offsets have the memory where keys of 32 bits are widened, and where
-            the positions of bags go.
-        lookups: LOOKUP records, one per table, whose `rows_per_sample` are its slots.
-        blocks: BLOCK records: what the network reads vectors from.
-        open_sizes: receives the samples of the batch.
-        counts: [requests] receives the samples of each.
-        segments: SEGMENT records, [requests x tables] or more, which receive the look-up.
-        num_keys: as many, receives the keys of each segment.
     """
+    array_type, max_elements = int_at(arguments, 0), int_at(arguments, 1)
+    form, slots = array_at(arguments, 2, FORM), array_at(arguments, 3, INT64)
+    inputs, lookups = array_at(arguments, 4, INPUT), array_at(arguments, 5, LOOKUP)
+    blocks, open_sizes = array_at(arguments, 6, BLOCK), array_at(arguments, 7, INT64)
+    counts, segments = array_at(arguments, 8, INT64), array_at(arguments, 9, SEGMENT)
+    num_keys = array_at(arguments, 10, INT64)
     arrays = load(items + LIST_ITEMS, np.int64, 0)
     if num_requests > len(counts) or num_requests * len(lookups) > len(segments):
         return NO_ROOM
@@ -112,7 +107,7 @@ def compile_kernels() -> None:
     """Compile `stage_bags`, or load it from Numba's cache, so that no request waits for a compiler."""
     nothing = np.zeros(0, np.int64)
     records = np.zeros(1, FORM), nothing, np.zeros(3, INPUT), np.zeros(0, LOOKUP), np.zeros(0, BLOCK)
-    stage_bags(id([]), 1, 0, 0, *records, nothing, nothing, np.zeros(0, SEGMENT), nothing)
+    stage_bags(Arguments(0, 0, *records, nothing, nothing, np.zeros(0, SEGMENT), nothing).address, id([]), 1)
 
 
 @kernel
@@ -144,7 +139,7 @@ def _enter_requests(
             num_keys[s] = load(_offsets_address(inputs, form, len(slots), place), np.int32, num_bags + t)
             s += 1
         samples_before += counts[r]
-        keys_before += _size(array_at(arrays, 3, r, KEYS))
+        keys_before += _size(header_at(arrays, 3, r, KEYS))
     return True
 
 
@@ -162,9 +157,9 @@ def _count_samples(
     """Check the sizes of all arrays, and note how much memory they need; returns the samples, -1: they do not fit."""
     num_samples, num_keys, num_offsets = np.int64(0), np.int64(0), np.int64(0)
     for r in range(num_requests):
-        dense = _num_elements(array_at(arrays, 3, r, DENSE), inputs[DENSE], array_type, max_elements)
-        keys = _num_elements(array_at(arrays, 3, r, KEYS), inputs[KEYS], array_type, max_elements)
-        offsets = _num_elements(array_at(arrays, 3, r, OFFSETS), inputs[OFFSETS], array_type, max_elements)
+        dense = _num_elements(header_at(arrays, 3, r, DENSE), inputs[DENSE], array_type, max_elements)
+        keys = _num_elements(header_at(arrays, 3, r, KEYS), inputs[KEYS], array_type, max_elements)
+        offsets = _num_elements(header_at(arrays, 3, r, OFFSETS), inputs[OFFSETS], array_type, max_elements)
         num_bags = offsets - num_tables
         if dense < 0 or keys < 0 or num_bags < 0 or num_bags % form.slots_per_sample != 0:
             return -1
@@ -221,18 +216,18 @@ def _offsets_address(inputs: Any, form: Any, num_tables: int, place: Any) -> Any
 def _copy_offsets(arrays: int, request: int, slots: Any, inputs: Any, form: Any, place: Any) -> Any:
     """Copy the offsets of one request and work out where its bags are; returns whether the offsets allow it."""
     offsets = _offsets_address(inputs, form, len(slots), place)
-    source = array_at(arrays, 3, request, OFFSETS)
+    source = header_at(arrays, 3, request, OFFSETS)
     copy_bytes(offsets, load(source + DATA, np.int64, 0), _size(source) * _OFFSET_BYTES)
     begins = _positions_address(inputs, form, place)
     ends = begins + place.num_samples * form.slots_per_sample * _KEY_BYTES
-    num_keys = _size(array_at(arrays, 3, request, KEYS))
+    num_keys = _size(header_at(arrays, 3, request, KEYS))
     return place_bags(offsets, slots, place.num_samples, num_keys, begins, ends)
 
 
 @kernel
 def _keys(arrays: int, request: int, inputs: Any, place: Any) -> Any:
     """The address of one request's keys as int64, which are widened where they are uint32."""
-    array = array_at(arrays, 3, request, KEYS)
+    array = header_at(arrays, 3, request, KEYS)
     source = load(array + DATA, np.int64, 0)
     if inputs[KEYS].element_bytes == _KEY_BYTES:
         return source
@@ -246,7 +241,7 @@ def _keys(arrays: int, request: int, inputs: Any, place: Any) -> Any:
 def _copy_dense(arrays: int, request: int, inputs: Any, form: Any, place: Any) -> None:
     if inputs[DENSE].is_read:
         sample_bytes = form.dense_dim * _FLOAT_BYTES
-        source = load(array_at(arrays, 3, request, DENSE) + DATA, np.int64, 0)
+        source = load(header_at(arrays, 3, request, DENSE) + DATA, np.int64, 0)
         copy_bytes(
             inputs[DENSE].address + place.samples_before * sample_bytes, source, place.num_samples * sample_bytes
         )

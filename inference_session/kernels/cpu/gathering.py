@@ -22,7 +22,7 @@ from inference_session.kernels.array_headers import (
 )
 from inference_session.kernels.cpu.bags import have_one_key_each
 from inference_session.kernels.cpu.intrinsics import copy_bytes, kernel, load, store
-from inference_session.kernels.cpu.staging import INPUT, array_at, check_arrays, note_open_sizes
+from inference_session.kernels.cpu.staging import INPUT, check_arrays, header_at, note_open_sizes
 
 SAME, FROM_INT32, FROM_UINT32 = range(3)
 """How elements are copied: as they are, or as int64 from narrower integers."""
@@ -106,7 +106,7 @@ def check_packed(
     total = np.int64(0)
     for r in range(num_requests):
         for i in range(len(inputs)):
-            array = array_at(arrays, len(inputs), r, i)
+            array = header_at(arrays, len(inputs), r, i)
             if load(array + OBJECT_TYPE, np.int64, 0) != array_type or not _is_flat(array, inputs[i], max_elements):
                 return False
         counts[r] = _samples_of(arrays + 8 * len(inputs) * r, packed[0], slots)
@@ -146,7 +146,7 @@ def gather(
         for b in range(num_blocks):
             r = min(b, num_requests - 1)
             count = np.int64(1) if copy.is_contexts else counts[r]
-            source = load(array_at(arrays, num_inputs, r, copy.input) + DATA, np.int64, 0)
+            source = load(header_at(arrays, num_inputs, r, copy.input) + DATA, np.int64, 0)
             _copy_samples(copy, source, row, count, beside)
             row += count
             if copy.is_contexts == 0:
@@ -168,13 +168,13 @@ def compile_kernels() -> None:
 @kernel
 def _samples_of(arrays: int, form: Any, slots: Any) -> Any:
     """The samples of one request, whose arrays these are; -1: it has not one key per slot, or sizes do not agree."""
-    offsets = array_at(arrays, 0, 0, form.offsets)
+    offsets = header_at(arrays, 0, 0, form.offsets)
     num_samples = (_num_elements(offsets) - form.num_tables) // form.num_slots
     if num_samples <= 0 or num_samples > form.max_samples:
         return -1
     agree = _num_elements(offsets) == num_samples * form.num_slots + form.num_tables
-    agree &= _num_elements(array_at(arrays, 0, 0, form.keys)) == num_samples * form.num_slots
-    agree &= _num_elements(array_at(arrays, 0, 0, form.dense)) == num_samples * form.dense_dim
+    agree &= _num_elements(header_at(arrays, 0, 0, form.keys)) == num_samples * form.num_slots
+    agree &= _num_elements(header_at(arrays, 0, 0, form.dense)) == num_samples * form.dense_dim
     if not agree or not have_one_key_each(load(offsets + DATA, np.int64, 0), slots, num_samples):
         return -1
     return num_samples

@@ -44,7 +44,8 @@ def _digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
+def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is some instructions of LLVM."""
     return cast("Callable[..., Any]", numba_intrinsic(function))
 
 
@@ -57,7 +58,7 @@ def _element(context: Any, builder: Any, kind: Any, address: Any, index: Any) ->
     return builder.gep(_pointer(builder, address, context.get_data_type(kind.dtype)), [index])
 
 
-@_intrinsic
+@intrinsic
 def load(_context: Any, _address: Any, kind: Any, _index: Any) -> Any:
     """load(address, np.uint32, i) → element i of the array at the address, which need not be aligned."""
 
@@ -68,7 +69,7 @@ def load(_context: Any, _address: Any, kind: Any, _index: Any) -> Any:
     return kind.dtype(types.int64, kind, types.int64), build
 
 
-@_intrinsic
+@intrinsic
 def store(_context: Any, _address: Any, kind: Any, _index: Any, _value: Any) -> Any:
     """store(address, np.uint32, i, value): set element i of the array at the address, which need not be aligned."""
 
@@ -83,7 +84,7 @@ def store(_context: Any, _address: Any, kind: Any, _index: Any, _value: Any) -> 
 def _prefetcher(locality: int) -> Callable[..., Any]:
     """An intrinsic that asks for a cache line. `locality` is LLVM's: 3 is the first-level cache, 2 the second."""
 
-    @_intrinsic
+    @intrinsic
     def prefetch(_context: Any, _address: Any) -> Any:
         def build(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
             byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
@@ -110,7 +111,7 @@ prefetch, prefetch_near = _prefetcher(2), _prefetcher(3)
 def _copier(num_floats: int) -> Callable[..., Any]:
     floats = ir.VectorType(ir.FloatType(), num_floats)
 
-    @_intrinsic
+    @intrinsic
     def copy(_context: Any, _target: Any, _source: Any) -> Any:
         def build(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
             target, source = (_pointer(builder, address, floats) for address in arguments)
@@ -126,7 +127,7 @@ copy_16_floats, copy_4_floats = _copier(16), _copier(4)
 """copy_16_floats(target, source): one move of 16 float32; neither address need be aligned."""
 
 
-@_intrinsic
+@intrinsic
 def copy_bytes(_context: Any, _target: Any, _source: Any, _count: Any) -> Any:
     """copy_bytes(target, source, count): the two do not overlap."""
 
@@ -139,7 +140,7 @@ def copy_bytes(_context: Any, _target: Any, _source: Any, _count: Any) -> Any:
     return types.none(types.int64, types.int64, types.int64), build
 
 
-@_intrinsic
+@intrinsic
 def write_line(_context: Any, _target: Any, _source: Any) -> Any:
     """write_line(target, source): one move of a cache line, to memory and not to the caches; both begin at a line.
 
@@ -157,7 +158,7 @@ def write_line(_context: Any, _target: Any, _source: Any) -> Any:
     return types.none(types.int64, types.int64), build
 
 
-@_intrinsic
+@intrinsic
 def finish_lines(_context: Any) -> Any:
     """finish_lines(): what `write_line` has written is in memory before anything that this thread stores later."""
 
@@ -168,7 +169,7 @@ def finish_lines(_context: Any) -> Any:
     return types.none(), build
 
 
-@_intrinsic
+@intrinsic
 def match_bytes(_context: Any, _address: Any, _value: Any) -> Any:
     """match_bytes(address, value) → int64 with bit i set where byte i of the 16 at the address equals the value."""
 
@@ -184,7 +185,7 @@ def match_bytes(_context: Any, _address: Any, _value: Any) -> Any:
     return types.int64(types.int64, types.uint8), build
 
 
-@_intrinsic
+@intrinsic
 def lowest_bit(_context: Any, _mask: Any) -> Any:
     """lowest_bit(mask) → position of the lowest bit set; the mask must not be 0."""
 
@@ -194,7 +195,7 @@ def lowest_bit(_context: Any, _mask: Any) -> Any:
     return types.int64(types.int64), build
 
 
-@_intrinsic
+@intrinsic
 def half_to_float(_context: Any, _bits: Any) -> Any:
     """half_to_float(bits of a float16 as uint16) → float32, exact."""
 
@@ -204,7 +205,7 @@ def half_to_float(_context: Any, _bits: Any) -> Any:
     return types.float32(types.uint16), build
 
 
-@_intrinsic
+@intrinsic
 def publish(_context: Any) -> Any:
     """publish(): whoever sees what this thread stores from here on also sees all that it stored before."""
 

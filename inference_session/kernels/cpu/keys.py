@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from inference_session.kernels.cpu.intrinsics import kernel
+import numpy as np
+
+from inference_session.kernels.cpu.intrinsics import kernel, load, store
 from inference_session.kernels.cpu.rows import bag_length, keys_of_row, load_key
+from inference_session.kernels.records import SEGMENT
+
+_SEGMENT_BYTES, _TABLE = SEGMENT.itemsize, SEGMENT.fields["table"][1]  # type: ignore[index]
 
 
 @kernel
@@ -23,8 +28,14 @@ def copy_keys(segments: Any, keys: Any) -> int:
 
 
 @kernel
-def count_keys(segments: Any, num_keys: Any, num_unknown: Any, keys_of: Any, unknown_of: Any) -> None:
-    """Add the keys of SEGMENT records, and how many of these are unknown, to the counts of their tables."""
-    for s in range(len(segments)):
-        keys_of[segments[s].table] += num_keys[s]
-        unknown_of[segments[s].table] += num_unknown[s]
+def count_keys(
+    segments: int, num_keys: int, num_unknown: int, num_segments: int, keys_of: int, unknown_of: int
+) -> None:
+    """Add the keys of SEGMENT records, and how many of these are unknown, to the counts of their tables.
+
+    All but `num_segments` are addresses, of int64 except for the segments.
+    """
+    for s in range(num_segments):
+        table = load(segments + _SEGMENT_BYTES * s + _TABLE, np.int64, 0)
+        store(keys_of, np.int64, table, load(keys_of, np.int64, table) + load(num_keys, np.int64, s))
+        store(unknown_of, np.int64, table, load(unknown_of, np.int64, table) + load(num_unknown, np.int64, s))

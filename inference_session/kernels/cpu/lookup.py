@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_session.kernels.cpu.arguments import Arguments, array_at, int_at
 from inference_session.kernels.cpu.blocks import BLOCK, CURSOR, NUM_STAGES, Span, look_up_blocks
 from inference_session.kernels.cpu.interleaved import (
     CELL,
@@ -28,22 +30,28 @@ from inference_session.kernels.cpu.intrinsics import kernel
 from inference_session.kernels.cpu.rows import bag_length
 from inference_session.kernels.cpu.stream import RING, is_stream, look_up_stream
 from inference_session.kernels.cpu.vectors import CHUNK
-from inference_session.kernels.records import SEGMENT, TABLE
+from inference_session.kernels.records import SEGMENT, TABLE, Lookup
 
 PART_BYTES = 256 << 10
 """Output a further thread must have to write before it is worth waking."""
 
 
+def _working_memory() -> tuple[NDArray[Any], ...]:
+    """What look-ups write to on the way, those of one thread at a time."""
+    cursor, blocks, ring = np.zeros(1, CURSOR), np.zeros(NUM_STAGES, BLOCK), np.zeros(2 * RING, np.int64)
+    vector, cells = np.zeros(CHUNK, np.float32), np.zeros(MAX_CELLS, CELL)
+    return cursor, blocks, ring, vector, cells, new_ring()
+
+
 class _Workspace(threading.local):
-    """What one thread's look-ups write to on the way, made once."""
+    """The working memory of each thread, made once."""
 
     def __init__(self) -> None:
-        cursor, blocks, ring = np.zeros(1, CURSOR), np.zeros(NUM_STAGES, BLOCK), np.zeros(2 * RING, np.int64)
-        vector, cells = np.zeros(CHUNK, np.float32), np.zeros(MAX_CELLS, CELL)
-        self.arrays = cursor, blocks, ring, vector, cells, new_ring()
+        self.arrays = _working_memory()
 
 
 _workspace = _Workspace()
+_INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
 
 NO_POSITIONS = np.empty(0, np.int64)
 """For `look_up`, where nobody asks which keys are unknown."""
@@ -81,10 +89,37 @@ def look_up(
     return _lookup_range(tables, segments, (0, 0), (len(segments), 0), missing_counts, missing_positions)
 
 
+class BoundLookups:
+    """Look-ups in the same tables whose records stay where they are, by one thread at a time.
+
+    A call of one is a single call of compiled code.
+    """
+
+    def __init__(self, tables: NDArray[np.void], num_threads: int = 1) -> None:
+        """`tables`: TABLE records, which may change later; `num_threads`: see `look_up`."""
+        self._tables, self._num_threads = tables, num_threads
+        self._memory = _working_memory()
+
+    def bind(self, lookup: Lookup) -> Callable[[], object]:
+        """A function that answers this look-up with what its records say then. It may be called again and again."""
+        segments, counts = lookup.segments, lookup.num_unknown
+        arguments = Arguments(self._num_threads, self._tables, segments, *self._memory, counts, NO_POSITIONS)
+        bound = arguments.bound_to(look_up_bound)
+
+        def by_threads() -> None:
+            if bound() < 0:
+                look_up(self._tables, segments, counts, NO_POSITIONS, self._num_threads)
+
+        if self._num_threads > 1:
+            return by_threads
+        return bound
+
+
 def compile_kernels() -> None:
     """Compile what `look_up` runs, or load it from Numba's cache, so that no request waits for a compiler."""
-    nothing = np.zeros(0, np.int64)
-    look_up(np.zeros(1, TABLE), np.zeros(0, SEGMENT), nothing, nothing, num_threads=2)
+    nothing, tables = np.zeros(0, np.int64), np.zeros(1, TABLE)
+    look_up(tables, np.zeros(0, SEGMENT), nothing, nothing, num_threads=2)
+    BoundLookups(tables).bind(Lookup(np.zeros(0, SEGMENT), nothing, nothing))()
 
 
 def _lookup_parts(
@@ -134,8 +169,37 @@ def _lookup_range(
     missing_positions: NDArray[np.int64],
 ) -> int:
     """Look up from one (segment, row) up to, not including, another."""
-    arguments = (tables, segments, *begin, *end, *_workspace.arrays, missing_counts, missing_positions)
+    arguments: Any = (tables, segments, *begin, *end, *_workspace.arrays, missing_counts, missing_positions)
     return int(look_up_range(*arguments))
+
+
+@kernel
+def look_up_bound(arguments: int) -> Any:
+    """As `look_up`, for BoundLookups; returns the number of unknown keys, -1 where several threads should do it."""
+    tables, segments = array_at(arguments, 1, TABLE), array_at(arguments, 2, SEGMENT)
+    if int_at(arguments, 0) > 1 and _num_bytes(tables, segments) >= 2 * PART_BYTES:
+        return np.int64(-1)
+    cursor, blocks, ring = array_at(arguments, 3, CURSOR), array_at(arguments, 4, BLOCK), array_at(arguments, 5, _INT64)
+    scratch, cells = array_at(arguments, 6, _FLOAT32), array_at(arguments, 7, CELL)
+    hashes, counts = array_at(arguments, 8, _INT64), array_at(arguments, 9, _INT64)
+    positions = array_at(arguments, 10, _INT64)
+    zero = np.int64(0)  # see below
+    return look_up_range(
+        tables,
+        segments,
+        zero,
+        zero,
+        len(segments),
+        zero,
+        cursor,
+        blocks,
+        ring,
+        scratch,
+        cells,
+        hashes,
+        counts,
+        positions,
+    )
 
 
 @kernel
@@ -207,10 +271,8 @@ def _cut(tables: Any, segments: Any, cuts: Any) -> int:
 
     Part i runs from cuts[i] to cuts[i + 1], each (segment, row, keys before it). Returns the number of parts.
     """
-    num_bytes = 0
-    for s in range(len(segments)):
-        num_bytes += _key_count(segments[s], 0, segments[s].num_rows) * 4 * tables[segments[s].table].embedding_dim
-    num_parts = max(min(len(cuts) - 1, num_bytes // PART_BYTES), 1)
+    num_bytes = _num_bytes(tables, segments)
+    num_parts: int = max(min(len(cuts) - 1, num_bytes // PART_BYTES), 1)
     part, bytes_before, keys_before = 1, 0, 0
     for s in range(len(segments)):
         segment, key_bytes = segments[s], 4 * tables[segments[s].table].embedding_dim
@@ -225,6 +287,15 @@ def _cut(tables: Any, segments: Any, cuts: Any) -> int:
         keys_before += num_keys
     cuts[num_parts] = (len(segments), 0, keys_before)
     return num_parts
+
+
+@kernel
+def _num_bytes(tables: Any, segments: Any) -> Any:
+    """Of all vectors, before they are pooled."""
+    num_bytes = 0
+    for s in range(len(segments)):
+        num_bytes += _key_count(segments[s], 0, segments[s].num_rows) * 4 * tables[segments[s].table].embedding_dim
+    return num_bytes
 
 
 @kernel

@@ -20,6 +20,7 @@ from inference_session.kernels.array_headers import (
     RANK,
     SIZES,
 )
+from inference_session.kernels.cpu.arguments import Arguments, array_at, int_at
 from inference_session.kernels.cpu.intrinsics import copy_bytes, kernel, load
 from inference_session.kernels.records import SEGMENT, PoolingCode
 
@@ -28,6 +29,7 @@ OPEN, DIFFERING = -1, -2
 """In place of a size: it may be any, the same in all requests of a batch; it may differ between them."""
 STAGED, NOT_STAGED, NO_ROOM = range(3)
 """What `stage` returns: all is in place; the requests are not as described; some memory is too small."""
+INT64 = np.dtype(np.int64)
 _MAX_SIZE = 1 << 31
 _NONE = int(PoolingCode.NONE)
 
@@ -78,35 +80,29 @@ BLOCK = np.dtype(
 
 
 @kernel
-def stage(
-    items: int,
-    num_requests: int,
-    array_type: int,
-    max_elements: int,
-    inputs: Any,
-    lookups: Any,
-    blocks: Any,
-    open_sizes: Any,
-    counts: Any,
-    segments: Any,
-    num_keys: Any,
-) -> int:
+def stage(arguments: int, items: int, num_requests: int) -> int:
     """Read the arrays of some requests, and describe their look-up.
 
     Args:
+        arguments: address of Arguments:
+            array_type: address of NumPy's type of arrays.
+            max_elements: of one array, more of which are not staged.
+            inputs: INPUT records of the model's inputs, in the order of the arrays.
+            lookups: LOOKUP records.
+            blocks: BLOCK records: what the network reads vectors from.
+            open_sizes: receives the samples of the batch, then the sizes that are open, input after input, then, where
+                it is that long, the number of requests.
+            counts: [requests] receives the samples of each.
+            segments: SEGMENT records, [requests x look-ups] or more, which receive the look-up.
+            num_keys: as many, receives the keys of each segment.
         items: address of a list of arrays, request after request, which lives as long as the look-up.
         num_requests: how many; the list has as many arrays for each as there are inputs.
-        array_type: address of NumPy's type of arrays.
-        max_elements: of one array, more of which are not staged.
-        inputs: INPUT records of the model's inputs, in the order of the arrays.
-        lookups: LOOKUP records.
-        blocks: BLOCK records: what the network reads vectors from.
-        open_sizes: receives the samples of the batch, then the sizes that are open, input after input, then, where it
-            is that long, the number of requests.
-        counts: [requests] receives the samples of each.
-        segments: SEGMENT records, [requests x look-ups] or more, which receive the look-up.
-        num_keys: as many, receives the keys of each segment.
     """
+    array_type, max_elements = int_at(arguments, 0), int_at(arguments, 1)
+    inputs, lookups = array_at(arguments, 2, INPUT), array_at(arguments, 3, LOOKUP)
+    blocks, open_sizes = array_at(arguments, 4, BLOCK), array_at(arguments, 5, INT64)
+    counts, segments = array_at(arguments, 6, INT64), array_at(arguments, 7, SEGMENT)
+    num_keys = array_at(arguments, 8, INT64)
     arrays = load(items + LIST_ITEMS, np.int64, 0)
     if num_requests > len(counts) or num_requests * len(lookups) > len(segments):
         return NO_ROOM
@@ -126,11 +122,11 @@ def compile_kernels() -> None:
     """Compile `stage`, or load it from Numba's cache, so that no request waits for a compiler."""
     nothing = np.zeros(0, np.int64)
     records = np.zeros(0, INPUT), np.zeros(0, LOOKUP), np.zeros(0, BLOCK)
-    stage(id([]), 1, 0, 0, *records, nothing, nothing, np.zeros(0, SEGMENT), nothing)
+    stage(Arguments(0, 0, *records, nothing, nothing, np.zeros(0, SEGMENT), nothing).address, id([]), 1)
 
 
 @kernel
-def array_at(arrays: int, num_inputs: int, request: int, number: int) -> Any:
+def header_at(arrays: int, num_inputs: int, request: int, number: int) -> Any:
     """The address of an array's header."""
     return load(arrays, np.int64, request * num_inputs + number)
 
@@ -145,7 +141,7 @@ def check_arrays(arrays: int, num_requests: int, array_type: int, max_elements: 
     for r in range(num_requests):
         counts[r] = -1
         for i in range(len(inputs)):
-            array = array_at(arrays, len(inputs), r, i)
+            array = header_at(arrays, len(inputs), r, i)
             if load(array + OBJECT_TYPE, np.int64, 0) != array_type:
                 return -1
             if not _is_as_expected(array, inputs[i], r == 0, max_elements):
@@ -275,7 +271,7 @@ def _copy_inputs(arrays: int, num_requests: int, inputs: Any, counts: Any) -> No
             last = record.sizes[record.rank - 1] if record.rank > 1 else 1
             sample_bytes, target = _inner(record) * last * record.element_bytes, record.address
             for r in range(num_requests):
-                source = load(array_at(arrays, len(inputs), r, i) + DATA, np.int64, 0)
+                source = load(header_at(arrays, len(inputs), r, i) + DATA, np.int64, 0)
                 num_bytes = sample_bytes if record.is_contexts else counts[r] * sample_bytes
                 copy_bytes(target, source, num_bytes)
                 target += num_bytes
@@ -296,14 +292,14 @@ def _fill_segments(
     for r in range(num_requests):
         for i in range(len(lookups)):
             lookup, segment = lookups[i], segments[s]
-            array = array_at(arrays, len(inputs), r, lookup.keys)
+            array = header_at(arrays, len(inputs), r, lookup.keys)
             _enter_keys(segment, lookup, inputs[lookup.keys], array)
             if lookup.is_contexts:
                 enter_output(segment, lookup, blocks[lookup.block], np.int64(r), np.int64(1))
             else:
                 enter_output(segment, lookup, blocks[lookup.block], samples_before, counts[r])
             if lookup.weights >= 0:
-                weights = array_at(arrays, len(inputs), r, lookup.weights)
+                weights = header_at(arrays, len(inputs), r, lookup.weights)
                 segment.weights_address = load(weights + DATA, np.int64, 0)
             num_keys[s] = segment.num_rows * segment.keys_per_row
             s += 1

@@ -1,0 +1,68 @@
+"""Arguments that compiled code reads from memory.
+
+Numba looks at each array that Python passes to compiled code, and again at the next call. For a kernel that is called
+with the same arrays for each request, `Arguments` writes down once where they are, and the kernel takes its address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.np import arrayobj
+from numpy.typing import NDArray
+
+from inference_session.kernels.cpu.intrinsics import intrinsic, kernel, load
+from inference_session.kernels.records import address_of
+
+Result = TypeVar("Result")
+_PAIR = ir.ArrayType(ir.IntType(64), 2)
+"""An argument in memory: a number and 0, or the address of an array and its length."""
+
+
+class Arguments:
+    """Whole numbers and contiguous arrays [n], in the order of a kernel's arguments. Keeps the arrays alive."""
+
+    def __init__(self, *values: int | NDArray[Any]) -> None:
+        self._values = values
+        pairs = [(value, 0) if isinstance(value, int) else (address_of(value), len(value)) for value in values]
+        self._memory = np.array(pairs, np.int64)
+        self.address = address_of(self._memory)
+        """For the kernel, while this object lives."""
+
+    def bound_to(self, kernel: Callable[..., Result]) -> Callable[..., Result]:
+        """The kernel with this address as its first argument."""
+        bound = partial(kernel, self.address)
+        bound.__dict__["arguments"] = self  # lives as long as the function
+        return bound
+
+
+@kernel
+def int_at(arguments: int, number: int) -> Any:
+    """The argument of that number, an int."""
+    return load(arguments, np.int64, 2 * number)
+
+
+@intrinsic
+def array_at(_context: Any, _arguments: Any, _number: Any, kind: Any) -> Any:
+    """array_at(arguments, number, dtype) → the argument of that number, an array [n] of this dtype, a constant."""
+    array = types.Array(kind.dtype, 1, "C")
+
+    def build(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        address, number, _ = values
+        word = ir.IntType(32)
+        pair = builder.gep(builder.inttoptr(address, _PAIR.as_pointer()), [number])
+        begin, length = (builder.load(builder.gep(pair, [word(0), word(i)])) for i in range(2))
+        element = context.get_data_type(kind.dtype)
+        size = cgutils.intp_t(context.get_abi_sizeof(element))
+        made = context.make_array(array)(context, builder)
+        data = builder.inttoptr(begin, element.as_pointer())
+        arrayobj.populate_array(made, data=data, shape=[length], strides=[size], itemsize=size, meminfo=None)  # type: ignore[no-untyped-call]
+        return made._getvalue()
+
+    return array(types.int64, types.int64, kind), build
