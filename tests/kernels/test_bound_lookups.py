@@ -1,0 +1,104 @@
+"""Look-ups that are bound to their records answer as those that are passed them."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import numba
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_session.kernels.cpu import lookup as cpu
+from inference_session.kernels.cpu.arguments import Arguments, array_at, int_at
+from inference_session.kernels.cpu.lookup import NO_POSITIONS, PART_BYTES, BoundLookups
+from inference_session.kernels.records import TABLE, Lookup, PoolingCode
+from tests.kernels.test_cpu_kernels import make_table, segment
+
+_FLOAT32 = np.dtype(np.float32)
+INT64 = np.iinfo(np.int64)
+
+
+@numba.njit
+def _weighted_sum(arguments: int, scale: int) -> float:
+    """Argument 1, an array, times argument 0, a number, and `scale`."""
+    total = 0.0
+    for value in array_at(arguments, 1, _FLOAT32):
+        total += value
+    return total * int_at(arguments, 0) * scale
+
+
+@settings(max_examples=30)
+@given(factor=st.integers(-5, 5), values=st.lists(st.integers(-100, 100), max_size=20))
+def test_compiled_code_reads_arguments_from_memory(factor: int, values: list[int]) -> None:
+    """Whole numbers and arrays, empty ones too, which live as long as the function that reads them."""
+    bound = Arguments(factor, np.array(values, np.float32)).bound_to(_weighted_sum)
+    gc.collect()
+
+    assert bound(3) == 3 * factor * sum(values)
+
+
+keys_of_requests = st.lists(
+    st.one_of(st.integers(-60, 60), st.sampled_from([INT64.min, INT64.max])), min_size=1, max_size=300
+)
+
+
+@settings(max_examples=40)
+@given(
+    batches=st.lists(keys_of_requests, min_size=1, max_size=3),
+    dim=st.sampled_from([1, 16, 40]),
+    pooling=st.sampled_from(list(PoolingCode)),
+    has_index=st.booleans(),
+    threads=st.integers(1, 3),
+)
+def test_a_bound_lookup_answers_whatever_its_records_say(  # noqa: PLR0917
+    batches: list[list[int]],
+    dim: int,
+    pooling: PoolingCode,
+    has_index: bool,
+    threads: int,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Over several calls, between which keys and sizes change."""
+    vectors = np.random.default_rng(dim).normal(size=(50, dim)).astype(np.float32)
+    folder = tmp_path_factory.mktemp("bound")
+    known = make_table(folder / "t", list(range(-25, 25)) if has_index else None, vectors)
+    tables = np.array([known.file.record()], TABLE)
+    longest = max(map(len, batches))
+    record = segment(np.zeros((1, 1), np.int64), np.zeros((1, dim), np.float32))
+    lookup = Lookup(record, np.zeros(1, np.int64), np.full(1, -7, np.int64))
+    answer = BoundLookups(tables, threads).bind(lookup)
+    for batch in batches:
+        keys = np.array(batch, np.int64).reshape(-1, 1)
+        expected, found = (np.full((longest, dim), np.nan, np.float32) for _ in range(2))
+        counts = np.zeros(1, np.int64)
+        cpu.look_up(tables, segment(keys, expected, pooling=pooling), counts, NO_POSITIONS)
+
+        record[:] = segment(keys, found, pooling=pooling)
+        answer()
+
+        np.testing.assert_array_equal(found, expected)
+        assert lookup.num_unknown.tolist() == counts.tolist()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_several_threads_share_a_large_bound_lookup(threads: int, tmp_path: Path) -> None:
+    """As large as is worth it, and a key less."""
+    dim = 64
+    vectors = np.random.default_rng(0).normal(size=(1000, dim)).astype(np.float32)
+    known = make_table(tmp_path / "t", None, vectors)
+    tables = np.array([known.file.record()], TABLE)
+    enough = 2 * PART_BYTES // (4 * dim)
+    for num_keys in (enough - 1, enough, 5 * enough):
+        keys = np.random.default_rng(num_keys).integers(-1200, 1200, (num_keys, 1))
+        found = np.full((num_keys, dim), np.nan, np.float32)
+        lookup = Lookup(segment(keys, found), np.full(1, num_keys), np.full(1, -7, np.int64))
+
+        BoundLookups(tables, threads).bind(lookup)()
+
+        is_known = (keys[:, 0] >= -1000) & (keys[:, 0] < 1000)
+        np.testing.assert_array_equal(found[is_known], vectors[keys[is_known, 0]])
+        np.testing.assert_array_equal(found[~is_known], np.tile(known.default, (int((~is_known).sum()), 1)))
+        assert lookup.num_unknown.tolist() == [int((~is_known).sum())]
