@@ -15,7 +15,7 @@ from inference_session.kernels.cpu import lookup as cpu
 from inference_session.kernels.cpu.arguments import Arguments, array_at, int_at
 from inference_session.kernels.cpu.lookup import NO_POSITIONS, PART_BYTES, BoundLookups
 from inference_session.kernels.records import TABLE, Lookup, PoolingCode
-from tests.kernels.test_cpu_kernels import make_table, segment
+from tests.testing.known_tables import make_table, segment
 
 _FLOAT32 = np.dtype(np.float32)
 INT64 = np.iinfo(np.int64)
