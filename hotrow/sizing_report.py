@@ -108,7 +108,7 @@ class SizingReport:
         return float(np.hypot.reduce(errors)) / num_keys
 
     def as_json(self) -> dict[str, Any]:
-        """The full report for programs; docs/how-to/size.md says what each key means."""
+        """The full report for programs; docs/reference/size-report.md says what each key means."""
         document: dict[str, Any] = {
             "version_dir": str(self.version_dir),
             "cache_bytes": self.cache_bytes,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
 from dataclasses import Field, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from inference_session.config import SessionConfig
@@ -15,7 +19,9 @@ from inference_session.parameter_server.stats import ServerStats, TierStats
 from inference_session.stats import LookupStats, SessionCounts
 from inference_session.update_stream.stream_stats import StreamSnapshot
 from inference_session.urls.store_url import OPTIONS
+from tests.testing.command_line import hotrow
 from tests.testing.manual import ROOT
+from tests.testing.manual_models import write_versions
 
 REFERENCE = ROOT / "docs/reference"
 STATISTICS = (SessionCounts, LookupStats, CacheStats, TableStats, TierStats, ServerStats, StreamSnapshot)
@@ -82,6 +88,29 @@ def test_schemes_of_store_urls() -> None:
     """stores.md shows a URL of each scheme."""
     shown = in_first_column(text_of("stores.md"), "URL | store")
     assert {url.partition("://")[0] for url in shown} == set(OPTIONS)
+
+
+def test_report_of_size(tmp_path: Path) -> None:
+    """size-report.md names each key of the JSON that `hotrow size` prints."""
+    write_versions(tmp_path / "model_repository")
+    np.save(tmp_path / "users.npy", np.arange(50) % 7)
+    arguments = ["--cache-bytes", "100KiB", "--devices", "2", "--shard", "auto", "--json"]
+    trace = ["--trace", f"user={tmp_path / 'users.npy'}"]
+    report = json.loads(hotrow("size", tmp_path / "model_repository/ctr", *trace, *arguments))
+    named = set(re.findall(r"`(?:trace\.)?([a-z_]+)`", text_of("size-report.md").partition("## JSON")[2]))
+    by_table = {"user", "item", "trace"}
+    printed = set(keys_within(report)) - by_table
+    assert printed <= named
+    assert {"placement", "hit_rate", "each_bytes", "sample_rate"} <= printed
+
+
+def keys_within(document: object) -> Iterator[str]:
+    """The names of all fields, at any depth."""
+    if isinstance(document, dict):
+        yield from document
+    values = document.values() if isinstance(document, dict) else document if isinstance(document, list) else ()
+    for value in values:
+        yield from keys_within(value)
 
 
 def test_networks_of_a_version() -> None:
