@@ -162,13 +162,13 @@ def show_writers(num_rows: int, dim: int) -> None:
     writer.join()
     print(
         f"look-up of 4096 keys, dim {dim}: {1e6 * np.median(alone):.0f} us alone,"
-        f" {1e6 * np.median(beside):.0f} us beside a thread that updates without pause"
+        f" {1e6 * np.median(beside):.0f} us while a thread updates without pause"
     )
 
 
 def main() -> None:
     """Run all comparisons."""
-    parser = argparse.ArgumentParser(description="The CPU embedding cache beside mapped tables and LRU.")
+    parser = argparse.ArgumentParser(description="The CPU embedding cache compared with mapped tables and LRU.")
     parser.add_argument("--trace", type=Path, default=TRACE, help="xz file of big-endian int64 keys")
     arguments = parser.parse_args()
     compare_with_files(1, 1_000_000, 128, 1 << 16)

@@ -1,4 +1,4 @@
-"""Look-ups on a GPU as requests make them, beside their ceilings, on the machine it runs on.
+"""Look-ups on a GPU as requests make them, compared with their ceilings, on the machine it runs on.
 
     python benchmarks/gpu_cache.py [--quick] [--only G1,G2,G3,G4,G13]
 

@@ -5,7 +5,7 @@
 Always printed, for each kernel: registers, shared and local memory (local: what registers did not hold), and how much
 of a multiprocessor its warps could fill (theoretical occupancy). Where `ncu` is installed and may count (an
 administrator can allow it: NVIDIA's ERR_NVGPUCTRPERM), typical look-ups run once under it: time, active warps,
-and bytes of device memory, beside the bytes of the rows that were asked for.
+and bytes of device memory, compared with the bytes of the rows that were asked for.
 """
 
 from __future__ import annotations

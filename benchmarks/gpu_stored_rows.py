@@ -1,9 +1,9 @@
-"""Look-ups over a parameter server with the cache on a GPU, beside the same with the cache in host memory.
+"""Look-ups over a parameter server with the cache on a GPU, compared with the same with the cache in host memory.
 
     python benchmarks/gpu_stored_rows.py [--samples 1024] [--rows 100000]
 
 26 tables x dim 128, stored keys, one key of each per sample, drawn afresh for every request. The server is one tier in
-host memory, the fastest there is, and its bare fetch of the missing keys is measured beside. Missing rows are cached,
+host memory, the fastest there is, and its bare fetch of the missing keys is measured too. Missing rows are cached,
 so that some hot ones go. Vectors are pooled in a second case. Every first answer of a case is checked;
 medians of requests one by one.
 """

@@ -1,4 +1,4 @@
-"""Whole requests through a real Triton on a GPU, beside models written by hand: goals G8 and G12.
+"""Whole requests through a real Triton on a GPU, compared with models written by hand: goals G8 and G12.
 
     python benchmarks/gpu_triton.py [--rows 10000000] [--rounds 3] [--layouts native,hugectr]
 

@@ -1,4 +1,4 @@
-"""Reading from HDFS: `hotrow copy` and its chunks beside the `hdfs` package's own reader, on a real NameNode.
+"""Reading from HDFS: `hotrow copy` and its chunks compared with the `hdfs` package's own reader, on a real NameNode.
 
     python benchmarks/hdfs.py [--mib 512] [--repeats 5]
 

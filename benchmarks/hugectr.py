@@ -5,7 +5,7 @@
 Three ways to one answer, interleaved in one run, each on the same keys:
 * packed: an import of the user's files; DES, CATCOLUMN and ROWINDEX are checked and decoded;
 * native: the same network and tables with plain inputs, keys [samples, slots] per table;
-* through Triton: packed requests against a running server (`--triton`), the user's folder in place beside the import.
+* through Triton: packed requests against a running server (`--triton`): the user's folder in place, and the import.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def through_library(folder: Path, keys: list[NDArray[np.int64]], num_calls: int)
 
 
 def through_triton(folder: Path, keys: list[NDArray[np.int64]], num_calls: int) -> None:
-    """A user's folder in place beside the import with plain inputs, on one server."""
+    """A user's folder in place compared with the import with plain inputs, on one server."""
     repository = folder / "repository"
     repository.mkdir()
     (repository / "wdl").symlink_to(folder / "wdl")

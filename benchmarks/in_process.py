@@ -1,4 +1,4 @@
-"""Requests in process, beside the whole network in plain ONNX Runtime: goal G7c.
+"""Requests in process, compared with the whole network in plain ONNX Runtime: goal G7c.
 
     python benchmarks/in_process.py            4 M rows, fifteen rounds
     python benchmarks/in_process.py --quick    400 k rows, five rounds

@@ -1,4 +1,4 @@
-"""Several instances of a model, each a process, beside peers with as many: goal G7e.
+"""Several instances of a model, each a process, compared with peers with as many: goal G7e.
 
     taskset -c 0-15 python benchmarks/instances.py [--counts 1,4,8] [--rounds 2]
 
@@ -73,7 +73,7 @@ def measure_all(figures: Figures, url: str, folder: Path, count: int, seconds: f
 def report(figures: Figures, counts: list[int]) -> None:
     """Requests per second and the ratios of the goal."""
     print(f"\n{len(os.sched_getaffinity(0))} processors, {CONCURRENT} requests at a time\n")
-    print("| network | instances | null | hotrow | plain | hotrow beside null | beside plain | beside one instance |")
+    print("| network | instances | null | hotrow | plain | hotrow / null | / plain | / one instance |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for network in MODELS:
         for count in counts:

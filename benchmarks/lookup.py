@@ -115,8 +115,8 @@ def compare_with_gather(table: TableFile, draw: Draw, name: str) -> None:
             times[work].append(timed(partial(works[work], drawn[i], keys[i])))
             assert np.array_equal(out, vectors[drawn[i]])
     ceiling = min((times[work] for work in works if "gather" in work), key=lambda taken: float(np.median(taken)))
-    report(f"G5 {name}, hashed, beside the bare gather", times["hashed keys"], ceiling, KEYS_PER_CALL, goal)
-    report(f"G5 {name}, row numbers, beside the same", times["row numbers"], ceiling, KEYS_PER_CALL, "none")
+    report(f"G5 {name}, hashed, compared with the bare gather", times["hashed keys"], ceiling, KEYS_PER_CALL, goal)
+    report(f"G5 {name}, row numbers, compared with the same", times["row numbers"], ceiling, KEYS_PER_CALL, "none")
 
 
 def compare_with_searchsorted(table: TableFile, draw: Draw) -> None:
@@ -133,7 +133,7 @@ def compare_with_searchsorted(table: TableFile, draw: Draw) -> None:
         ours.append(timed(lambda: lookup(tables, segments)))  # noqa: B023
         asked = keys[draw(KEYS_PER_CALL)]
         numpy.append(timed(lambda: np.take(vectors, order[np.searchsorted(ordered, asked)], axis=0, out=out)))  # noqa: B023
-    report("G5 beside searchsorted + take", ours, numpy, KEYS_PER_CALL, ">= 3")
+    report("G5 compared with searchsorted + take", ours, numpy, KEYS_PER_CALL, ">= 3")
 
 
 def run_all(pool: ThreadPoolExecutor, works: list[Callable[[], None]]) -> None:
@@ -165,8 +165,8 @@ def compare_threads(table: TableFile, draw: Draw) -> None:
                 out.fill(np.nan)
                 bare[num_threads].append(timed(partial(run_all, pool, works), time.perf_counter))
                 assert np.array_equal(out, table.vectors[others])
-    report("2 threads beside 1", ours[2], ours[1], KEYS_PER_CALL, ">= 1.7")
-    report("2 threads beside 1, the bare gather", bare[2], bare[1], KEYS_PER_CALL, "none")
+    report("2 threads compared with 1", ours[2], ours[1], KEYS_PER_CALL, ">= 1.7")
+    report("2 threads compared with 1, the bare gather", bare[2], bare[1], KEYS_PER_CALL, "none")
 
 
 def compare_fused(folder: Path, dim: int, num_rows: int) -> None:
@@ -189,8 +189,12 @@ def compare_fused(folder: Path, dim: int, num_rows: int) -> None:
             assert all(np.array_equal(out[:, t], arrays[t][rows[t]]) for t in range(26))
         rows = generator.integers(0, num_rows, (26, 64))
         times["takes"].append(timed(lambda: [a.take(r, axis=0) for a, r in zip(arrays, rows, strict=True)]))  # noqa: B023
-    report(f"26 x 64 row numbers, dim {dim}, beside takes", times["row numbers"], times["takes"], 26 * 64, ">= 2")
-    report(f"26 x 64 hashed keys, dim {dim}, beside the same", times["hashed keys"], times["takes"], 26 * 64, "none")
+    report(
+        f"26 x 64 row numbers, dim {dim}, compared with takes", times["row numbers"], times["takes"], 26 * 64, ">= 2"
+    )
+    report(
+        f"26 x 64 hashed keys, dim {dim}, compared with the same", times["hashed keys"], times["takes"], 26 * 64, "none"
+    )
     print(f"{'':<44} one call of row numbers {1e6 * np.median(times['row numbers']):.1f} us")
 
 
@@ -218,7 +222,7 @@ def show_opening(folder: Path, spec: TableSpec) -> TableFile:
 
 def main() -> None:
     """Run all comparisons."""
-    parser = argparse.ArgumentParser(description="The CPU look-up beside the ceilings of its machine.")
+    parser = argparse.ArgumentParser(description="The CPU look-up compared with the ceilings of its machine.")
     parser.add_argument("--full", action="store_true", help="4 M rows x 128: 2 GiB")
     parser.add_argument(
         "--folder", type=Path, help="where to write the tables (default: the system's temporary folder)"

@@ -4,7 +4,7 @@
     python benchmarks/perf_analyzer.py --model ctr
 
 The program is fetched from PyPI once, into the cache folder; where the machine's C library is older than it needs, a
-newer one is fetched beside it, from the Debian mirror that this machine's apt uses.
+newer one is installed next to it, from the Debian mirror that this machine's apt uses.
 """
 
 from __future__ import annotations

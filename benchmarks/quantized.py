@@ -89,14 +89,14 @@ def compare(files: dict[VectorType, TableFile], num_rows: int, bag: int) -> None
         ratios = np.array(times["float32"]) / np.array(times[dtype])
         rate = CALLS * KEYS_PER_CALL / float(np.median(times[dtype])) / 1e6
         print(
-            f"{dtype:<8} {what:<32} {rate:7.1f} M rows/s  beside float32 {np.median(ratios):5.2f} "
+            f"{dtype:<8} {what:<32} {rate:7.1f} M rows/s  compared with float32 {np.median(ratios):5.2f} "
             f"({ratios.min():.2f}-{ratios.max():.2f}){'  goal >= 2' if dtype == 'int8' else ''}"
         )
 
 
 def main() -> None:
     """Run all comparisons."""
-    parser = argparse.ArgumentParser(description="Quantized tables beside float32 on the CPU.")
+    parser = argparse.ArgumentParser(description="Quantized tables compared with float32 on the CPU.")
     parser.add_argument("--full", action="store_true", help="4 M rows x 128")
     parser.add_argument("--folder", type=Path, help="where to write the tables (default: the temporary folder)")
     arguments = parser.parse_args()

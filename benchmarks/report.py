@@ -1,4 +1,4 @@
-"""The published report: hotrow through a real Triton beside its peers, as one HTML page.
+"""The published report: hotrow through a real Triton compared with its peers, as one HTML page.
 
     python benchmarks/report.py                      bench-report.html, about a quarter of an hour
     python benchmarks/report.py --quick              a few small measurements

@@ -33,7 +33,7 @@ def write_page(results: dict[str, Any], path: Path) -> None:
     networks = list(dict.fromkeys(row["network"] for row in figures))
     with page_colors():
         parts = [
-            "<h1>hotrow through Triton, beside its peers</h1>",
+            "<h1>hotrow through Triton, compared with its peers</h1>",
             f"<p class='lead'>{text(headline(figures))}</p>{svg(main_figure(results))}",
             "<ul>",
             *(f"<li><b>{text(name)}</b>: {text(meaning)}</li>" for name, meaning in MEANINGS.items()),

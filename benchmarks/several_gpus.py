@@ -1,13 +1,12 @@
-"""One model on all GPUs of a host, beside a bare peer gather and beside one GPU: goals M1 to M3.
+"""One model on all GPUs of a host, compared with a bare peer gather and with one GPU: goals M1 to M3.
 
     python benchmarks/several_gpus.py [M1] [M2] [M3] [--rows 2000000] [--triton]
 
 M1: rows of dim 128 divided among the GPUs, 1,048,576 keys a call, on all GPUs at once, after each GPU has copied the
 others' hot rows. The peer is the fastest of several plain kernels that copy rows, divided in the same way, by row
-number; it has no copies. M2: a table that does not fit on one GPU
-(by `cache_bytes`), beside copies of it on each. M3: copies on all GPUs beside one GPU. M2 and M3 compute whole requests
-(26 keys x dim 128, MLP 512-256-1) in this process, or with `--triton` through a real Triton. Answers are compared with
-the CPU's before they are timed.
+number; it has no copies. M2: a table that does not fit on one GPU (by `cache_bytes`), compared with copies of it on
+each. M3: copies on all GPUs compared with one GPU. M2 and M3 compute whole requests (26 keys x dim 128, MLP 512-256-1)
+in this process, or with `--triton` through a real Triton. Answers are compared with the CPU's before they are timed.
 """
 
 from __future__ import annotations

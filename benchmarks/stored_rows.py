@@ -161,8 +161,8 @@ def report(kind: str, windows: list[list[float]], other: str, other_windows: lis
     """One line: the ratio over all windows, and the range of the ratios of parts of the run."""
     ratios = [p99(windows[i::NUM_PARTS]) / p99(other_windows[i::NUM_PARTS]) for i in range(NUM_PARTS)]
     print(
-        f"  {kind} beside {other}: {p99(windows) / p99(other_windows):.2f} ({min(ratios):.2f} to {max(ratios):.2f}),"
-        f" {p99(windows) * 1e6:.0f} us beside {p99(other_windows) * 1e6:.0f} us, wanted 1.05"
+        f"  {kind} / {other}: {p99(windows) / p99(other_windows):.2f} ({min(ratios):.2f} to {max(ratios):.2f}),"
+        f" {p99(windows) * 1e6:.0f} us against {p99(other_windows) * 1e6:.0f} us, wanted 1.05"
     )
 
 

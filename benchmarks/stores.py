@@ -1,4 +1,4 @@
-"""The Redis and RocksDB tiers beside the packages they stand on, in one run: goal G10.
+"""The Redis and RocksDB tiers compared with the packages they stand on, in one run: goal G10.
 
     python benchmarks/stores.py            200 k rows, under a minute
     python benchmarks/stores.py --full     1 M rows x 128

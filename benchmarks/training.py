@@ -606,7 +606,7 @@ def t8_on_gpus(num_gpus: int) -> None:
             jobs.run_ranks(_rank_steps, Path(name) / str(count), num_ranks=count, on_gpus=True)
         alone, together = (float((Path(name) / str(count)).read_text()) for count in (1, num_gpus))
     print(
-        f"T8  {num_gpus} GPUs, SGD, dim 128: {num_gpus / together / 1e3:.2f} M keys/ms beside {1 / alone / 1e3:.2f} "
+        f"T8  {num_gpus} GPUs, SGD, dim 128: {num_gpus / together / 1e3:.2f} M keys/ms, one GPU {1 / alone / 1e3:.2f} "
         f"({1000 * together:.2f} and {1000 * alone:.2f} ms a step): {num_gpus * alone / together:.2f} times one"
     )
 

@@ -7,8 +7,9 @@ apply       a fresh consumer reads all that has been published. Rows/s by the cl
             slower, and by the processor time that this process spends: what one core applies. Every row is compared
             with what was published, once. The goal: 264 k rows/s (HugeCTR's 1.1 Gb/s), and 5 x the live rate
 live        meanwhile (`--rate` rows/s are published by another process) the time from publishing to serving, and
-            requests of 64 samples x 26 tables beside those of an idle session, in turns: p99 at most 1 s, and 1.1 x.
-            `busy` is idle beside a publisher whose rows nobody reads: what is above its ratio is the cost of updates
+            requests of 64 samples x 26 tables compared with those of an idle session, in turns: p99 at most 1 s, and
+            1.1 x. `busy` is an idle session while a publisher runs whose rows no session reads: what is above its ratio
+            is the cost of updates
 
 Tiers: `files` keeps changed rows in memory, in front of the files; the others have a cache over those stores.
 """
