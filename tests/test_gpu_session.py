@@ -141,6 +141,29 @@ def test_each_request_gets_the_outputs_it_asked_for(regular: Regular) -> None:
             assert np.array_equal(values, answer(**inputs)[:, : 1 if name == first else None])
 
 
+def test_all_sizes_of_the_warm_up_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a size is recorded only when it comes for the second time, as of HugeCTR's requests."""
+    from inference_session.dense_engine import cuda as cuda_engine
+
+    graphs: list[str] = []
+    run = cuda_engine._run
+
+    def noted(session: Any, binding: Any, options: Any) -> None:
+        graphs.append(options.get_run_config_entry("gpu_graph_id"))
+        run(session, binding, options)
+
+    monkeypatch.setattr(cuda_engine, "_run", noted)
+    source = Source(tmp_path / "source", (400, 500))
+    source.model["max_batch_size"] = 2048
+    (report,) = import_hugectr(source.ps_json(), tmp_path / "repository")
+    with InferenceSession.open(report.version_dir, device="cuda:0", warm_up_s=60) as session:
+        for num_samples in (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
+            graphs.clear()
+            session.run(session.layout.made_up(num_samples).inputs)
+            assert graphs
+            assert "-1" not in graphs
+
+
 def test_a_thread_that_comes_later_runs_without_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are known in the thread that recorded them alone; once it has ended, a new one may have its number."""
     from inference_session.dense_engine import cuda as cuda_engine

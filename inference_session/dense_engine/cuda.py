@@ -219,11 +219,10 @@ class CudaEngine(OnnxEngine):
         self, session: Any, inputs: Mapping[str, Any], outputs: Sequence[str], prepared: _Bindings | None
     ) -> list[np.ndarray[Any, Any]]:
         with self._gpu.request():
-            bindings = self.prepare() if prepared is None else prepared
-            return self._compute_here(session, inputs, outputs, bindings)
+            return self._compute_here(session, inputs, outputs, prepared)
 
     def _compute_here(
-        self, session: Any, inputs: Mapping[str, Any], outputs: Sequence[str], bindings: _Bindings
+        self, session: Any, inputs: Mapping[str, Any], outputs: Sequence[str], bindings: _Bindings | None
     ) -> list[np.ndarray[Any, Any]]:
         if not self._can_bind:
             on_host = {name: array if isinstance(array, np.ndarray) else array.get() for name, array in inputs.items()}
@@ -245,16 +244,21 @@ class CudaEngine(OnnxEngine):
         placed: Mapping[str, Any],
         outputs: Sequence[str],
         shapes: Mapping[str, tuple[int, ...]],
-        bindings: _Bindings,
+        bindings: _Bindings | None,
     ) -> _Binding | None:
-        """The binding of inputs and results in their places; None where their shapes are not certain."""
+        """The binding of inputs and results in their places; None where their shapes are not certain.
+
+        `bindings`: those made before; None: this one is used once.
+        """
         if not (self._trusted & shapes.keys()).issuperset(outputs) or any(map(_is_large, shapes.values())):
             return None
         results = {name: self._gpu.pinned(shapes[name], _TYPES[self._declared[name][1]]) for name in outputs}
         case = (*[(name, array.shape, _address(array)) for name, array in (*placed.items(), *results.items())],)
+        if bindings is None:
+            return self._bind(session, placed, results, self._unwaited)
         bound = bindings.get(case)
         if bound is None:
-            bound = self._bind(session, placed, results)
+            bound = self._bind_again(session, placed, results)
             bindings.put(case, bound)
         return bound
 
@@ -276,21 +280,24 @@ class CudaEngine(OnnxEngine):
     def _upload(self, placed: _PlacedInput) -> None:
         placed.array.set(placed.staged, stream=self._gpu.stream)
 
-    def _bind(self, session: Any, placed: Mapping[str, Any], results: Mapping[str, Any]) -> _Binding:
-        """The binding of arrays in these places; it gets its own graph while the session warms up."""
+    def _bind_again(self, session: Any, placed: Mapping[str, Any], results: Mapping[str, Any]) -> _Binding:
+        """As `_bind`, for a binding that is used often: it gets its own graph while the session warms up."""
+        if not self._may_record or threading.current_thread() is not self._recorder:
+            return self._bind(session, placed, results, self._unwaited)
+        options = _run_options(str(len(self._graphs) + 1), waits=self._waits_in_runs)
+        bound = self._bind(session, placed, results, options)
+        self._graphs.append(bound)
+        self._may_record = len(self._graphs) < _MAX_GRAPHS
+        return bound
+
+    def _bind(self, session: Any, placed: Mapping[str, Any], results: Mapping[str, Any], options: Any) -> _Binding:
+        """The binding of arrays in these places."""
         binding = session.io_binding()
         for name, array in placed.items():
             self._bind_input(binding, name, array)
         for name, array in results.items():
             binding.bind_output(name, "cuda", self._gpu.device_id, array.dtype.type, array.shape, _address(array))
-        options = self._unwaited
-        if self._may_record and threading.current_thread() is self._recorder:
-            options = _run_options(str(len(self._graphs) + 1), waits=self._waits_in_runs)
-        bound = _Binding(binding, options, placed, results)
-        if options is not self._unwaited:
-            self._graphs.append(bound)
-            self._may_record = len(self._graphs) < _MAX_GRAPHS
-        return bound
+        return _Binding(binding, options, placed, results)
 
     def _bind_input(self, binding: Any, name: str, array: Any) -> None:
         address = _address(array)

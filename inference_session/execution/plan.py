@@ -119,7 +119,9 @@ class FreshPlan(ExecutionPlan):
 
     def run_network(self, batch: JoinedBatch) -> Answer:
         """See ExecutionPlan."""
-        results = self._dense.run(self.network_inputs(batch), self.outputs, self._prepared_network)
+        # Graphs are few: a plan that another will replace takes none.
+        prepared = None if self.may_record else self._prepared_network
+        results = self._dense.run(self.network_inputs(batch), self.outputs, prepared)
         return dict(zip(self.outputs, results, strict=True))
 
     def num_unknown(self, lookup: Lookup) -> NDArray[np.int64]:

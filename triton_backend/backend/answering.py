@@ -18,7 +18,7 @@ from inference_session.versions import VersionManager
 from triton_backend.backend.errors import triton_error
 from triton_backend.backend.packed import packed_response
 from triton_backend.backend.plain_requests import PlainRequests
-from triton_backend.backend.tensors import read_array, write_tensor
+from triton_backend.backend.tensors import read_array, tensor_writer, write_tensor
 from triton_backend.backend.tracing import RequestTracer
 from triton_backend.client.probe import is_probe, probe_request
 
@@ -51,6 +51,7 @@ class RequestHandler:
         self._max_samples = max_samples
         self._tracing = tracing
         self._plain = PlainRequests(versions.spec, max_samples=max_samples)
+        self._tensor = tensor_writer()
         self._num_failed = 0
 
     def stats(self) -> dict[str, Any]:
@@ -97,7 +98,7 @@ class RequestHandler:
             return None
         if not self._has_own_inputs:
             return [packed_response(answer, session.spec, self._device_id) for answer in answers]
-        tensor, respond = pb_utils.Tensor, pb_utils.InferenceResponse
+        tensor, respond = self._tensor, pb_utils.InferenceResponse
         return [respond([tensor(name, array) for name, array in answer.items()]) for answer in answers]
 
     def _read(self, request: TritonRequest) -> Request:

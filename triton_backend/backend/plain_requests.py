@@ -9,7 +9,7 @@ import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
 from inference_session.model_spec import ModelSpec
-from triton_backend.backend.tensors import knows_numpy
+from triton_backend.backend.tensors import array_reader
 from triton_backend.client.probe import PROBE_PARAMETER
 
 _MAX_ORDERS = 64
@@ -29,7 +29,7 @@ class PlainRequests:
         """Whether probes are answered with other inputs than they carry."""
         self._max_samples = max_samples
         # Mapping these over a request's tensors takes three quarters of the time of a loop in Python.
-        self._name_of, self._array_of = pb_utils.Tensor.name, pb_utils.Tensor.as_numpy
+        self._name_of, self._array_of = pb_utils.Tensor.name, array_reader()
         self._places: dict[tuple[str, ...], list[int]] = {}
         """The position of each of the model's inputs in requests; Triton chooses the order of inputs."""
 
@@ -39,7 +39,7 @@ class PlainRequests:
         None: one of them has something that is no array in host memory, not the model's inputs, or too many samples, or
         they do not ask for the same outputs.
         """
-        if not knows_numpy() or (self._any_probe and any(PROBE_PARAMETER in each.parameters() for each in requests)):
+        if self._any_probe and any(PROBE_PARAMETER in each.parameters() for each in requests):
             return None
         arrays: list[NDArray[Any]] = []
         first = requests[0]

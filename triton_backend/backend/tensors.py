@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -24,11 +24,21 @@ def read_array(tensor: Any) -> NDArray[Any]:
     return np.from_dlpack(ImportedTensor(tensor))
 
 
+def array_reader() -> Callable[[Any], NDArray[Any]]:
+    """What does the same as `read_array` in the least time; it may raise TritonModelException for a tensor on a GPU."""
+    return pb_utils.Tensor.as_numpy if knows_numpy() else read_array
+
+
 def write_tensor(name: str, array: NDArray[Any]) -> Any:
     """A `pb_utils.Tensor` of the array's values."""
     if knows_numpy():
         return pb_utils.Tensor(name, array)
     return pb_utils.Tensor.from_dlpack(name, ExportedTensor(array))
+
+
+def tensor_writer() -> Callable[[str, NDArray[Any]], Any]:
+    """What does the same as `write_tensor` in the least time."""
+    return pb_utils.Tensor if knows_numpy() else write_tensor
 
 
 def check_types(tensors: Iterable[TensorSpec]) -> None:
