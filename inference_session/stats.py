@@ -113,7 +113,7 @@ class SessionStats:
 
     def count_staged(self, lookup: Lookup, num_samples: Sequence[int]) -> None:
         """Count a batch of requests, with this many samples each, of which all were answered."""
-        records = lookup.segments, lookup.num_keys, lookup.num_unknown
+        records = lookup.segments, lookup.num_keys, np.ascontiguousarray(lookup.num_unknown)  # a GPU's stand apart
         segments, num_keys, num_unknown = lookup.addresses or map(address_of, records)
         with self._lock:
             self._requests += len(num_samples)

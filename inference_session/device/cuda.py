@@ -27,6 +27,7 @@ from inference_session.device.base import Device
 from inference_session.device.cuda_memory import memory_checked
 from inference_session.device.pinned import pinned_empty
 from inference_session.errors import InvalidRequestError, UnavailableError
+from inference_session.kernels.cuda.records import COUNT_STRIDE
 
 _FIRST_ARENA_BYTES = 1 << 20
 _locks: dict[int, threading.RLock] = {}
@@ -250,8 +251,8 @@ class CudaDevice(Device):
         return found
 
     def counts(self, num_counts: int) -> NDArray[np.int64]:
-        """See Device."""
-        counts = self.pinned((num_counts,), np.int64)
+        """See Device; COUNT_STRIDE apart."""
+        counts = self.pinned((num_counts, COUNT_STRIDE), np.int64)[:, 0]
         counts[:] = 0
         return counts
 

@@ -173,6 +173,7 @@ def test_sources_are_ascii(file: Path) -> None:
         ("BUCKET_BYTES", gpu_layout.BUCKET_BYTES),
         ("MAX_INLINE_SEGMENTS", gpu_layout.MAX_INLINE_SEGMENTS),
         ("MAX_SHARDS", gpu_layout.MAX_SHARDS),
+        ("COUNT_STRIDE", gpu_layout.COUNT_STRIDE),
     ],
 )
 def test_numbers_are_the_same_in_cuda(name: str, value: int) -> None:

@@ -208,7 +208,8 @@ class Launch:
             segments: others, of the same shapes as those it was made of, for this run and those after it; few.
             missing_bits_address: uint32 [num_tiles] for the positions that have no row; 0: nobody asks.
             outputs_address: what the output_address of each segment is counted from.
-            num_unknown_address: uint64 [segments] to count keys in that have no row; 0: nobody asks.
+            num_unknown_address: uint64 [segments], COUNT_STRIDE apart, to count keys in that have no row; 0: nobody
+                asks.
             seed: any number; decides which hits leave a mark.
             fill: write zeros where there is neither a row nor a default vector.
         """

@@ -10,7 +10,11 @@ constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr int MAX_INLINE_SEGMENTS = 32;
 constexpr int MAX_BAGS_PER_TILE = 8;
 constexpr int MAX_SHARDS = 8;
+<<<<<<< HEAD
 constexpr u64 MAX_SAMPLED = 1 << 17;
+=======
+constexpr int COUNT_STRIDE = 16;  // from one count in host memory to the next: so each has a line of its own
+>>>>>>> 2771cff (Give each count of unknown keys its own line of host memory)
 constexpr u32 NOT_ORDERED = 0xffffffffu;
 
 // GPUs that a sharded table lies on. A constant, so that look-ups in tables of one GPU do nothing for it.
@@ -97,7 +101,7 @@ struct Request {
   const u32* first_tiles;
   u32* missing_bits;       // one word per tile, a bit per key that has no row; null: nobody asks
   i64 outputs;             // added to the address of each segment's output
-  u64* num_unknown;        // per segment, keys that have no row, in host memory; null: nobody asks
+  u64* num_unknown;        // per segment, keys that have no row, in host memory, COUNT_STRIDE apart; null: nobody asks
   u32* unknown_sums;       // per segment, what is still to be added to num_unknown; 0 before and after each launch
   const Turn* order;       // of the keys of some segments
   u32 num_segments;

@@ -88,9 +88,9 @@ __device__ __forceinline__ i64 load_key(const u8* address, i64 key_bytes) {
   return key_bytes == 8 ? *reinterpret_cast<const i64*>(address) : (i64) * reinterpret_cast<const int*>(address);
 }
 
-// The keys of a segment that have no row, counted for the host. Only the first lane of a warp counts. Atomic operations in host
-// memory take about 1 us each, one after another, so warps add to a sum in device memory. The warp that finds 0 there takes the
-// sum to the host once its rows are copied, and leaves 0; what others add before that goes with it.
+// The keys of a segment that have no row, counted for the host. Only the first lane of a warp counts. Atomic operations in a
+// line of host memory take about 1 us each, one after another, so warps add to a sum in device memory. The warp that finds 0
+// there takes the sum to the host once its rows are copied, and leaves 0; what others add before that goes with it.
 struct UnknownCount {
   u32 found = 1;  // in the sum; 0: this warp reports
 
@@ -101,7 +101,7 @@ struct UnknownCount {
   }
 
   __device__ __forceinline__ void report(const Request& request, u32 s) const {
-    if (found == 0) atomicAdd(request.num_unknown + s, (u64)atomicExch(request.unknown_sums + s, 0u));
+    if (found == 0) atomicAdd(request.num_unknown + s * COUNT_STRIDE, (u64)atomicExch(request.unknown_sums + s, 0u));
   }
 };
 

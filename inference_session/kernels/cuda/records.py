@@ -23,6 +23,8 @@ _FULLEST = 0.55
 """Of the slots of an index over all keys, those in use at most."""
 MAX_INLINE_SEGMENTS = 32
 """Segments that travel as a kernel's parameter; more are copied to the device first."""
+COUNT_STRIDE = 16
+"""From one count in host memory to the next, in elements: atomic operations in one line wait for each other."""
 MAX_SHARDS = 8
 """GPUs that the rows of one table may be divided among."""
 MAX_SAMPLED = 1 << 17
