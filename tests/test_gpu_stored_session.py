@@ -530,7 +530,7 @@ def test_a_row_is_cached_once_whatever_end_its_number_counts_from(version: tuple
             np.testing.assert_array_equal(session.lookup("user.weight", keys), rows[keys])
             await_inserts(rows_of(session))
         cache = session.stats()["cache"]["tables"]["user_weight"]
-        held = session._rows.hot_keys()["user_weight"].tolist()
+        held = rows_of(session).hot_keys()["user_weight"].tolist()
         assert cache["misses"] == 5
         assert sorted({*held} - {0}) == [3, 7, 49]  # row 0 was asked for when the session warmed up
         assert len(held) == cache["rows"] == len({*held})
