@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from inference_session.importers.onnx.guards import guard_empty_lists, may_meet_
 from inference_session.importers.onnx.independence import samples_are_independent
 from inference_session.importers.onnx.probe import PRIME_SIZES, Arrays, Findings, Prober, close
 from inference_session.importers.onnx.ranking import RankingImport
+from inference_session.importers.onnx.ranking_trials import TOLERANCE, RankingTrials
 from inference_session.importers.onnx.replay import Replay
 from inference_session.importers.onnx.report import DenseInitializer, ImportReport
 from inference_session.importers.onnx.spec import TablePlace, model_spec, table_folders
@@ -187,13 +189,16 @@ class _Import:
         findings, original = self._probe(carved, folders)
         if not self._is_faithful(carved, findings, original):
             carved = self._more_careful(model, weights, names, findings, original)
+        if self.context:
+            original = replace(original, network=open_network(self.staging / _ORIGINAL_FILE, optimised=True))
+            if not self._rounds_alike(carved, findings, original):
+                carved = self._more_careful(model, weights, names, findings, original)
         findings = self._joinable_if_proved(carved, findings)
         report = self._report(carved, findings)
         if self.context:
             folders = table_folders(carved, self.places)
-            optimised = replace(original, network=open_network(self.staging / _ORIGINAL_FILE, optimised=True))
             write = partial(self._write_ranking, findings)
-            ranking = RankingImport(model, weights, names, folders, self.staging, optimised, findings, write)
+            ranking = RankingImport(model, weights, names, folders, self.staging, original, findings, write)
             report = replace(report, spec=ranking.run(report.spec, self.context))
         for leftover in self.staging.glob(f"{_ORIGINAL_FILE}*"):
             leftover.unlink()
@@ -215,6 +220,17 @@ class _Import:
             f"the samples of a batch could not be shown to be independent ({culprit}); requests are served one by one"
         )
         return replace(findings, joinable=False, notes=(*findings.notes, note))
+
+    def _rounds_alike(self, carved: CarvedModel, findings: Findings, original: Prober) -> bool:
+        """Whether look-ups that pool, and so add in another order, keep the promise for ranked candidates.
+
+        The whole network answers those requests that the divided one would answer differently.
+        """
+        if findings.recipe is None or not any(lookup.pooling in ("sum", "mean") for lookup in carved.lookups):
+            return True
+        spec = self._spec(carved, findings)[0]
+        trials = RankingTrials(original, Replay(self.staging, spec, as_served=True), spec, findings.recipe)
+        return trials.largest_input(TOLERANCE / 2) == math.inf  # strict, for the careful way costs little
 
     def _more_careful(
         self, model: ModelProto, weights: dict[str, Weight], names: Names, findings: Findings, original: Prober

@@ -17,7 +17,7 @@ from inference_session.importers.onnx.context import ContextSplit, Cut, may_jump
 from inference_session.importers.onnx.graph import Names
 from inference_session.importers.onnx.probe import Findings, Prober, Recipe
 from inference_session.importers.onnx.ranking_times import NUM_CANDIDATES, Times, measure
-from inference_session.importers.onnx.ranking_trials import RankingTrials
+from inference_session.importers.onnx.ranking_trials import TOLERANCE, RankingTrials
 from inference_session.importers.onnx.replay import Replay
 from inference_session.importers.onnx.spec import lookup_spec
 from inference_session.importers.onnx.tables import StaysDenseError
@@ -25,11 +25,6 @@ from inference_session.importers.onnx.weights import Weight
 from inference_session.model_spec import CANDIDATES, RANKING_FILE, RANKING_KEYS_FILE, ModelSpec, RankingSpec, TensorSpec
 
 logger = logging.getLogger(__name__)
-
-_TOLERANCE = 4e-7
-"""Of the largest number of an output, or of 1: less than half of what is promised, since other requests may differ by
-more than those that are tried.
-"""
 
 
 @dataclass(frozen=True)
@@ -113,7 +108,7 @@ class RankingImport:
         files = {"dense_file": RANKING_FILE, "keys_file": RANKING_KEYS_FILE}
         try:
             replay = Replay(self.staging, spec, **files, as_served=True)
-            largest = RankingTrials(self.original, replay, divided, recipe).largest_input(_TOLERANCE)
+            largest = RankingTrials(self.original, replay, divided, recipe).largest_input(TOLERANCE)
         except Exception as error:  # noqa: BLE001  ONNX Runtime's errors share no other base; all mean "no"
             logger.debug("the split model does not run: %s", error)
             return None
