@@ -106,8 +106,10 @@ class KafkaUpdateStream:
         self._filter = re.compile(topic_filter)
         self._since_ms = 0 if since is None else int(since.timestamp() * 1000)
         self._positions = Positions()
-        self._behind: set[Partition] | None = None
-        """Partitions found at first whose end has not been seen yet; None: the partitions are not known yet."""
+        self._is_beginning = True
+        """Whether the partitions that there were at the beginning are not all known yet."""
+        self._behind: set[Partition] = set()
+        """Those of them whose end has not been seen yet."""
         self._save_at = self._discover_at = 0.0
         self._num_at_once = 1
         self._rests = Rests()
@@ -247,8 +249,9 @@ class KafkaUpdateStream:
         self._suspect({one for one in there if one[0] in changed} | self._cut(there))
         self._refute_cut(there)
         self._follow(told - followed)
-        if self._behind is None:
-            self._behind = told - followed
+        if self._is_beginning:
+            self._behind |= told - followed
+            self._is_beginning = any(topic.error is not None for topic in topics.values())
         self._note_ends(followed - there)
         self._measure_lag()
 
@@ -391,10 +394,9 @@ class KafkaUpdateStream:
         self._measure_lag()
 
     def _note_ends(self, ends: Iterable[Partition]) -> None:
-        if self._behind is not None and not self._current.is_set():
-            self._behind.difference_update(ends)
-            if not self._behind:
-                self._current.set()
+        self._behind.difference_update(ends)
+        if not self._is_beginning and not self._behind:
+            self._current.set()
 
     def _measure_lag(self) -> None:
         """How many messages partitions have beyond those applied, as the brokers reported last."""

@@ -216,6 +216,19 @@ def test_a_session_that_has_not_seen_a_topic_does_not_take_over(
             )
 
 
+def test_a_topic_whose_metadata_fail_at_the_beginning_is_waited_for(
+    broker: Broker, small: SmallVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version does not serve before it has applied messages of partitions that it learns of a moment later."""
+    create = kafka_stream.create_consumer
+    monkeypatch.setattr(kafka_stream, "create_consumer", lambda *args: Unsteady(create(*args), ["error", "error"]))
+    send(broker, small.topic("user_weight"), NUM_OLD, 100)
+    with InferenceSession.open(small.directory, update_stream=broker.url, catch_up_s=PATIENCE_S) as session:
+        np.testing.assert_array_equal(
+            session.lookup("user.weight", np.arange(NUM_OLD))[:, 0], values(100, NUM_OLD)[:, 0]
+        )
+
+
 class Unsteady:
     """A consumer whose next answers about topics are as a test says."""
 
