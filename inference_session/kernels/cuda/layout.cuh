@@ -10,11 +10,8 @@ constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr int MAX_INLINE_SEGMENTS = 32;
 constexpr int MAX_BAGS_PER_TILE = 8;
 constexpr int MAX_SHARDS = 8;
-<<<<<<< HEAD
 constexpr u64 MAX_SAMPLED = 1 << 17;
-=======
 constexpr int COUNT_STRIDE = 16;  // from one count in host memory to the next: so each has a line of its own
->>>>>>> 2771cff (Give each count of unknown keys its own line of host memory)
 constexpr u32 NOT_ORDERED = 0xffffffffu;
 
 // GPUs that a sharded table lies on. A constant, so that look-ups in tables of one GPU do nothing for it.
