@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from textwrap import dedent
+from typing import TYPE_CHECKING
 
-from mkdocs.structure.pages import Page
+if TYPE_CHECKING:
+    from mkdocs.structure.pages import Page
 
 _EXAMPLES = re.compile(r"<p>(?P<title>Example.*:)\n(?P<lines>(?:  .*\n?)+)</p>")
 
