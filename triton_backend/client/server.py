@@ -117,7 +117,8 @@ class RemoteServer:
         entries = [entry for entry in index if entry["name"] == model]
         if not entries:
             known = ", ".join(sorted({repr(entry["name"]) for entry in index})) or "none"
-            raise RemoteError(f"the server at {self._url} has no model {model!r}; models: {known}")
+            # The server may still answer by a model whose folder was removed.
+            raise RemoteError(f"the repository of the server at {self._url} has no model {model!r}; models: {known}")
         return sorted((_state(entry) for entry in entries if entry.get("version")), key=lambda state: state.version)
 
     def ready_versions(self, model: str) -> list[int]:
