@@ -20,8 +20,8 @@ from tests.testing.random_rankers import RandomRanker, random_ranker
 from tests.testing.ranking import DIM, matrix
 
 PROMISED = 1e-6
-COUNTS = ([300], [1], [7, 0, 100, 3], [10] * 8, [1, 1, 1], [2])
-SCALES = ((1.0, 0.0), (0.5, 0.5), (3.0, 0.0), (30.0, 0.0), (1.0, 4096.0), (1.0, 0.0))
+COUNTS = ([300], [1], [7, 0, 100, 3], [10] * 8, [1, 1, 1], [2], [1] * 9, [40] * 16)
+SCALES = ((1.0, 0.0), (0.5, 0.5), (3.0, 0.0), (30.0, 0.0), (1.0, 4096.0), (1.0, 0.0), (10.0, 0.0), (100.0, 0.0))
 
 
 def assert_within(found: Arrays, wanted: Arrays) -> None:
@@ -36,7 +36,7 @@ def imported(tmp_path: Path, ranker: RandomRanker) -> ImportReport:
     return import_model(tmp_path, ranker.model, context=ranker.context, min_rows=100)
 
 
-@pytest.mark.parametrize("seed", [2, 9, 11, 50, 94, 112, 193, 2008, 3111, 8035, 9245])
+@pytest.mark.parametrize("seed", [2, 9, 50, 94, 112, 193, 3111, 9245, 20005, 26079, 28041, 30073, 32094])
 def test_random_models(tmp_path: Path, seed: int) -> None:
     """Attention, cross layers, experts, normalisation: some have answers that double precision would give otherwise."""
     ranker = random_ranker(seed)
