@@ -2,6 +2,8 @@
 // shown. The theme's own loader would then stop the page's search and its choice of colours.
 (() => {
   const SOURCE = "https://unpkg.com/mermaid@11/dist/mermaid.min.js";
+  // The theme's rule for these names an id that newer releases of Mermaid have extended.
+  const ARROWS = 'marker[id$="arrowhead"] path { fill: var(--md-mermaid-edge-color); stroke: var(--md-mermaid-edge-color) }';
   let settings = {};
   let loading;
 
@@ -22,7 +24,7 @@
 
   window.mermaid = {
     initialize(given) {
-      settings = given;
+      settings = { ...given, themeCSS: `${given.themeCSS ?? ""} ${ARROWS}` };
     },
     async render(id, text) {
       try {
