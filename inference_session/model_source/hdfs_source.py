@@ -42,7 +42,11 @@ _MAX_CONNECTIONS = 32
 _READ_BYTES = 1 << 20
 _MAX_REASON = 300
 _PASSING = ("StandbyException", "RetriableException", "SafeModeException")
-_PASSING_TEXTS = ("safe mode", "is not sufficiently replicated yet")
+_NO_DATANODE = ("Failed to find datanode", "No active nodes contain this block")
+"""What the NameNode says of a write, and of a read, while it counts as dead each DataNode that could serve it, for
+instance the only one while it starts again.
+"""
+_PASSING_TEXTS = ("safe mode", "is not sufficiently replicated yet", *_NO_DATANODE)
 """The second: the last block of a file to append to has not been reported by its DataNode yet."""
 _LEASED = ("AlreadyBeingCreatedException", "RecoveryInProgressException", "Cannot obtain block length")
 """What is said of a file that a writer has not closed."""

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -180,30 +181,54 @@ def test_a_full_target_is_named(hdfs: Hdfs) -> None:
             put(source, "file", CONTENT)
 
 
-def test_a_datanode_that_dies_is_waited_for(monkeypatch: pytest.MonkeyPatch, patient: None) -> None:
+@pytest.fixture(scope="module")
+def own_hdfs() -> Iterator[Hdfs]:
+    """A cluster for tests that kill its DataNode, and start it again."""
+    with Hdfs() as cluster:
+        yield cluster
+
+
+def test_a_datanode_that_dies_is_waited_for(own_hdfs: Hdfs, monkeypatch: pytest.MonkeyPatch, patient: None) -> None:
     """Reads go on at their byte, and files can be written, when a DataNode that was killed is back."""
-    with Hdfs() as hdfs, create_source(hdfs.url + "/") as source:
-        monkeypatch.setenv("HADOOP_USER_NAME", "root")
+    monkeypatch.setenv("HADOOP_USER_NAME", "root")
+    with create_source(own_hdfs.url + "/") as source:
         put(source, "content", CONTENT)
 
-        hdfs.kill("DataNode")
+        own_hdfs.kill("DataNode")
         read: list[bytes] = []
         thread = threading.Thread(target=lambda: read.append(source.read("content", 0, len(CONTENT))))
         thread.start()
-        hdfs.start("DataNode")
+        own_hdfs.start("DataNode")
         thread.join()
         assert read == [CONTENT]
 
         def chunks(begin: int) -> list[bytes]:
             if not killed:
                 killed.append(True)
-                hdfs.kill("DataNode")
-                hdfs.start("DataNode")
+                own_hdfs.kill("DataNode")
+                own_hdfs.start("DataNode")
             return [CONTENT[begin:]]
 
         killed: list[bool] = []
         source.write("again", chunks)
         assert source.read("again", 0, len(CONTENT)) == CONTENT
+
+
+def test_a_cluster_that_counts_its_datanode_as_dead_is_waited_for(
+    own_hdfs: Hdfs, monkeypatch: pytest.MonkeyPatch, patient: None
+) -> None:
+    """The NameNode refuses to say where to read or write until a DataNode has reported to it again."""
+    monkeypatch.setenv("HADOOP_USER_NAME", "root")
+    with create_source(own_hdfs.url + "/") as source, ThreadPoolExecutor(2) as threads:
+        put(source, "early", CONTENT)
+        own_hdfs.kill("DataNode")
+        wait_until(lambda: not own_hdfs.has_datanode(), "the NameNode to notice")
+        written = threads.submit(put, source, "late", CONTENT)
+        read = threads.submit(source.read, "early", 0, len(CONTENT))
+        own_hdfs.start("DataNode")
+        written.result()
+        assert read.result() == CONTENT
+        assert source.read("late", 0, len(CONTENT)) == CONTENT
 
 
 def can_be_written(hdfs: Hdfs) -> bool:
@@ -235,26 +260,27 @@ def test_a_file_that_grows_while_it_is_written_is_begun_again(hdfs: Hdfs, known:
         assert source.entries("file")[0].num_bytes == len(CONTENT)
 
 
-def test_a_file_whose_writer_died_is_begun_again(impatient: None, tmp_path: Path) -> None:
+def test_a_file_whose_writer_died_is_begun_again(
+    own_hdfs: Hdfs, monkeypatch: pytest.MonkeyPatch, impatient: None, tmp_path: Path
+) -> None:
     """A copy whose DataNode died amid a file fails, and the next one completes it, though HDFS holds that file open."""
     (tmp_path / "table").mkdir()
     (tmp_path / "table" / "emb_vector").write_bytes(CONTENT * 5)
-    with Hdfs() as hdfs, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HADOOP_USER_NAME", "root")
-        patch.setattr(transfer, "CHUNK_BYTES", 1 << 20)
-        done = [0]
+    monkeypatch.setenv("HADOOP_USER_NAME", "root")
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 1 << 20)
+    done = [0]
 
-        def kill(num_bytes: int) -> None:
-            done[0] += num_bytes
-            if done[0] > 3 * len(CONTENT) and done[0] - num_bytes <= 3 * len(CONTENT):
-                hdfs.kill("DataNode")
+    def kill(num_bytes: int) -> None:
+        done[0] += num_bytes
+        if done[0] > 3 * len(CONTENT) and done[0] - num_bytes <= 3 * len(CONTENT):
+            own_hdfs.kill("DataNode")
 
-        with Copy(tmp_path / "table", f"{hdfs.url}/table") as copy, pytest.raises(UnavailableError, match="DataNode"):
-            copy.run(kill)
-        hdfs.start("DataNode")
-        wait_until(lambda: can_be_written(hdfs), "the DataNode to be back")
-        patch.setattr(hdfs_source, "PAUSES_S", (0.2,) * 10)
-        with Copy(tmp_path / "table", f"{hdfs.url}/table") as copy:
-            copy.run()
-        with create_source(f"{hdfs.url}/table") as source:
-            assert source.read("emb_vector", 0, 5 * len(CONTENT)) == CONTENT * 5
+    with Copy(tmp_path / "table", f"{own_hdfs.url}/table") as copy, pytest.raises(UnavailableError, match="DataNode"):
+        copy.run(kill)
+    own_hdfs.start("DataNode")
+    wait_until(lambda: can_be_written(own_hdfs), "the DataNode to be back")
+    monkeypatch.setattr(hdfs_source, "PAUSES_S", (0.2,) * 10)
+    with Copy(tmp_path / "table", f"{own_hdfs.url}/table") as copy:
+        copy.run()
+    with create_source(f"{own_hdfs.url}/table") as source:
+        assert source.read("emb_vector", 0, 5 * len(CONTENT)) == CONTENT * 5

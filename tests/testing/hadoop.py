@@ -119,6 +119,10 @@ class Hdfs:
         """Return when the DataNode can be written to."""
         wait_until(self._is_ready, "the NameNode to have a DataNode and to leave safe mode")
 
+    def has_datanode(self) -> bool:
+        """Whether the NameNode counts a DataNode as alive; it notices a dead one after 14 seconds."""
+        return self._beans("Hadoop:service=NameNode,name=FSNamesystemState")["NumLiveDataNodes"] != 0
+
     def admin(self, *arguments: str) -> None:
         """`hdfs dfsadmin`."""
         command = self._java("org.apache.hadoop.hdfs.tools.DFSAdmin", *arguments)
