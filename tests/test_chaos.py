@@ -29,6 +29,8 @@ pytestmark = pytest.mark.slow
 
 DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}
 NUM_ROWS, NUM_READERS = 50, 3
+PAUSE_S = 0.005
+"""Between two reads, or writes, of a thread, so that waiting for a fail-over costs little processor time."""
 EVERY = np.arange(NUM_ROWS)
 
 
@@ -115,6 +117,7 @@ class WrittenRows:
         try:
             while not self._ending.is_set() and not self.faults:
                 work(rng.choice(NUM_ROWS, 8, replace=False))
+                self._ending.wait(PAUSE_S)
         except BaseException as error:  # noqa: BLE001  raised in the test's own thread
             self.faults.append(error)
 

@@ -30,6 +30,8 @@ from tests.campaign.writers import DirectWriter, RowWriter, StreamWriter
 
 NUM_CLIENTS = 2
 STEPS_PER_SETTLING = 20
+MEAN_PAUSE_S = 0.011
+"""Of a client, between two requests."""
 _FAULT_FRACTION = 0.4
 """Of steps."""
 
@@ -37,13 +39,16 @@ _FAULT_FRACTION = 0.4
 class Episode:
     """Use `run`."""
 
-    def __init__(self, seed: str, journal: Journal, *, plan: Plan | None = None) -> None:
+    def __init__(
+        self, seed: str, journal: Journal, *, plan: Plan | None = None, mean_pause_s: float = MEAN_PAUSE_S
+    ) -> None:
         self._rng = random.Random(seed)
         self.plan = plan or Plan.draw(self._rng)
         self.name = f"{seed} {self.plan}"
         self.num_answers = 0
         self.expectations = Expectations(self.plan.writer)
         self._journal = journal
+        self._mean_pause_s = mean_pause_s
         self._folder = Path(tempfile.mkdtemp(prefix="hotrow-campaign-"))
         self._stores = Stores(self.plan, self._folder)
         self._target = self._create_target()
@@ -186,7 +191,7 @@ class Episode:
         while not self._ending.is_set():
             with self._reported():
                 work(rng)
-            self._ending.wait(float(rng.uniform(0.002, 0.02)))
+            self._ending.wait(self._mean_pause_s * float(rng.uniform(0.2, 1.8)))
 
     def _ask(self, rng: np.random.Generator) -> None:
         question = random_question(rng)

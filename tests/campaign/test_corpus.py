@@ -12,6 +12,8 @@ from tests.campaign.journal import Journal
 from tests.campaign.plan import Plan
 
 NUM_STEPS = 15
+MEAN_PAUSE_S = 0.04
+"""Of a client: the episodes share the processor with other tests."""
 CORPUS = {
     "5:2": Plan(Writer.DIRECT, "redis", by_proxy=True, has_rocksdb=True, has_files=False),
     "1:0": Plan(Writer.DIRECT, "redis", has_rocksdb=True, has_files=False, cache_bytes=4000),
@@ -46,7 +48,7 @@ def test_nothing_is_found_any_more(seed: str) -> None:
     journal = Journal()
     logging.getLogger().addHandler(journal)
     try:
-        episode = Episode(seed, journal, plan=CORPUS[seed])
+        episode = Episode(seed, journal, plan=CORPUS[seed], mean_pause_s=MEAN_PAUSE_S)
         episode.run(NUM_STEPS)
     finally:
         logging.getLogger().removeHandler(journal)

@@ -26,11 +26,17 @@ pytestmark = pytest.mark.triton
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """Two versions of `ctr`, and another model."""
+    """Two versions of `ctr`."""
     write_ctr(tmp_path / "repository" / "ctr" / "1")
     write_ctr(tmp_path / "repository" / "ctr" / "2", scale=3)
-    write_flat(tmp_path / "repository" / "flat" / "1")
     return tmp_path / "repository"
+
+
+@pytest.fixture
+def two_models(repository: Path) -> Path:
+    """The same, and another model."""
+    write_flat(repository / "flat" / "1")
+    return repository
 
 
 def await_scale(served: Served, scale: float) -> None:
@@ -73,9 +79,9 @@ def await_line(served: Served, text: str) -> None:
 
 
 @pytest.mark.parametrize(("number", "how"), [(signal.SIGKILL, "died"), (signal.SIGSTOP, "is stopped")])
-def test_a_lost_backend_process_is_replaced(serve: Serve, repository: Path, number: signal.Signals, how: str) -> None:
+def test_a_lost_backend_process_is_replaced(serve: Serve, two_models: Path, number: signal.Signals, how: str) -> None:
     """Killed or stopped: it is logged and counted, and the same version answers again; other models never stop."""
-    served = serve(repository)
+    served = serve(two_models)
     with served.grpc_client() as client:
         config = client.get_model_config("ctr", as_json=True)["config"]
         assert config["version_policy"] == {"latest": {"num_versions": 1}}
@@ -186,14 +192,14 @@ def test_a_server_that_goes_down_with_a_backend_process_is_started_again(serve: 
 
 @pytest.mark.parametrize("victims", [["launcher"], ["launcher", "tritonserver"]])
 @pytest.mark.parametrize("loading", [False, True])
-def test_a_killed_launcher_leaves_nothing(serve: Serve, repository: Path, victims: list[str], loading: bool) -> None:
+def test_a_killed_launcher_leaves_nothing(serve: Serve, two_models: Path, victims: list[str], loading: bool) -> None:
     """Server, stubs (a stopped one too) and shared memory are gone soon after, also in the middle of a load."""
-    served = serve(repository)
+    served = serve(two_models)
     served.stub("flat").suspend()
     with ThreadPoolExecutor(1) as thread:
         if loading:
             old = served.stub("ctr")
-            (repository / "ctr" / "2" / "touched").touch()
+            (two_models / "ctr" / "2" / "touched").touch()
             thread.submit(load_ctr, served)
             wait_until(lambda: any(stub != old for stub in served.stubs("ctr")), "a new backend process")
         family = served.family()

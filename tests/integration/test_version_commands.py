@@ -145,7 +145,6 @@ def test_a_version_is_chosen_and_left_again(server: Served, model: str) -> None:
 @pytest.mark.parametrize(
     ("policy", "served"),
     [
-        ("specific { versions: [2] }", [2]),
         ("specific { versions: [1, 2] }", [1, 2]),
         ("latest { num_versions: 2 }", [2, 3]),
         ("all { }", [1, 2, 3]),

@@ -27,19 +27,26 @@ _numbers = itertools.count()
 _BIG = 5_000_000
 
 
-@pytest.fixture(params=["local", "hdfs"])
-def target(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+@pytest.fixture(params=[("local", "hdfs"), ("hdfs", "local")], ids="-".join)
+def route(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Where an origin is, and where a target: each of the two kinds once on each side."""
+    origin, target = request.param
+    return origin, target
+
+
+@pytest.fixture
+def target(request: pytest.FixtureRequest, route: tuple[str, str], tmp_path: Path) -> str:
     """A place that does not exist yet, in a folder that does not exist either."""
-    if request.param == "local":
+    if route[1] == "local":
         return str(tmp_path / "target" / "of" / "copy")
     hdfs: Hdfs = request.getfixturevalue("hdfs")
     return f"{hdfs.url}/copy/{os.getpid()}/{next(_numbers)}/copy"
 
 
-@pytest.fixture(params=["local", "hdfs"])
-def origin(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+@pytest.fixture
+def origin(request: pytest.FixtureRequest, route: tuple[str, str], tmp_path: Path) -> str:
     """A table folder with one large file, a small one, an empty one, one of an odd name, and an empty folder."""
-    if request.param == "local":
+    if route[0] == "local":
         place = str(tmp_path / "origin" / "table")
     else:
         place = f"{request.getfixturevalue('hdfs').url}/origin/{os.getpid()}/{next(_numbers)}/table"
@@ -95,6 +102,7 @@ def interrupted_after(num_bytes: int) -> Callable[[int], None]:
     return progress
 
 
+@pytest.mark.parametrize("route", list(itertools.product(("local", "hdfs"), repeat=2)), indirect=True, ids="-".join)
 def test_the_target_is_the_source(origin: str, target: str) -> None:
     """All files and folders arrive, empty ones too; nothing else is next to them, and all bytes are reported."""
     told: list[int] = []

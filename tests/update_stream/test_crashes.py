@@ -26,7 +26,7 @@ from tests.testing.stored_model import DIMS, push
 
 NUM_KILLS = 50
 NUM_KEYS = 4000
-ROUNDS_PER_KILL = 10
+ROUNDS_PER_KILL = 4
 """Of publishing: enough for a consumer to be busy, and not more than a slow machine can apply."""
 CONSUMERS = """
 import os, sys, time

@@ -195,12 +195,12 @@ class TestReaders:
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
         monkeypatch.setattr("inference_session.parameter_server.rocksdb.database._LOG_BYTES", 40_000)
         with open_store(tmp_path / "db") as writer, open_store(tmp_path / "db", writable=False) as reader:
-            for number in range(4000):
+            for number in range(2000):
                 writer.insert("user", keys_of(number), random_vectors(1, 4))
                 reader.refresh()
             (folder,) = _folders(tmp_path)
             sizes = [path.stat().st_size for path in folder.iterdir()]
-        assert sum(sizes) < 400_000, sizes  # 700 kB without a bound
+        assert sum(sizes) < 200_000, sizes  # 250 kB without a bound
 
     @pytest.mark.parametrize("writable", [False, "later"])
     @pytest.mark.parametrize("gap", [True, False], ids=["gone_meanwhile", "at_once"])
