@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from inference_session.errors import InvalidRequestError, StoreError, TableNotFoundError, UnavailableError
 from inference_session.parameter_server.malformed_values import MalformedValues
-from inference_session.tables.base import Rows
+from inference_session.tables.base import RowBatch
 
 Store = TypeVar("Store", bound="EmbeddingStore")
 
@@ -90,7 +90,7 @@ class EmbeddingStore(ABC):
         return [self.fetch(*request) for request in requests]
 
     @abstractmethod
-    def scan(self, table: str) -> Iterator[Rows]:
+    def scan(self, table: str) -> Iterator[RowBatch]:
         """All rows of a table, in batches of some MiB and in no particular order.
 
         A row that exists throughout comes at least once; one that is written or erased meanwhile may or may not come.

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from inference_session.errors import StoreError, UnavailableError
 from inference_session.parameter_server.base import ERASED_SUFFIX, EmbeddingStore, FetchRequest
-from inference_session.parameter_server.wrappers import WrapperStore
-from inference_session.tables.base import Rows
+from inference_session.parameter_server.wrapper_store import WrapperStore
+from inference_session.tables.base import RowBatch
 
 
 class DeletableFiles(WrapperStore):
@@ -56,7 +56,7 @@ class DeletableFiles(WrapperStore):
         """See EmbeddingStore."""
         return [self.fetch(*request) for request in requests]
 
-    def scan(self, table: str) -> Iterator[Rows]:
+    def scan(self, table: str) -> Iterator[RowBatch]:
         """See EmbeddingStore."""
         for keys, vectors in self.store.scan(table):
             left = ~self._erased(table, keys)

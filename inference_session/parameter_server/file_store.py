@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from inference_session.errors import StoreError
 from inference_session.parameter_server.base import EmbeddingStore
-from inference_session.tables.base import Rows
+from inference_session.tables.base import RowBatch
 from inference_session.version_directory.version import VersionDirectory
 
 
@@ -44,7 +44,7 @@ class TableFileStore(EmbeddingStore):
         """See EmbeddingStore."""
         return self._files[self._spec.table_in(table).folder].fetch(keys, out)
 
-    def scan(self, table: str) -> Iterator[Rows]:
+    def scan(self, table: str) -> Iterator[RowBatch]:
         """See EmbeddingStore. Of rows with equal keys the last one, each time."""
         return self._files[self._spec.table_in(table).folder].scan()
 

@@ -25,14 +25,14 @@ from inference_session.errors import HotrowError, SessionClosedError, StoreError
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
 from inference_session.parameter_server.keys_by_table import KeysByTable
 from inference_session.parameter_server.known_incarnation import KnownIncarnation
-from inference_session.parameter_server.pending import Promotion, Touch
+from inference_session.parameter_server.promotions import Promotion, Touch
 from inference_session.parameter_server.retirement import Retirement
 from inference_session.parameter_server.stats import ServerStats
 from inference_session.parameter_server.tier import Tier
 from inference_session.parameter_server.unknown_keys import UnknownKeys
 from inference_session.parameter_server.upkeep import Upkeep
 from inference_session.parameter_server.write_log import WriteLog
-from inference_session.tables.base import Rows
+from inference_session.tables.base import RowBatch
 from inference_session.tables.ordered_keys import contains
 
 OnStoreFailure = Literal["default_vector", "error"]
@@ -168,7 +168,7 @@ class ParameterServer:
         with self._writing:
             yield
 
-    def scan(self, table: str) -> Iterator[Rows]:
+    def scan(self, table: str) -> Iterator[RowBatch]:
         """All rows of a table in batches, each from the first tier that has it; a row may come more than once.
 
         Holds the keys of all tiers but the lowest in memory.

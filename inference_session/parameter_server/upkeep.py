@@ -23,7 +23,7 @@ from inference_session.errors import HotrowError, StoreError, UnavailableError
 from inference_session.parameter_server.base import ERASED_SUFFIX
 from inference_session.parameter_server.keys_by_table import KeysByTable
 from inference_session.parameter_server.known_incarnation import KnownIncarnation
-from inference_session.parameter_server.pending import (
+from inference_session.parameter_server.promotions import (
     PendingPromotions,
     PendingTouches,
     Promotion,

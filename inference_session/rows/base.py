@@ -17,7 +17,7 @@ from inference_session.kernels.records import Lookup, key_segment
 from inference_session.parameter_server.write_log import WriteLog
 from inference_session.rows.hot_keys import HotKeys
 from inference_session.rows.stats import RowStats
-from inference_session.tables.base import Rows as RowBatch
+from inference_session.tables.base import RowBatch
 
 
 class RowWriter:

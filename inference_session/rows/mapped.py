@@ -15,8 +15,7 @@ from inference_session.platform.mapped_pages import map_pages
 from inference_session.rows.base import Rows
 from inference_session.rows.hot_keys import HotKeys
 from inference_session.rows.stats import RowStats
-from inference_session.tables.base import DeviceTables
-from inference_session.tables.base import Rows as RowBatch
+from inference_session.tables.base import DeviceTables, RowBatch
 from inference_session.tables.table_file import TableFile
 
 

@@ -23,7 +23,7 @@ from inference_session.rows.hot_keys import HotKeys
 from inference_session.rows.late_inserts import LateInserts
 from inference_session.rows.stats import RowStats
 from inference_session.rows.stored_writer import StoredWriter
-from inference_session.tables.base import Rows as RowBatch
+from inference_session.tables.base import RowBatch
 from inference_session.tables.row_numbers import RowNumbers, stored_keys
 
 _KEYS_PER_FETCH = 1 << 13

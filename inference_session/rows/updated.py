@@ -22,8 +22,7 @@ from inference_session.rows.base import Rows, RowWriter
 from inference_session.rows.hot_keys import HotKeys
 from inference_session.rows.mapped import map_files
 from inference_session.rows.stats import RowStats, UpdatedTableStats
-from inference_session.tables.base import Changed, DeviceTables
-from inference_session.tables.base import Rows as RowBatch
+from inference_session.tables.base import Changed, DeviceTables, RowBatch
 from inference_session.tables.row_numbers import RowNumbers
 from inference_session.tables.table_file import TableFile
 from inference_session.tables.updated_table import UpdatedTable

@@ -14,7 +14,7 @@ from inference_session.errors import InvalidRequestError
 from inference_session.kernels.cpu.lookup import BoundLookups
 from inference_session.kernels.records import Lookup
 
-Rows: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
+RowBatch: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
 """Keys [n], and their vectors [n, embedding_dim]."""
 SCAN_BYTES = 4 << 20
 """Vectors in one batch of a scan, about."""

@@ -28,7 +28,7 @@ from inference_session.model_spec import (
 )
 from inference_session.platform.large_pages import LargePageWriter, open_for_writing
 from inference_session.platform.progress import Progress
-from inference_session.tables.base import SCAN_BYTES, Rows, check_fetch
+from inference_session.tables.base import SCAN_BYTES, RowBatch, check_fetch
 from inference_session.tables.quantized_rows import quantize_rows
 from inference_session.tables.table_index import (
     IndexReport,
@@ -123,7 +123,7 @@ class TableFile:
         """
         return _fetch(self.record(), keys, out)
 
-    def scan(self) -> Iterator[Rows]:
+    def scan(self) -> Iterator[RowBatch]:
         """All rows in batches; of rows with equal keys the last one, each time."""
         keys = self.keys()
         step = max(1, SCAN_BYTES // (4 * self.spec.embedding_dim))

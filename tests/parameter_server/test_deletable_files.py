@@ -8,7 +8,7 @@ import numpy as np
 
 from inference_session.parameter_server.base import ERASED_SUFFIX
 from inference_session.parameter_server.deletable_files import DeletableFiles
-from inference_session.parameter_server.wrappers import WrapperStore
+from inference_session.parameter_server.wrapper_store import WrapperStore
 from tests.testing.memory_store import MemoryStore
 
 KEYS = np.arange(3)

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_session.errors import SessionClosedError, StoreError, TableNotFoundError, UnavailableError
-from inference_session.parameter_server import pending
 from inference_session.parameter_server import server as server_module
 from inference_session.parameter_server import tier as tier_module
 from inference_session.parameter_server import upkeep as upkeep_module
 from inference_session.parameter_server.base import ERASED_SUFFIX, EmbeddingStore, FetchRequest, LateError
 from inference_session.parameter_server.deletable_files import DeletableFiles
 from inference_session.parameter_server.namespace import Namespace
+from inference_session.parameter_server.promotions import MAX_PENDING_PROMOTIONS, PROMOTIONS_AT_ONCE
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.tier import Tier
@@ -256,7 +256,7 @@ def test_the_check_of_promoted_rows_keeps_written_ones_alone(monkeypatch: pytest
 
 def test_promotions_are_bounded_in_bytes(make: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that wait are dropped and counted once they take too much memory, however few requests they are of."""
-    monkeypatch.setattr(pending, "MAX_PENDING_BYTES", 100)
+    monkeypatch.setattr("inference_session.parameter_server.promotions.MAX_PENDING_BYTES", 100)
     stack = make()
     with stack.server.frozen():  # so that nothing is promoted meanwhile
         for begin in range(0, 200, 20):
@@ -597,9 +597,9 @@ def test_a_tier_that_answers_checks_only_is_tried_less_and_less(
 def test_promotions_are_bounded(make: Callable[..., Stack]) -> None:
     """Rows that do not fit in the queue are dropped and counted; requests do not wait."""
     stack = make()
-    in_hand = pending.PROMOTIONS_AT_ONCE
+    in_hand = PROMOTIONS_AT_ONCE
     with stack.server.frozen():
-        for _ in range(pending.MAX_PENDING_PROMOTIONS + in_hand + 10):
+        for _ in range(MAX_PENDING_PROMOTIONS + in_hand + 10):
             assert stack.fetch(KEYS[:7])[0].all()
         assert stack.server.stats().dropped_promotions >= 7 * 8
     await_promotions(stack.server)

@@ -15,7 +15,7 @@ from inference_session.parameter_server.base import EmbeddingStore
 from inference_session.parameter_server.file_store import TableFileStore
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.rocksdb.store import RocksDbStore
-from inference_session.parameter_server.wrappers import WrapperStore
+from inference_session.parameter_server.wrapper_store import WrapperStore
 from inference_session.tables.table_file import write_table
 from inference_session.version_directory import manifest
 from inference_session.version_directory.version import VersionDirectory

@@ -22,10 +22,10 @@ from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.tier import Tier
-from inference_session.parameter_server.wrappers import WrapperStore
+from inference_session.parameter_server.wrapper_store import WrapperStore
 from inference_session.rows import UpdatedRows
 from inference_session.rows.dump import dump
-from inference_session.tables.base import Rows
+from inference_session.tables.base import RowBatch
 from inference_session.tables.table_file import TableFile
 from inference_session.version_directory import manifest
 from tests.testing import small_model
@@ -186,7 +186,7 @@ class _HookedStore(WrapperStore):
         super().__init__(store)
         self.amid_scan = lambda: None
 
-    def scan(self, table: str) -> Iterator[Rows]:
+    def scan(self, table: str) -> Iterator[RowBatch]:
         for keys, vectors in self.store.scan(table):
             for begin in range(0, len(keys), 7):
                 yield keys[begin : begin + 7], vectors[begin : begin + 7]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from inference_session.errors import SessionClosedError
 from inference_session.parameter_server.base import BoundStore, check_insert
-from inference_session.tables.base import Rows, check_fetch
+from inference_session.tables.base import RowBatch, check_fetch
 
 
 class MemoryStore(BoundStore):
@@ -43,7 +43,7 @@ class MemoryStore(BoundStore):
                     out[i], found[i] = rows[key], True
         return found
 
-    def scan(self, table: str) -> Iterator[Rows]:
+    def scan(self, table: str) -> Iterator[RowBatch]:
         """See EmbeddingStore. All in one batch, a snapshot of one moment."""
         rows = self._open(table)
         with self._lock:

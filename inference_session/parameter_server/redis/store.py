@@ -25,7 +25,7 @@ from inference_session.parameter_server.redis.commands import Read, Write, Write
 from inference_session.parameter_server.redis.connection import Deadline, RedisConnection, WrongTypeError
 from inference_session.parameter_server.redis.overflow import Eviction, Overflow, num_uses
 from inference_session.parameter_server.redis.replies import compile_kernels
-from inference_session.tables.base import SCAN_BYTES, Rows, check_fetch
+from inference_session.tables.base import SCAN_BYTES, RowBatch, check_fetch
 from inference_session.urls.store_url import DEFAULT_TIMEOUT_MS, StoreUrl
 
 DEFAULT_CONNECTIONS = 1
@@ -105,7 +105,7 @@ class RedisStore(BoundStore):
         self._doubtful |= missed - self._certain
         return found
 
-    def scan(self, table: str) -> Iterator[Rows]:
+    def scan(self, table: str) -> Iterator[RowBatch]:
         """See EmbeddingStore. A row may come twice."""
         count = max(1, SCAN_BYTES // (4 * self.embedding_dim(table)))
         for name in self._names(table, layout.rows_name):
@@ -309,7 +309,7 @@ class RedisStore(BoundStore):
                 steps.append(layout.scanned(reply))
         return steps
 
-    def _rows_of(self, table: str, fields: Mapping[bytes, bytes]) -> Rows:
+    def _rows_of(self, table: str, fields: Mapping[bytes, bytes]) -> RowBatch:
         """The fields that are keys and rows; others are counted."""
         row_bytes = 4 * self.embedding_dim(table)
         good = {key: row for key, row in fields.items() if len(key) == 8 and len(row) == row_bytes}

@@ -34,7 +34,7 @@ from inference_session.parameter_server.rocksdb.database import (
 from inference_session.parameter_server.rocksdb.open_database import OpenDatabase
 from inference_session.parameter_server.rocksdb.reader_folder import ReaderFolder
 from inference_session.platform.pacing import Rests
-from inference_session.tables.base import SCAN_BYTES, Rows, check_fetch
+from inference_session.tables.base import SCAN_BYTES, RowBatch, check_fetch
 
 _KEYS_PER_MULTIGET = 2048
 """More of them are sorted first, because then neighbours in the files are often read together; and few enough that
@@ -116,7 +116,7 @@ class RocksDbStore(BoundStore):
             out[part[hits]] = vectors[hits]
         return found
 
-    def scan(self, table: str) -> Iterator[Rows]:
+    def scan(self, table: str) -> Iterator[RowBatch]:
         """See EmbeddingStore. As of the moment when the first batch is asked for."""
         family = self.family(table)
         if family is None:
@@ -130,7 +130,7 @@ class RocksDbStore(BoundStore):
                 return
             yield self._rows_of(table, batch)
 
-    def _rows_of(self, table: str, items: Sequence[tuple[bytes, bytes]]) -> Rows:
+    def _rows_of(self, table: str, items: Sequence[tuple[bytes, bytes]]) -> RowBatch:
         """Those that are keys and rows; other keys are counted here, other rows where they are placed."""
         good = [(key, row) for key, row in items if len(key) == 8]
         if len(good) < len(items):

@@ -1,4 +1,4 @@
-"""Stores that wrap stores: they add what a call needs around it, so that no store has switches for it."""
+"""A store that wraps a store: it adds what a call needs around it, so that no store has switches for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
-from inference_session.tables.base import Rows
+from inference_session.tables.base import RowBatch
 
 Result = TypeVar("Result")
 
@@ -70,7 +70,7 @@ class WrapperStore(EmbeddingStore):
         """See EmbeddingStore."""
         return self.around("fetch_many", lambda: self.store.fetch_many(requests))
 
-    def scan(self, table: str) -> Iterator[Rows]:
+    def scan(self, table: str) -> Iterator[RowBatch]:
         """See EmbeddingStore. Only its beginning is a call; batches come as they are."""
         return self.around("scan", lambda: self.store.scan(table))
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from inference_session.parameter_server import pending
-from inference_session.parameter_server.pending import (
+from inference_session.parameter_server.promotions import (
     PendingPromotions,
     PendingTouches,
     Promotion,
@@ -38,7 +37,7 @@ def test_rows_beyond_the_bound_are_dropped_and_counted(
     tiers: tuple[Tier, Tier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is room again once rows are taken."""
-    monkeypatch.setattr(pending, "MAX_PENDING_BYTES", 4 * DIM * 10)
+    monkeypatch.setattr("inference_session.parameter_server.promotions.MAX_PENDING_BYTES", 4 * DIM * 10)
     promotions = PendingPromotions()
 
     for _ in range(4):
@@ -54,7 +53,7 @@ def test_rows_beyond_the_bound_are_dropped_and_counted(
 
 def test_what_is_to_be_verified_counts_as_waiting(tiers: tuple[Tier, Tier], monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that lags for long must not fill the memory."""
-    monkeypatch.setattr(pending, "MAX_PENDING_BYTES", 4 * DIM * 10)
+    monkeypatch.setattr("inference_session.parameter_server.promotions.MAX_PENDING_BYTES", 4 * DIM * 10)
     promotions = PendingPromotions()
 
     promotions.keep([UnverifiedPromotion(tiers[0], promotion(tiers, 11), 0)])
@@ -69,7 +68,7 @@ def test_what_is_to_be_verified_counts_as_waiting(tiers: tuple[Tier, Tier], monk
 
 def test_work_is_handed_out_in_pieces(tiers: tuple[Tier, Tier], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of few rows, in the order in which they came, none of them twice."""
-    monkeypatch.setattr(pending, "ROWS_AT_ONCE", 10)
+    monkeypatch.setattr("inference_session.parameter_server.promotions.ROWS_AT_ONCE", 10)
     promotions, touches = PendingPromotions(), PendingTouches()
     for first in range(0, 30, 6):
         promotions.put(promotion(tiers, 6, first))
