@@ -30,6 +30,8 @@ FOLDER = "NUMBA_CACHE_DIR"
 SHIPPED_FOLDER = "HOTROW_SHIPPED_KERNELS"
 """What an image brings along, which that folder begins with: it lies in a volume as a rule, which is empty at first."""
 
+_CHECKSUM_BYTES = 16
+
 _log = logging.getLogger(__name__)
 
 rtsys.initialize(cpu_target.target_context)  # what machine code from the disk calls; compiling would do it itself
@@ -41,6 +43,9 @@ class _Files(IndexDataCacheFile):
     Numba numbers these files one after the other. Two processes that compile a function for different types at once
     would give both the same number, and a third would then run the machine code of the wrong types. Here the number
     follows from the signature, and the file is there before the index leads to it.
+
+    Numba would also run machine code with a changed bit. Here each file ends with its checksum, which unpickling does
+    not read.
     """
 
     def save(self, key: Any, data: Any) -> None:
@@ -48,6 +53,21 @@ class _Files(IndexDataCacheFile):
         name = self._data_name(number)
         self._save_data(name, data)
         self._save_index({**self._load_index(), key: name})
+
+    def _save_data(self, name: str, data: Any) -> None:
+        content = self._dump(data)
+        with self._open_for_write(self._data_path(name)) as file:
+            file.write(content + _checksum(content))
+
+    def _load_data(self, name: str) -> Any:
+        content = Path(self._data_path(name)).read_bytes()
+        if _checksum(content[:-_CHECKSUM_BYTES]) != content[-_CHECKSUM_BYTES:]:
+            raise ValueError(f"{name} is damaged")
+        return super()._load_data(name)
+
+
+def _checksum(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_CHECKSUM_BYTES).digest()
 
 
 class _MachineCode(FunctionCache):

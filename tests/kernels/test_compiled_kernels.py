@@ -115,6 +115,17 @@ def test_damaged_machine_code_is_compiled_anew(suffix: str, size: int, modules: 
     assert run(modules, compiled)[0] == [20, 1]
 
 
+def test_machine_code_with_a_changed_bit_is_compiled_anew(modules: Path, compiled: Path) -> None:
+    """Numba would run it, whatever it does then."""
+    for file in compiled.rglob("*.nbc"):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+
+    assert run(modules, compiled)[0] == [20, 0]
+    assert run(modules, compiled)[0] == [20, 1]
+
+
 @pytest.mark.parametrize(
     "content", [b"\x80\x04}.", b"cnowhere\nnothing\n.", b"\xff" * 99], ids=["dict", "name", "junk"]
 )
