@@ -65,7 +65,7 @@ class DatabaseType_t(str, Enum):  # noqa: N801  HugeCTR's name
 
 
 class DatabaseOverflowPolicy_t(str, Enum):  # noqa: N801  HugeCTR's name
-    """Which rows a full `volatile_db` gives up."""
+    """Which rows a full `volatile_db` evicts."""
 
     evict_oldest = "evict_oldest"
     evict_random = "evict_random"
@@ -130,11 +130,11 @@ class UpdateSourceParams(_Section):
 
 
 _REQUIRED: Any = object()
-"""For what has no default, although what stands before it has one."""
+"""Marks a required parameter that follows parameters with defaults."""
 
 
 def _of_ps_json(name: str = "", default: Any = None) -> Any:
-    """A parameter that ps.json has too, under that name; left out of it where it is None."""
+    """A parameter that ps.json has under that name; omitted there if it is None."""
     return field(default=default, metadata={"name": name})
 
 

@@ -70,7 +70,7 @@ class JoinedBatch:
         self.staged: list[StagedValues] = []
         """The memory that a look-up of the batch reads, kept alive until the batch is answered."""
         self.places: NDArray[np.int64] | None = None
-        """The row of each sample, where there are other rows between them; None: they stand in their order."""
+        """The row of each sample, where there are other rows between them; None: in order."""
         self._parts = parts
 
     @classmethod

@@ -25,7 +25,7 @@ class Blocks(NamedTuple):
     block_context: NDArray[np.int64]
     """The context of each block."""
     candidates: NDArray[np.int64] | None
-    """The candidate in each row; None: they stand in their order. Rows that fill up a block repeat a candidate."""
+    """The candidate in each row; None: in order. Rows that fill up a block repeat a candidate."""
     rows: NDArray[np.int64] | None
     """The row of each candidate; None as above."""
     num_contexts: int

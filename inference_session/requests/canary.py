@@ -51,7 +51,7 @@ def check_canary(run: Run, path: Path, tolerance: float) -> None:
 
     Raises:
         CanaryError: says which output is not finite, or how far it is off.
-        ConfigurationError: the file cannot be read, or is no request to this model.
+        ConfigurationError: the file cannot be read, or is not a request to this model.
     """
     inputs, recorded = _split(read_arrays(path), path)
     try:

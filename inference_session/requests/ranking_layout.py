@@ -126,7 +126,7 @@ def gives_one_context(spec: ModelSpec, inputs: Mapping[str, Any]) -> bool:
 def contexts_apart(spec: ModelSpec, inputs: Mapping[str, Any], max_elements: int) -> list[NDArray[Any]] | None:
     """The arrays of one request for each context of a request, one after the other; None: it is not of that kind.
 
-    Compiled code takes such arrays, where the context and its candidates stand in the same place of each request.
+    Compiled code takes such arrays, if the context and its candidates have the same positions in each request.
     """
     given = inputs.get(CANDIDATES)
     if len(inputs) != len(spec.inputs) + 1 or type(given) is not np.ndarray or given.dtype != np.int32:
@@ -148,7 +148,7 @@ def contexts_apart(spec: ModelSpec, inputs: Mapping[str, Any], max_elements: int
 
 
 def exceeds(array: NDArray[Any], largest: float) -> bool:
-    """Whether an array has a float that is larger, of either sign, or that is no number."""
+    """Whether an array has a float that is larger, of either sign, or that is not a number."""
     if array.dtype.kind != "f":
         return False
     flat = array.reshape(-1)

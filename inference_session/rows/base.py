@@ -57,7 +57,7 @@ class RowWriter:
         """Make later look-ups read these rows again: another process has changed them in the stores."""
 
     def refresh(self) -> None:
-        """Read what is cached again, where anything is; UnavailableError where a store is down."""
+        """Read the cached rows again. UnavailableError if a store is down."""
 
     def renew(self) -> None:
         """As `refresh`, but rows that cannot be read now leave the cache."""
@@ -100,7 +100,7 @@ class Rows(ABC):
         """Answer all keys within a request of the device; its counts are valid after `Device.wait`.
 
         Raises:
-            UnavailableError: a store is down that may have one of the keys, and the settings want no default instead.
+            UnavailableError: a store is down that may have one of the keys, and the settings allow no default vector.
         """
 
     @abstractmethod
@@ -112,11 +112,11 @@ class Rows(ABC):
         """
 
     def hot_keys(self) -> HotKeys:
-        """Which cached rows are hot; nothing where nothing is cached."""
+        """Which cached rows are hot; none if there is no cache."""
         return {}
 
     def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:  # noqa: B027
-        """Load rows before a request needs them: these where there is a cache. Ends at `deadline`, a value of
+        """Load rows before a request needs them, these if there is a cache. Ends at `deadline`, a value of
         time.monotonic(), at the latest.
         """
 

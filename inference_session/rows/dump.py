@@ -40,7 +40,7 @@ class DumpReport:
 
 
 def dump(rows: Rows, spec: ModelSpec, target: str | Path, progress: Progress | None = None) -> DumpReport:
-    """Write all tables into a new folder, a path or an `hdfs://` URL, which appears when it is whole.
+    """Write all tables into a new folder, a path or an `hdfs://` URL, which appears when it is complete.
 
     This process writes no row from the first row read to the last; requests are answered meanwhile.
     For HDFS the rows are written to the cache folder first.

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 def write_hot_keys(path: Path, keys: HotKeys) -> None:
-    """Write the file; OSError where that cannot be."""
+    """Write the file; OSError if it cannot be written."""
     kept = min(1.0, MAX_KEYS / max(sum(map(len, keys.values())), 1))
     arrays = {table: array[: int(len(array) * kept)] for table, array in keys.items()}
     header = json.dumps({"tables": {table: len(array) for table, array in arrays.items()}}).encode()
@@ -41,7 +41,7 @@ def write_hot_keys(path: Path, keys: HotKeys) -> None:
 
 
 def read_hot_keys(path: Path) -> dict[str, NDArray[np.int64]]:
-    """What was written; nothing where there is no such file, or a damaged one."""
+    """What was written; nothing if the file is missing or damaged."""
     header, _, data = (read_state(path) or b'{"tables": {}}').partition(b"\n")
     try:
         tables = json.loads(header)["tables"]
@@ -70,7 +70,7 @@ class HotKeysWriter:
     Args:
         path: the file.
         hot_keys: gives what to write.
-        num_lookups: grows with every look-up; while it stands still nothing is written.
+        num_lookups: grows with every look-up; while it does not change, nothing is written.
     """
 
     def __init__(self, path: Path, hot_keys: Callable[[], HotKeys], num_lookups: Callable[[], int]) -> None:

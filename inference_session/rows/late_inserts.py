@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from inference_session.errors import HotrowError
 
 MAX_WAITING = 256
-"""Requests whose missing rows wait; those of further ones are dropped and counted: the next miss brings them."""
+"""Requests whose missing rows wait; those of further ones are dropped and counted: the next miss fetches them again."""
 
 Missing = TypeVar("Missing")
 
@@ -43,7 +43,7 @@ class LateInserts(Generic[Missing]):
                 self.num_dropped += 1
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until nothing waits and nothing is under way; returns whether that was in time."""
+        """Wait until nothing waits and nothing is under way; returns whether that happened in time."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting and not self._busy, timeout_s)
 
