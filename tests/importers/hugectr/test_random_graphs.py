@@ -11,7 +11,7 @@ import pytest
 
 from tests.testing.hugectr_graphs import GraphMaker, assert_agrees
 
-NUM_GRAPHS = 200
+NUM_GRAPHS = 100
 
 Item = TypeVar("Item")
 

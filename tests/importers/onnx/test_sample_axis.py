@@ -228,7 +228,7 @@ def _part(array: NDArray[Any], claim: tuple[int, int, int], sample: int, num_sam
 
 
 @pytest.mark.parametrize("claims_of", [_claims_of_runs, _claims_of_inference])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(steps=STEPS)
 def test_a_sample_alone_is_computed_as_in_a_batch(claims_of: Callable[..., Mapping[str, Any]], steps: Any) -> None:
     """All that the proof says of a value of a random graph is true."""
