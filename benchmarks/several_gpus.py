@@ -181,14 +181,12 @@ def copy_hot_rows(
 
     A thread does so once a second anyway; this is the same without waiting.
     """
-    num_copied = 0
-    for _ in range(_MOST_COPYING_ROUNDS):
+    copied: list[int] = []
+    # A round may find nothing because the thread was there just before.
+    while len(copied) < _MOST_COPYING_ROUNDS and (len(copied) < 3 or any(copied[-3:])):
         at_once(devices, works)
-        last = sum(each.copy_hot_rows() for each in tables)
-        num_copied += last
-        if last == 0:
-            break
-    return num_copied
+        copied.append(sum(each.copy_hot_rows() for each in tables))
+    return sum(copied)
 
 
 def at_once(devices: Sequence[CudaDevice], works: Sequence[Callable[[], None]]) -> float:

@@ -9,7 +9,7 @@ rate, while threads send requests and new versions take over. The rows of a new 
 before it was made; the later updates come from the stream. A row is `[version, key, number, number, …]`: 0 for the
 version where it has been published, and the number of the update. So each answer shows whether all of it, network
 included, is of one version, and whether a row is whole. At the end each GPU is asked for every row; of a Triton, eight
-clients at once ask for all rows three times each, so that batches go to all GPUs.
+clients at once ask for all rows eight times, so that batches go to all GPUs.
 
 The swaps are spread over `--seconds`. If that is too short, fewer take place, and the last line says how many.
 """
@@ -55,6 +55,8 @@ from tests.testing.servers import RedisServer
 
 MODEL, TABLE = "m5", "item"
 DIM, FEATURES, SAMPLES, NUM_THREADS = 16, 8, 64, 4
+_MOST_SAMPLES = 1024
+"""In a request to Triton."""
 _PUBLISH_S = 0.05
 _CONFIRM_S = 20.0
 """The longest wait for the broker before rows are published again."""
@@ -261,9 +263,11 @@ class Triton:
     def rows_of_each_gpu(self, num_rows: int) -> Iterator[NDArray[np.float32]]:
         """All rows, several times."""
         keys = np.resize(np.arange(num_rows), (-(-num_rows // FEATURES), FEATURES))
+        parts = np.split(keys, range(_MOST_SAMPLES, len(keys), _MOST_SAMPLES))
         with ThreadPoolExecutor(8) as pool:
-            for answer in pool.map(self.answer, [keys] * 24):
-                yield answer["rows"].reshape(-1, DIM)[:num_rows]
+            for _ in range(8):
+                answers = [answer["rows"] for answer in pool.map(self.answer, parts)]
+                yield np.concatenate(answers).reshape(-1, DIM)[:num_rows]
 
     def describe(self) -> str:
         """What the newest version has taken from the stream."""
