@@ -371,6 +371,24 @@ def test_a_network_of_many_inputs_runs_with_graphs_or_without(tmp_path: Path, nu
         ask(num_samples)
 
 
+def test_a_network_may_be_freed_after_its_device(tmp_path: Path) -> None:
+    """Bindings keep it. It must not need the device's stream any more."""
+    names = [f"x{i}" for i in range(50)]
+    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in names]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 200])]
+    path = small_network(tmp_path, [helper.make_node("Concat", names, ["y"], axis=1)], inputs, outputs)
+    arrays = {name: np.full((2, 4), i, np.float32) for i, name in enumerate(names)}
+    for _ in range(10):
+        engine = engine_of(path)
+        prepared = engine.prepare()
+        for _ in range(3):
+            (found,) = engine.run(arrays, ["y"], prepared)
+            assert np.array_equal(found, np.concatenate(list(arrays.values()), axis=1))
+        assert len(prepared) > 0
+        del engine
+        del prepared
+
+
 def test_inputs_come_out_as_outputs(tmp_path: Path) -> None:
     """A network that only passes on its inputs, small or large, copies them between host memory and the device."""
     nodes = [helper.make_node("Identity", ["x"], ["y"]), helper.make_node("Flatten", ["x"], ["flat"])]

@@ -41,13 +41,10 @@ _MAX_IN_PLACE_BYTES = 1 << 16
 _MAX_RESULT_BYTES = 1 << 18
 """Above this outputs are copied as well, though each of their elements is written once."""
 _LEAST_BYTES = 256 << 20
-"""With less memory free, ONNX Runtime may fail while it starts. Test processes in which it did crashed later; the
-cause is not proved.
-"""
+"""With less memory free, ONNX Runtime may fail while it starts."""
 _MAX_NODE_ARRAYS = 32
 """Inputs or outputs of a node in a network that is recorded. The addresses of more are no parameters of a kernel: ONNX
-Runtime copies them from host memory in each run. Test processes crashed after such a network had been recorded; that
-this memory is freed before a replay reads it is likely, and not proved.
+Runtime copies them from host memory in each run, which it frees at the end of the run.
 """
 _NO_MEMORY = re.compile(r"(?:CUDA failure 2|CUBLAS failure 3): [^;]*|Failed to allocate memory[^;]*")
 """What ONNX Runtime says of a device that has too little memory for a network: numbers of the libraries, or words."""
@@ -105,9 +102,6 @@ class CudaEngine(OnnxEngine):
     expected_provider = PROVIDER
     """What ONNX Runtime calls what computes the network."""
 
-    _waits_in_runs = False
-    """Whether runs over bound memory end when the device has done them."""
-
     def __init__(
         self, path: Path, *, content: bytes | None = None, num_threads: int, gpu: CudaDevice, use_tf32: bool
     ) -> None:
@@ -154,8 +148,6 @@ class CudaEngine(OnnxEngine):
         self._warms_up = True
         """Whether a run may record: those after `end_warm_up` only repeat what has been recorded."""
         self._plain = _run_options(_NO_GRAPH)
-        self._unwaited = _run_options(_NO_GRAPH, waits=self._waits_in_runs)
-        """For runs over bound memory alone: the device is waited for once, for the look-up as well."""
 
     def end_warm_up(self) -> None:
         """See DenseEngine: recording holds up the whole device, and would hold up requests."""
@@ -255,7 +247,7 @@ class CudaEngine(OnnxEngine):
         results = {name: self._gpu.pinned(shapes[name], _TYPES[self._declared[name][1]]) for name in outputs}
         case = (*[(name, array.shape, _address(array)) for name, array in (*placed.items(), *results.items())],)
         if bindings is None:
-            return self._bind(session, placed, results, self._unwaited)
+            return self._bind(session, placed, results, self._plain)
         bound = bindings.get(case)
         if bound is None:
             bound = self._bind_again(session, placed, results)
@@ -283,8 +275,8 @@ class CudaEngine(OnnxEngine):
     def _bind_again(self, session: Any, placed: Mapping[str, Any], results: Mapping[str, Any]) -> _Binding:
         """As `_bind`, for a binding that is used often: it gets its own graph while the session warms up."""
         if not self._may_record or threading.current_thread() is not self._recorder:
-            return self._bind(session, placed, results, self._unwaited)
-        options = _run_options(str(len(self._graphs) + 1), waits=self._waits_in_runs)
+            return self._bind(session, placed, results, self._plain)
+        options = _run_options(str(len(self._graphs) + 1))
         bound = self._bind(session, placed, results, options)
         self._graphs.append(bound)
         self._may_record = len(self._graphs) < _MAX_GRAPHS
@@ -304,15 +296,15 @@ class CudaEngine(OnnxEngine):
         binding.bind_input(name, "cuda", self._gpu.device_id, array.dtype.type, array.shape, address)
 
     def _run_bound(self, session: Any, bound: _Binding) -> None:
-        if bound.options is self._unwaited or threading.current_thread() is not self._recorder:
-            _run(session, bound.binding, self._unwaited)
+        if bound.options is self._plain or threading.current_thread() is not self._recorder:
+            _run(session, bound.binding, self._plain)
             return
         try:
             with self._gpu.recording() if self._warms_up else _NOTHING_HELD:
                 _run(session, bound.binding, bound.options)
         except VALUE_ERRORS as error:
             self._gpu.end_recording()
-            _run(session, bound.binding, self._unwaited)  # if this fails too, the graph was not the cause
+            _run(session, bound.binding, self._plain)  # if this fails too, the graph was not the cause
             self._give_up_graphs(str(error))  # not everything that a network does can be recorded
 
     def _give_up_graphs(self, reason: str) -> None:
@@ -324,7 +316,7 @@ class CudaEngine(OnnxEngine):
         memory may differ, once another run has written to that memory.
         """
         try:
-            expected = [self._results_of(bound._replace(options=self._unwaited)) for bound in recorded]
+            expected = [self._results_of(bound._replace(options=self._plain)) for bound in recorded]
             found = [self._results_of(bound) for bound in recorded]
         except VALUE_ERRORS as error:
             self._give_up_graphs(f"the check failed: {error}")
@@ -423,12 +415,12 @@ def _run(session: Any, binding: Any, options: Any) -> None:
         raise ort_errors.RuntimeException(str(error).removeprefix("Error in execution: ")) from error
 
 
-def _run_options(graph: str, *, waits: bool = True) -> Any:
-    """`waits`: whether a run ends when the device has done it."""
+def _run_options(graph: str) -> Any:
+    """Options with which a run waits for the device: a run that does not wait keeps host memory that its nodes have
+    used until the network is freed.
+    """
     options = onnxruntime.RunOptions()
     options.add_run_config_entry("gpu_graph_id", graph)
-    if not waits:
-        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
     return options
 
 

@@ -24,8 +24,6 @@ class TensorRtEngine(CudaEngine):
 
     expected_provider = TENSORRT_PROVIDER
 
-    _waits_in_runs = True
-
     def __init__(
         self,
         path: Path,
