@@ -56,7 +56,7 @@ output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ -1 ] } ]
 """
 TENSORS = {"native": _NATIVE, "hugectr": _HUGECTR}
 MAX_BATCH_SIZE = 16384
-"""Of all models: Triton joins so many samples, for HugeCTR's layout so many requests."""
+"""Of all models: Triton joins this many samples, for HugeCTR's layout this many requests."""
 CONFIG = f"""
 backend: "python"
 max_batch_size: {MAX_BATCH_SIZE}

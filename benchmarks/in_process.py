@@ -99,7 +99,7 @@ def measure(ways: Ways, rounds: int) -> dict[str, list[float]]:
 
 
 def seconds_of_one(answer: Callable[[], Any], repetitions: int) -> float:
-    """The mean over so many calls."""
+    """The mean over this many calls."""
     begin = time.perf_counter()
     for _ in range(repetitions):
         answer()

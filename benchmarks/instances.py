@@ -25,7 +25,7 @@ MODELS = {"packed": ("null", "hotrow", "plain"), "wide": ("hotrow", "plain")}
 
 
 def write_repository(folder: Path, repository: Path, count: int) -> None:
-    """Each model with so many instances."""
+    """Each model with this many instances."""
     for name, models in MODELS.items():
         network = networks(ROWS_PER_TABLE)[name]
         write_requests(folder / f"{name}.json", ROWS_PER_TABLE, SAMPLES, input_names(network))
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def measure_all(figures: Figures, url: str, folder: Path, count: int, seconds: float) -> None:
-    """One round: every model with so many instances."""
+    """One round: every model with this many instances."""
     for network, models in MODELS.items():
         for model in models:
             data, name = folder / f"{network}.json", f"{model}_{network}"

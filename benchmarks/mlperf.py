@@ -7,7 +7,7 @@
                                                            all 204 M rows on one GPU: 28 GB of int8 files
 
 The network is written by `onnx.helper` and imported as any model; rows and weights are random, keys are skewed. A
-sample is one user with 100 to 700 items: so many pairs, each of 214 look-ups and 32 MFLOP. Answers are compared with a
+sample is one user with 100 to 700 items, a pair each: of 214 look-ups and 32 MFLOP. Answers are compared with a
 plain NumPy oracle before anything is timed. Plain ONNX Runtime and PyTorch (where it is installed) answer the same
 samples in the same process, in turns; they are left out where their tables would need more than --peer-bytes.
 

@@ -1,4 +1,4 @@
-"""Opening a version of 2 GiB of tables: goal G6. Beside it, what ONNX Runtime alone takes to load the dense network.
+"""Opening a version of 2 GiB of tables: goal G6, and what ONNX Runtime alone takes to load the dense network.
 
     python benchmarks/opening.py [--gib 2]
 

@@ -635,7 +635,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="From training to serving.")
     parser.add_argument("goals", nargs="*", metavar="GOAL", help="T1 to T8; all of them if none is named")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the models train")
-    parser.add_argument("--gpus", type=int, default=1, help="with --device cuda, T8: so many processes, a GPU each")
+    parser.add_argument("--gpus", type=int, default=1, help="with --device cuda, T8: processes, each with a GPU")
     arguments = parser.parse_args()
     if arguments.gpus > 1:
         t8_on_gpus(arguments.gpus)

@@ -1,4 +1,4 @@
-"""Whole requests through a real Triton, in rounds, beside peers on the same server: goal G7.
+"""Whole requests through a real Triton, in rounds, compared with peers on the same server: goal G7.
 
     python benchmarks/triton.py            4 M rows, four rounds, seven minutes and more
     python benchmarks/triton.py --quick    400 k rows, one round, about a minute

@@ -57,7 +57,7 @@ class StagedBatch(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """The parts of a Staging's records that so many requests use: slicing arrays takes as long as staging."""
+    """The parts of a Staging's records that this many requests use: slicing arrays takes as long as staging."""
 
     lookup: Lookup
     look_up: Callable[[], object] | None
@@ -96,7 +96,7 @@ class Staging:
     def __init__(self, spec: ModelSpec, lookups: ModelLookups, dense: DenseEngine, rows: Rows, form: ArrayForm) -> None:
         self._spec, self._dense, self._rows, self._form = spec, dense, rows, form
         self.held = threading.Lock()
-        """What a batch holds from `fill` on: as Device.held, but nobody waits for it, and it takes no Python."""
+        """What a batch holds from `fill` on: as Device.held, but without a wait, and without Python."""
         self._bound_lookups = rows.bound_lookups()
         self._ranks = bool(spec.context)
         self._blocks_of = lookups.blocks

@@ -1,7 +1,7 @@
 """Where compiled code finds what Python knows of an array, so that it can read the arrays of a request by itself.
 
 Neither Python nor NumPy promises these places to others than C compilers. So they are compared with what Python says of
-some arrays, once in each process; where anything differs, nobody reads them (`can_read_arrays`).
+some arrays, once in each process; if anything differs, they are not read (`can_read_arrays`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The records that describe one request to the look-up kernels; both twins (cpu/lookup.py, cuda/launch.py) read them.
 
 A request is an array of `SEGMENT` records over an array of `TABLE` records: any number of tables, one call.
-Addresses are plain integers, so that one compiled kernel serves every model; whoever fills a record keeps the
+Addresses are plain integers, so that one compiled kernel serves every model; the code that fills a record keeps the
 arrays behind its addresses alive until the call returns.
 """
 
@@ -83,7 +83,7 @@ SEGMENT = np.dtype(
 
 @dataclass(slots=True)
 class Lookup:
-    """One look-up in all tables of a model. Whoever filled it keeps alive what its segments lead to."""
+    """One look-up in all tables of a model. The code that fills it keeps alive what its segments lead to."""
 
     segments: NDArray[np.void]
     """SEGMENT records."""

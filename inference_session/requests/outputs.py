@@ -126,7 +126,7 @@ class Outputs:
 
 
 def _check_samples(computed: Answer, total: int) -> None:
-    """Raise HotrowError unless every output has a row for each of so many samples."""
+    """Raise HotrowError unless every output has one row per sample."""
     for name, array in computed.items():
         if array.shape[:1] != (total,):
             raise HotrowError(f"output {name!r} has shape {list(array.shape)} for {total} samples")

@@ -32,7 +32,7 @@ _LEAST_SHARE = 1 / 32
 _ROWS_AT_ONCE = 1 << 12
 """Copied while a request waits: well below a millisecond."""
 _PART = 16
-"""Copies take at most one byte for so many of a shard: a few rows are most of a skewed traffic."""
+"""Copies take at most one byte for this many bytes of a shard: skewed traffic asks mostly for few rows."""
 _NOTED_BYTES = 8 * (1 + MAX_SAMPLED)
 _INTERVAL_S = 1.0
 _MAX_LOAD = 0.02

@@ -65,7 +65,7 @@ class CreateInferenceSession(hugectr.CreateInferenceSession):
         """Predictions of a request, or of a data set.
 
         `predict(dense_feature, embeddingcolumns, row_ptrs)` is that of `inference_session.hugectr`.
-        `predict(num_batches, source, data_reader_type, check_type, slot_size_array)` reads so many batches of
+        `predict(num_batches, source, data_reader_type, check_type, slot_size_array)` reads `num_batches` batches of
         `max_batchsize` samples, from the beginning again where the data set ends. It returns float32 [samples], or
         [samples, columns of all labels] if there are several.
 

@@ -35,7 +35,7 @@ _NUM_LEAST, _NUM_MORE, _SECONDS = len(_COUNTS) * len(_OPEN_SIZES), 33, 10.0
 by ten times as much as all others.
 """
 _DEVIATIONS, _SHARE, _NARROW = 4, 0.5, 0.02
-"""Of three requests, one has numbers around 0, the largest of them so many deviations away; one has numbers between 0
+"""Of three requests, one has numbers around 0, the largest of them this many deviations away; one has numbers between 0
 and this share of the largest; and one has them within this share below the largest.
 """
 

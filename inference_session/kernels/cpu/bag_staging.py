@@ -249,7 +249,7 @@ def _copy_dense(arrays: int, request: int, inputs: Any, form: Any, place: Any) -
 
 @kernel
 def _enter_bags(segment: Any, keys_address: int, inputs: Any, form: Any, place: Any, bags_before: int) -> None:
-    """Enter where the keys and bags of one table are, behind so many bags of other tables."""
+    """Enter where the keys and bags of one table are, behind `bags_before` bags of other tables."""
     begins = _positions_address(inputs, form, place) + bags_before * _KEY_BYTES
     segment.keys_address, segment.key_bytes, segment.key_stride = keys_address, _KEY_BYTES, _KEY_BYTES
     segment.row_stride, segment.keys_per_row, segment.weights_address = 0, 0, 0

@@ -15,7 +15,7 @@ def place_bags(offsets: int, slots: Any, num_samples: int, num_keys: int, begins
     """Fill in where each bag begins and ends in CATCOLUMN; returns whether the offsets allow it.
 
     Args:
-        offsets: address of int32 values that nobody else can change: per table num_samples * slots[table] + 1 of them,
+        offsets: address of int32 values that nothing else changes: per table num_samples * slots[table] + 1 of them,
             which must begin with 0 and never fall; the last ones must add up to num_keys.
         slots: int64 [tables].
         num_samples: in the request.

@@ -34,7 +34,7 @@ from inference_session.kernels.records import PoolingCode, VectorCode
 
 BLOCK_KEYS = 64
 BLOCK_BYTES = 8192
-"""Vectors that one block asks for, about: wide ones make shorter blocks, as memory takes so many requests at once."""
+"""About what one block asks for: wide vectors make shorter blocks, since memory serves few requests at once."""
 MIN_BLOCK_KEYS = 8
 NUM_STAGES = 3
 

@@ -47,7 +47,7 @@ INSERTED, UPDATED, EVICTED, ERASED = range(4)
 NUM_EVENTS = 4
 _NEXT, _PREVIOUS = 0, 1
 _SMALL_PARTS = 10
-"""One row in so many is for SMALL."""
+"""One row in this many is for SMALL."""
 _MAX_SECOND_CHANCES = 64
 """Rows that one eviction may spare, so that no insert waits for a pass over the whole cache."""
 

@@ -36,7 +36,7 @@ COPY = np.dtype(
         ("row_elements", np.int64),  # of a sample in the input
         ("first", np.int64),  # of them that is copied
         ("num", np.int64),  # how many of them are copied
-        ("by_column", np.int64),  # 1: each of them stands beside the same one of the next sample
+        ("by_column", np.int64),  # 1: each of them stands next to the same one of the next sample
         ("is_contexts", np.int64),  # 1: each request has one row, whatever its number of samples is
     ],
     align=True,
@@ -68,7 +68,7 @@ def check_tensors(
     """Whether the requests have what a model's inputs describe, equal in all sizes but the samples.
 
     Args:
-        items: address of a list of arrays, request after request, which nobody changes meanwhile.
+        items: address of a list of arrays, request after request, which no other thread changes meanwhile.
         num_requests: how many; the list has as many arrays for each as there are inputs.
         array_type: address of NumPy's type of arrays.
         max_elements: of one array.

@@ -28,9 +28,9 @@ from inference_session.kernels.records import PoolingCode, VectorCode
 MAX_CELLS = 512
 """Keys of one row, at most; of more, each segment is looked up by itself."""
 _TILE_BYTES, _MIN_TILE, _MAX_TILE = 24 << 10, 16, 512
-"""What is asked for in one go: bytes of vectors, and at least and at most so many keys."""
+"""What is asked for in one go: bytes of vectors, and the least and the largest number of keys."""
 _ENOUGH_KEYS = 512
-"""Segments with so many keys are looked up together; with more of them a tile would have fewer rows."""
+"""Segments with at most this many keys are looked up together; with more, a tile would have fewer rows."""
 _ENTRIES = 4096
 """Of a ring, a power of 2: the keys of all rows between the farthest that is asked for and the one that is written."""
 

@@ -207,7 +207,7 @@ def half_to_float(_context: Any, _bits: Any) -> Any:
 
 @intrinsic
 def publish(_context: Any) -> Any:
-    """publish(): whoever sees what this thread stores from here on also sees all that it stored before."""
+    """publish(): a thread that sees what this one stores from here on also sees all that it stored before."""
 
     def build(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
         builder.fence("release")

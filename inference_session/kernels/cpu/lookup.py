@@ -54,7 +54,7 @@ _workspace = _Workspace()
 _INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
 
 NO_POSITIONS = np.empty(0, np.int64)
-"""For `look_up`, where nobody asks which keys are unknown."""
+"""For `look_up`, if the caller does not ask which keys are unknown."""
 
 
 def look_up(
@@ -66,7 +66,7 @@ def look_up(
 ) -> int:
     """Write the vectors of every key of every segment to its output; returns how many keys were unknown.
 
-    `tables` and `segments` are arrays of the records in ../records.py; whoever filled them vouches for every address.
+    `tables` and `segments` are arrays of the records in ../records.py, whose addresses must be valid.
     A key is searched in its segment's table, then along `next_table`. A key that none has, or a row number outside
     the table, gets the default vector of the segment's table, or where that has none (address 0) leaves its output
     as it is, or pooled counts as zeros.

@@ -58,7 +58,7 @@ LOOKUP = np.dtype(
         ("first_column", np.int64),  # of the input, -1: all of it is keys
         ("num_columns", np.int64),
         ("block", np.int64),  # number of the block
-        ("joined", np.int64),  # beside others in it
+        ("joined", np.int64),  # next to others in it
         ("is_contexts", np.int64),  # as its keys
         ("rows_per_sample", np.int64),  # the remaining fields are worked out for each batch
         ("keys_per_row", np.int64),

@@ -142,6 +142,6 @@ def _widen(output: int, source: int, code: int, dim: int, begin: int, count: int
 
 @kernel
 def fill_zeros(output: int, count: int) -> None:
-    """Zero so many float32."""
+    """Set this many float32 to zero."""
     for d in range(count):
         store(output, np.float32, d, np.float32(0))

@@ -1,7 +1,7 @@
 """The CUDA kernels (cuda/*.cu) as functions: compiled by NVRTC on first use, kept by CuPy in its kernel cache.
 
-All run on CuPy's current stream and return at once. Addresses are plain integers: whoever passes one keeps the memory
-behind it alive until the stream has come so far.
+All run on CuPy's current stream and return at once. Addresses are plain integers: a caller that passes one keeps
+the memory behind it alive until the stream has finished the kernel.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Scratch:
         self._array: Any = None
 
     def of(self, num_bytes: int) -> Any:
-        """At least so much, uint8. Whoever keeps it may be the last that uses this piece: later ones may be larger."""
+        """At least this much, uint8. A larger piece replaces it when a later call needs more."""
         if self._array is None or self._array.nbytes < num_bytes:
             self._array = cupy.empty(max(num_bytes, 2 * getattr(self._array, "nbytes", 0)), np.uint8)
         return self._array
@@ -151,7 +151,7 @@ class _KeyOrder:
 class Launch:
     """A look-up that is ready to run, often: its REQUEST record, and what that leads to on the device.
 
-    One run at a time: whoever holds the cache, or the device, runs it.
+    One run at a time: the thread that holds the cache, or the device, runs it.
     """
 
     def __init__(
@@ -206,10 +206,10 @@ class Launch:
 
         Args:
             segments: others, of the same shapes as those it was made of, for this run and those after it; few.
-            missing_bits_address: uint32 [num_tiles] for the positions that have no row; 0: nobody asks.
+            missing_bits_address: uint32 [num_tiles] for the positions that have no row; 0: not noted.
             outputs_address: what the output_address of each segment is counted from.
-            num_unknown_address: uint64 [segments], COUNT_STRIDE apart, to count keys in that have no row; 0: nobody
-                asks.
+            num_unknown_address: uint64 [segments], COUNT_STRIDE apart, to count keys in that have no row; 0: not
+                counted.
             seed: any number; decides which hits leave a mark.
             fill: write zeros where there is neither a row nor a default vector.
         """
@@ -294,7 +294,7 @@ def start(
 
 
 class Writer:
-    """Puts batches of keys into one index. One batch at a time, on a device that is held: nobody looks up or writes."""
+    """Puts batches of keys into one index. One batch at a time, on a held device: no other thread uses the index."""
 
     def __init__(self, index: NDArray[np.void], events_address: int) -> None:
         """`index`: an INDEX record, as an array of one."""

@@ -60,13 +60,13 @@ struct alignas(16) Table {
   Rows base_rows;
   u32* base_numbers;
   i64 num_base_rows;
-  i64 num_row_numbers;  // keys are the numbers of so many rows, negative ones from the end; 0: keys are stored
+  i64 num_row_numbers;  // keys are the numbers of this many rows, negative ones from the end; 0: keys are stored
   i64 dim;
   float* default_vector;  // the answer for an unknown key; null: leave the output as it is
   u64* events;
   u8* shards[MAX_SHARDS];  // where the base rows begin on each of NUM_SHARDS GPUs, in turn; null: all are in base_rows
   i64* sampled;  // of sharded tables, some keys whose rows were read from other GPUs, MAX_SAMPLED at most; null: none are noted
-  u64* num_sampled;  // at least so many
+  u64* num_sampled;  // at least this many
 };
 
 struct Segment {
@@ -96,9 +96,9 @@ struct Request {
   const Table* tables;
   const Segment* segments;  // null: `few_segments` and `few_tiles` hold them
   const u32* first_tiles;
-  u32* missing_bits;       // one word per tile, a bit per key that has no row; null: nobody asks
+  u32* missing_bits;       // one word per tile, a bit per key that has no row; null: not noted
   i64 outputs;             // added to the address of each segment's output
-  u64* num_unknown;        // per segment, keys that have no row, in host memory, COUNT_STRIDE apart; null: nobody asks
+  u64* num_unknown;        // per segment, keys that have no row, in host memory, COUNT_STRIDE apart; null: not counted
   u32* unknown_sums;       // per segment, what is still to be added to num_unknown; 0 before and after each launch
   const Turn* order;       // of the keys of some segments
   u32 num_segments;

@@ -10,13 +10,13 @@ struct Source {
 
 constexpr u8 MAX_MARK = 3;
 constexpr u8 DELETED_MARK = 0;  // where ROWS_CHANGE
-constexpr int TILES_PER_MARKING_BITS = 4;  // of so many tiles, as a power of two, the hits of one leave marks
+constexpr int TILES_PER_MARKING_BITS = 4;  // of 2^this tiles, the hits of one leave marks
 
 __device__ __forceinline__ bool is_marking(u32 tile, u32 seed) {
   return (tile * 2654435761u + seed * 2246822519u) >> (32 - TILES_PER_MARKING_BITS) == 0;
 }
 
-constexpr int SAMPLING_BITS = 6;  // of so many warps, as a power of two, one notes keys that it reads from other GPUs
+constexpr int SAMPLING_BITS = 6;  // of 2^this warps, one notes keys that it reads from other GPUs
 
 // By the clock, not by a seed: a look-up that is repeated has one seed.
 __device__ __forceinline__ bool is_sampling() { return (u32)clock() * 2654435761u >> (32 - SAMPLING_BITS) == 0; }

@@ -1,4 +1,4 @@
-"""What the CUDA kernels read beside SEGMENT records, field by field as in cuda/layout.cuh; how a request is cut up.
+"""What the CUDA kernels read but SEGMENT records, field by field as in cuda/layout.cuh; how a request is cut up.
 
 Nothing here needs a GPU: tests/testing/cuda_model.py computes what the kernels do from the same records.
 """
@@ -202,7 +202,7 @@ def rows_by_slot(
 
 
 def buckets_for_all(num_rows: int) -> int:
-    """Buckets such that so many keys all find room, but for one table in twenty; which keys share one is random."""
+    """Buckets such that this many keys all find room, but for one table in twenty; keys share buckets at random."""
     num_buckets = int(num_rows / (SLOTS * _FULLEST)) + 1
     while num_buckets * _share_overfull(num_rows / num_buckets) > 0.05:
         num_buckets += num_buckets // 32 + 1
@@ -210,7 +210,7 @@ def buckets_for_all(num_rows: int) -> int:
 
 
 def _share_overfull(mean: float) -> float:
-    """Of buckets with so many keys on average, those with more than their slots but one, which inserts leave free."""
+    """Of buckets with this many keys on average, those with more than their slots but one, which inserts leave free."""
     if mean == 0:
         return 0.0
     return math.fsum(math.exp(n * math.log(mean) - mean - math.lgamma(n + 1)) for n in range(SLOTS, 2 * SLOTS))
@@ -239,7 +239,7 @@ def table_record(
 ) -> np.void:
     """A GPU_TABLE record: rows in a cache (`cached`), and behind them rows that are all there (`base`), or either.
 
-    `num_row_numbers`: the keys are the numbers of so many rows, and negative ones count from the end; 0: they are not.
+    `num_row_numbers`: keys are the numbers of this many rows, negative ones from the end; 0: keys are stored.
     `shard_addresses`: where base rows begin on each GPU, if each has a part of them; row r is on GPU r % their number.
     """
     record: np.void = np.zeros(1, GPU_TABLE)[0]

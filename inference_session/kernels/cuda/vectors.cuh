@@ -29,7 +29,7 @@ __device__ __forceinline__ float load_unaligned_float(const u8* address) {
   return __uint_as_float(bits);
 }
 
-// How many lanes share a row of so many steps: a power of two.
+// How many lanes share a row of `steps` steps: a power of two.
 __device__ __forceinline__ int lanes_per_row(int steps) { return steps >= LANES ? LANES : 1 << (32 - __clz(steps - 1)); }
 
 // Four elements of a row as they are stored: while rows are under way, narrow ones take fewer registers so.

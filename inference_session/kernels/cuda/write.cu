@@ -1,4 +1,4 @@
-// How rows are put in, in three kernels on one stream, one batch at a time over all streams, while nobody looks up:
+// How rows are put in, in three kernels on one stream, one batch at a time over all streams, while no look-up runs:
 //
 //   note_last   of equal keys in the batch, the last is the one that counts
 //   claim       each key takes a slot: a free one, or where there is none, that of the row that was hit least
