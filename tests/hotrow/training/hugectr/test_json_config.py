@@ -87,7 +87,7 @@ def test_what_is_wrong_with_a_configuration_is_named(tmp_path: Path, change: dic
 @pytest.mark.parametrize(
     ("number", "change", "message"),
     [
-        (5, {"type": "InnerProduct", "bottom": "concat1"}, "layer 'InnerProduct': field 'top' is required"),
+        (5, {"type": "InnerProduct", "bottom": "concat1"}, "layer 'InnerProduct': field 'top' is missing"),
         (0, {"sparse": [[0]]}, r"field 'sparse' holds \[0\]; an object for each"),
         (1, {"sparse_embedding_hparam": {"embedding_vec_size": None, "combiner": 0}}, "embedding_vec_size is None"),
     ],
