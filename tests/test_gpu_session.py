@@ -141,8 +141,9 @@ def test_each_request_gets_the_outputs_it_asked_for(regular: Regular) -> None:
             assert np.array_equal(values, answer(**inputs)[:, : 1 if name == first else None])
 
 
-def test_all_sizes_of_the_warm_up_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a size is recorded only when it comes for the second time, as of HugeCTR's requests."""
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The CUDA graph of each run of a network, as it comes; "-1": none."""
     from inference_session.dense_engine import cuda as cuda_engine
 
     graphs: list[str] = []
@@ -153,6 +154,11 @@ def test_all_sizes_of_the_warm_up_are_replayed(tmp_path: Path, monkeypatch: pyte
         run(session, binding, options)
 
     monkeypatch.setattr(cuda_engine, "_run", noted)
+    return graphs
+
+
+def test_all_sizes_of_the_warm_up_are_replayed(tmp_path: Path, graphs: list[str]) -> None:
+    """Also where a size is recorded only when it comes for the second time, as of HugeCTR's requests."""
     source = Source(tmp_path / "source", (400, 500))
     source.model["max_batch_size"] = 2048
     (report,) = import_hugectr(source.ps_json(), tmp_path / "repository")
@@ -164,18 +170,8 @@ def test_all_sizes_of_the_warm_up_are_replayed(tmp_path: Path, monkeypatch: pyte
             assert "-1" not in graphs
 
 
-def test_a_thread_that_comes_later_runs_without_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_comes_later_runs_without_graphs(tmp_path: Path, graphs: list[str]) -> None:
     """Graphs are known in the thread that recorded them alone; once it has ended, a new one may have its number."""
-    from inference_session.dense_engine import cuda as cuda_engine
-
-    graphs: list[str] = []
-    run = cuda_engine._run
-
-    def noted(session: Any, binding: Any, options: Any) -> None:
-        graphs.append(options.get_run_config_entry("gpu_graph_id"))
-        run(session, binding, options)
-
-    monkeypatch.setattr(cuda_engine, "_run", noted)
     models.write_joined(tmp_path / "1")
     with ThreadPoolExecutor(1) as pool:
         session = pool.submit(InferenceSession.open, tmp_path / "1", device="cuda:0", warm_up_s=20).result()
@@ -347,13 +343,19 @@ def test_strings_pass_through_a_network(tmp_path: Path) -> None:
         assert np.allclose(y, [1, np.e])
 
 
-@pytest.mark.parametrize("num_inputs", [32, 33, 50])
-def test_a_network_of_many_inputs_runs_with_graphs_or_without(tmp_path: Path, num_inputs: int) -> None:
-    """Where one node reads more arrays than a kernel takes as parameters, nothing is recorded."""
+def joining_network(folder: Path, num_inputs: int) -> tuple[Path, list[str]]:
+    """A network of one Concat, and its inputs."""
     names = [f"x{i}" for i in range(num_inputs)]
     inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in names]
     outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 4 * num_inputs])]
-    path = small_network(tmp_path, [helper.make_node("Concat", names, ["y"], axis=1)], inputs, outputs)
+    path = small_network(folder, [helper.make_node("Concat", names, ["y"], axis=1)], inputs, outputs)
+    return path, names
+
+
+@pytest.mark.parametrize("num_inputs", [32, 33, 50])
+def test_a_network_of_many_inputs_runs_with_graphs_or_without(tmp_path: Path, num_inputs: int) -> None:
+    """Where one node reads more arrays than a kernel takes as parameters, nothing is recorded."""
+    path, names = joining_network(tmp_path, num_inputs)
     engine = engine_of(path)
     prepared: dict[int, Any] = {}
     rng = np.random.default_rng(0)
@@ -373,10 +375,7 @@ def test_a_network_of_many_inputs_runs_with_graphs_or_without(tmp_path: Path, nu
 
 def test_a_network_may_be_freed_after_its_device(tmp_path: Path) -> None:
     """Bindings keep it. It must not need the device's stream any more."""
-    names = [f"x{i}" for i in range(50)]
-    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in names]
-    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 200])]
-    path = small_network(tmp_path, [helper.make_node("Concat", names, ["y"], axis=1)], inputs, outputs)
+    path, names = joining_network(tmp_path, 50)
     arrays = {name: np.full((2, 4), i, np.float32) for i, name in enumerate(names)}
     for _ in range(10):
         engine = engine_of(path)

@@ -124,7 +124,7 @@ class CudaEngine(OnnxEngine):
         with _memory_checked(gpu, _size(path, content)):
             self._open_on_gpu(path, content, num_threads, settings)
         self._path = path
-        self._gpu = gpu  # set after the network: the network must be freed before the stream that it runs on
+        self._gpu = gpu
         if self.provider != self.expected_provider:
             raise ConfigurationError(
                 f"device cannot be 'cuda:{gpu.device_id}': ONNX Runtime gave {self.provider} instead of"
@@ -416,8 +416,8 @@ def _run(session: Any, binding: Any, options: Any) -> None:
 
 
 def _run_options(graph: str) -> Any:
-    """Options with which a run waits for the device: a run that does not wait keeps host memory that its nodes have
-    used until the network is freed.
+    """Options with which a run waits for the device. After a run that does not, ONNX Runtime keeps host memory of the
+    nodes until it frees the network, on a stream that may be gone by then: bindings keep the network.
     """
     options = onnxruntime.RunOptions()
     options.add_run_config_entry("gpu_graph_id", graph)

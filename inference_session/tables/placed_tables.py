@@ -111,7 +111,7 @@ def _on_all(
 
 
 def _copy_bytes(specs: Sequence[TableSpec], places: Sequence[Place], num_devices: int, spare: int) -> dict[int, int]:
-    """For copies of hot rows of other GPUs: by table, at most so much on each GPU, within what is to spare there."""
+    """For copies of hot rows of other GPUs: by table, the most bytes on each GPU, within its spare memory."""
     those = [t for t, place in enumerate(places) if place == "shards" and specs[t].dtype == "float32"]
     sizes = {
         t: bytes_to_copy(shard_bytes(specs[t], num_devices), specs[t].row_bytes, spare // len(those)) for t in those

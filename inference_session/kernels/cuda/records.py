@@ -1,4 +1,4 @@
-"""What the CUDA kernels read but SEGMENT records, field by field as in cuda/layout.cuh; how a request is cut up.
+"""What the CUDA kernels read besides SEGMENT records, field by field as in cuda/layout.cuh; how a request is cut up.
 
 Nothing here needs a GPU: tests/testing/cuda_model.py computes what the kernels do from the same records.
 """
