@@ -32,12 +32,11 @@ class Arguments:
         self._values = values
         pairs = [(value, 0) if isinstance(value, int) else (address_of(value), len(value)) for value in values]
         self._memory = np.array(pairs, np.int64)
-        self.address = address_of(self._memory)
-        """For the kernel, while this object lives."""
+        self._address = address_of(self._memory)
 
     def bound_to(self, kernel: Callable[..., Result]) -> Callable[..., Result]:
-        """The kernel with this address as its first argument."""
-        bound = partial(kernel, self.address)
+        """The kernel with the address of these arguments as its first argument. Keeps them alive."""
+        bound = partial(kernel, self._address)
         bound.__dict__["arguments"] = self  # lives as long as the function
         return bound
 

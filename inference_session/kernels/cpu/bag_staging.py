@@ -105,9 +105,10 @@ def stage_bags(arguments: int, items: int, num_requests: int) -> int:
 
 def compile_kernels() -> None:
     """Compile `stage_bags`, or load it from Numba's cache, so that no request waits for a compiler."""
-    nothing = np.zeros(0, np.int64)
+    nothing, items = np.zeros(0, np.int64), list[Any]()
     records = np.zeros(1, FORM), nothing, np.zeros(3, INPUT), np.zeros(0, LOOKUP), np.zeros(0, BLOCK)
-    stage_bags(Arguments(0, 0, *records, nothing, nothing, np.zeros(0, SEGMENT), nothing).address, id([]), 1)
+    arguments = Arguments(0, 0, *records, nothing, nothing, np.zeros(0, SEGMENT), nothing)
+    arguments.bound_to(stage_bags)(id(items), 1)
 
 
 @kernel

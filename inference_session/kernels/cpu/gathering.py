@@ -159,10 +159,10 @@ def gather(
 def compile_kernels() -> None:
     """Compile, or load from Numba's cache, so that no request waits for a compiler."""
     nothing, inputs = np.zeros(0, np.int64), np.zeros(0, INPUT)
-    items = id([])
-    check_tensors(items, 0, 0, 0, inputs, nothing, nothing)
-    check_packed(items, 0, 0, 0, inputs, np.zeros(1, PACKED), nothing, np.zeros(1, np.int64), nothing)
-    gather(items, 0, 0, 1, 0, nothing, np.zeros(0, COPY))
+    items = list[Any]()
+    check_tensors(id(items), 0, 0, 0, inputs, nothing, nothing)
+    check_packed(id(items), 0, 0, 0, inputs, np.zeros(1, PACKED), nothing, np.zeros(1, np.int64), nothing)
+    gather(id(items), 0, 0, 1, 0, nothing, np.zeros(0, COPY))
 
 
 @kernel

@@ -120,9 +120,10 @@ def stage(arguments: int, items: int, num_requests: int) -> int:
 
 def compile_kernels() -> None:
     """Compile `stage`, or load it from Numba's cache, so that no request waits for a compiler."""
-    nothing = np.zeros(0, np.int64)
+    nothing, items = np.zeros(0, np.int64), list[Any]()
     records = np.zeros(0, INPUT), np.zeros(0, LOOKUP), np.zeros(0, BLOCK)
-    stage(Arguments(0, 0, *records, nothing, nothing, np.zeros(0, SEGMENT), nothing).address, id([]), 1)
+    arguments = Arguments(0, 0, *records, nothing, nothing, np.zeros(0, SEGMENT), nothing)
+    arguments.bound_to(stage)(id(items), 1)
 
 
 @kernel
