@@ -74,6 +74,14 @@ def linked(tritonserver: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
     link = folder / "a name with 'quotes' and spaces"
     link.symlink_to(add_models(folder))
     (link / "lost+found").mkdir()  # as at the top of a file system
+    (link / "begun" / ".tmp-1").mkdir(parents=True)
+    for name in ("gone", "echo/latest", "echo/7"):
+        (link / name).symlink_to(folder / "absent")
+    for name in ("echo/5.tmp", "echo/ +6", f"echo/{2**63}", "other/0"):
+        (link / name).mkdir()
+    (link / "echo" / "3").mkdir()  # not chosen, and nothing is in it
+    with (link / "echo" / "config.pbtxt").open("a", encoding="utf-8") as config:
+        config.write("version_policy { specific { versions: [ 1 ] } }")
     served = start(link)
     yield served
     served.close()
@@ -136,6 +144,27 @@ def test_listens_on_this_machine_only(linked: Served) -> None:
         if connection.status == psutil.CONN_LISTEN
     }
     assert listening == {"127.0.0.1"}
+
+
+def test_what_triton_would_stumble_over_is_hidden(linked: Served) -> None:
+    """Links that lead nowhere, and names that are almost versions, harm no other: one line names each of them."""
+    with linked.grpc_client() as client:
+        index = client.get_model_repository_index(as_json=True)["models"]
+        client.load_model("echo")
+        echo(client, tritonclient.grpc)
+    said = "".join(linked.errors)
+
+    assert [(model["name"], model.get("version")) for model in index if "state" in model] == [
+        ("echo", "1"),
+        ("other", "1"),
+    ]
+    assert "model 'begun' is not loaded: its first version is not complete" in said
+    for name in ("gone", "echo/latest", "echo/7"):
+        assert f"{linked.repository / name}' is hidden from the server: the link leads nowhere" in said.replace(
+            '"', "'"
+        )
+    assert said.count("it is not a version number, but Triton would treat it as one") == 4
+    assert len(linked.errors) == 8
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -254,8 +283,7 @@ def test_a_folder_that_no_server_starts_from_is_refused(
         ({"model": "absent"}, "has no model 'absent'; models: 'echo', 'other'"),
         ({"remove": "echo/1/model.py"}, "Triton would wait for it forever"),
         ({"remove": "echo/config.pbtxt"}, "config.pbtxt does not exist"),
-        ({"rename": ("echo/1", "echo/1.tmp")}, "is not a version number, but Triton would treat it as one"),
-        ({"rename": ("echo/1", f"echo/{2**63}")}, "is not a version number, but Triton would treat it as one"),
+        ({"rename": ("echo/1", "echo/1.tmp")}, "contains no version"),
         ({"rename": ("echo/1", "echo/one")}, "contains no version"),
         ({"rename": ("echo", "my echo")}, "model 'my echo': Triton starts its process through a shell"),
         ({"rename": ("echo", "echo;exit")}, "model 'echo;exit': Triton starts its process through a shell"),
@@ -311,11 +339,14 @@ def test_management_can_be_restricted(serve: Serve, repository: Path, tmp_path: 
 
 
 def test_flags_behind_two_dashes_go_to_the_server(serve: Serve, repository: Path) -> None:
-    """Flags of tritonserver that hotrow has none for can be given."""
-    served = serve(repository, "--", "--id=the-server", "--allow-metrics=false")
+    """Flags of tritonserver that hotrow has none for can be given; with this one, a bad model harms no other."""
+    (repository / "broken").mkdir()
+    served = serve(repository, "--", "--id=the-server", "--allow-metrics=false", "--exit-on-error=false")
 
     with urllib.request.urlopen(f"http://{served.http}/v2") as page:
         assert json.loads(page.read())["name"] == "the-server"
+    assert served.announced == "echo (version 1)"
+    assert f"one model is not loaded: model 'broken': {repository}/broken/config.pbtxt" in "".join(served.errors)
 
 
 def test_code_in_the_users_folder_is_not_imported(

@@ -122,8 +122,10 @@ def _come_alone(spec: ModelSpec, config: Mapping[str, Any]) -> bool:
 def _users_own(version_dir: Path) -> Path:
     """The version's folder at the user's path, not our link that Triton sees: errors name its files."""
     folder = version_dir.parent
-    is_ours = folder.parent.name == VIEW_FOLDER and folder.is_symlink()
-    return folder.readlink() / version_dir.name if is_ours else version_dir
+    if folder.parent.name != VIEW_FOLDER:
+        return version_dir
+    link = folder if folder.is_symlink() else folder / SOURCE_LINK
+    return link.readlink() / version_dir.name
 
 
 def _num_samples(request: TritonRequest) -> int:

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from http.client import HTTPException
 from pathlib import Path
@@ -48,7 +48,15 @@ from triton_backend.launcher.log import ServerLog
 from triton_backend.launcher.process_group import end_group, reap_orphans
 from triton_backend.launcher.reaper import remove_shared_memory
 from triton_backend.launcher.watchdog import POLL_S, Watchdog
-from triton_backend.repository.servable import IN_PLACE_BACKENDS, VIEW_FOLDER, ServableModel, find_models, is_plain
+from triton_backend.repository.servable import (
+    IN_PLACE_BACKENDS,
+    VIEW_FOLDER,
+    ServableModel,
+    begun_models,
+    find_models,
+    is_plain,
+    misread_entries,
+)
 from triton_backend.repository.view import RepositoryView, has_gpu
 
 __all__ = ["ServerError", "ServerOptions", "TritonServer"]
@@ -62,6 +70,8 @@ LOAD_TIMEOUT_S = 3600.0
 MAX_RESTARTS = 5
 """How often a server that goes down with its backend processes is started again."""
 _POLL_S = 0.05
+_GO_ON_FLAG = "--exit-on-error=false"
+"""Triton's own: it starts although models fail."""
 
 
 class ServerError(HotrowError, RuntimeError):
@@ -108,8 +118,13 @@ class TritonServer:
             folder = Path(cleanup.enter_context(_temporary_folder()))
             backends = installation.prepare(folder)
             repository = options.repository.absolute()
-            models = find_models(repository, options.models, backends=sorted(path.name for path in backends.iterdir()))
-            if any(model.backend in IN_PLACE_BACKENDS for model in models):
+            models = find_models(
+                repository,
+                options.models,
+                backends=sorted(path.name for path in backends.iterdir()),
+                leave_out=_leave_out if _GO_ON_FLAG in options.extra_flags else None,
+            )
+            if _hide(repository, models) or any(model.backend in IN_PLACE_BACKENDS for model in models):
                 repository = cleanup.enter_context(_adapted(repository, folder / VIEW_FOLDER))
             options = with_ports(replace(options, repository=plain_path(repository, folder)))
             command = ServerCommand.of(options, installation, backends, folder)
@@ -221,7 +236,7 @@ class TritonServer:
     def _restart(self) -> None:
         """Start the server again on its ports, with no model loaded."""
         self._num_restarts += 1
-        print("hotrow: tritonserver ended together with a backend process and is being restarted", file=sys.stderr)
+        _say("tritonserver ended together with a backend process and is being restarted")
         self._end()
         self._process = self._command.start([])
         self._log = ServerLog(self._process.stdout, verbose=self.options.verbose)  # type: ignore[arg-type]
@@ -330,13 +345,31 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix=SERVE_FOLDER_PREFIX)
 
 
+def _hide(repository: Path, models: Sequence[ServableModel]) -> bool:
+    """Say what is not served; returns whether Triton has to see a view without it."""
+    for folder in begun_models(repository):
+        _say(f"model {folder.name!r} is not loaded: its first version is not complete")
+    hidden = misread_entries(repository, models)
+    for path, reason in hidden:
+        _say(f"{str(path)!r} is hidden from the server: {reason}; remove or rename it")
+    return bool(hidden)
+
+
+def _leave_out(error: HotrowError) -> None:
+    _say(f"one model is not loaded: {error}")
+
+
+def _say(what: str) -> None:
+    print(f"hotrow: {what}", file=sys.stderr)
+
+
 @contextlib.contextmanager
 def _adapted(repository: Path, folder: Path) -> Iterator[Path]:
     """A view of the repository in which HugeCTR users' config.pbtxt is rewritten for this server."""
     with RepositoryView.followed(repository, folder, has_gpu=has_gpu()) as view:
         if view.moved_to_cpu:
             names = ", ".join(sorted(view.moved_to_cpu))
-            print(f"hotrow: no GPU on this machine; models of KIND_GPU run on the CPU: {names}", file=sys.stderr)
+            _say(f"no GPU on this machine; models of KIND_GPU run on the CPU: {names}")
         yield folder
 
 

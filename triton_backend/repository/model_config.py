@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,8 @@ class ModelConfig:
     """Those with a string_value."""
     num_instances: int = 1
     """Processes that serve the model."""
+    version_policy: text_format.Message = field(default_factory=dict)
+    """Which versions Triton loads. Empty: the highest one."""
 
     @classmethod
     def read(cls, path: Path) -> ModelConfig:
@@ -78,6 +80,17 @@ class ModelConfig:
             return _parse(text_format.parse(path.read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"{path}: not readable as a Triton model configuration: {error}") from error
+
+    def chosen_versions(self, versions: Sequence[int]) -> list[int]:
+        """Those of some versions, given in ascending order, that Triton loads by the version policy."""
+        if "all" in self.version_policy:
+            return list(versions)
+        if "specific" in self.version_policy:
+            named = _inner(self.version_policy, "specific").get("versions", [])
+            return [version for version in versions if str(version) in named]
+        latest = _last(_inner(self.version_policy, "latest"), "num_versions", "1")
+        num_versions = int(latest) if latest.isdecimal() else 0  # Triton reports what is no number
+        return list(versions[max(len(versions) - num_versions, 0) :])
 
 
 def _parse(message: text_format.Message) -> ModelConfig:
@@ -91,6 +104,7 @@ def _parse(message: text_format.Message) -> ModelConfig:
         default_model_filename=_last(message, "default_model_filename"),
         parameters=_parameters(message),
         num_instances=instances_in(message),
+        version_policy=_inner(message, "version_policy"),
     )
 
 
@@ -138,6 +152,11 @@ def _tensor_config(message: object) -> TensorConfig:
         raise ValueError(f"an input or output must be a message, found {message!r}")
     dims = tuple(int(_scalar("dims", size)) for size in message.get("dims", []))
     return TensorConfig(_last(message, "name"), _last(message, "data_type"), dims)
+
+
+def _inner(message: text_format.Message, field: str) -> text_format.Message:
+    value = (message.get(field) or [{}])[-1]
+    return value if isinstance(value, dict) else {}
 
 
 def _last(message: text_format.Message, field: str, default: str = "") -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from inference_session.errors import ConfigurationError
+from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.model_spec import SESSION_FILE, ModelSpec
 from inference_session.platform.staging import MAX_VERSION
 from triton_backend.repository.model_config import CONFIG_FILE, ModelConfig
@@ -22,6 +23,7 @@ PS_VARIABLE = "HOTROW_PS_CONFIG"
 """Environment variable that names ps.json."""
 _PS_FLAG = re.compile(r"^--backend-config[=\n](hugectr|hps),ps=(.+)$", re.MULTILINE)
 _VERSION = re.compile(r"[1-9][0-9]*")
+_NUMBER_AT_START = re.compile(r"[ \t\n\v\f\r]*\+?[0-9]")
 _PLAIN = re.compile(r"[\w./+@%,=-]+")
 _IN_STUBS = IN_PLACE_BACKENDS | {"hotrow", "python"}
 """Backends whose models run in processes of their own."""
@@ -68,11 +70,48 @@ def model_folders(repository: Path) -> Iterator[Path]:
             yield path
 
 
-def find_models(repository: Path, wanted: Sequence[str] = (), *, backends: Sequence[str] = ()) -> list[ServableModel]:
+def begun_models(repository: Path) -> list[Path]:
+    """The folders of models whose first version is being written, or was when its writer died."""
+    return sorted(folder for folder in model_folders(repository) if _is_begun(folder))
+
+
+def misread_entries(repository: Path, models: Sequence[ServableModel]) -> list[tuple[Path, str]]:
+    """Entries of a repository and of these models' folders that Triton must not see, and the reasons."""
+    found = [
+        (path, "the link leads nowhere, and Triton would fail to list the repository")
+        for path in repository.iterdir()
+        if not os.path.exists(path)  # noqa: PTH110  Path.exists() raises where the target may not be looked at
+    ]
+    for model in models:
+        if model.backend not in IN_PLACE_BACKENDS:  # else Triton sees the versions alone, in a view
+            found += [(path, reason) for path in (repository / model.name).iterdir() if (reason := misreading(path))]
+    return sorted(found)
+
+
+def misreading(path: Path) -> str:
+    """Why Triton must not see an entry of a model's folder; empty if it may."""
+    if not os.path.exists(path):  # noqa: PTH110  as above
+        return "the link leads nowhere, and Triton would not load the model"
+    # Triton reads the leading digits: it would take `5.tmp` for version 5, and wait for its files.
+    if _NUMBER_AT_START.match(path.name) and path.is_dir() and not is_version(path.name):
+        return "it is not a version number, but Triton would treat it as one"
+    return ""
+
+
+def find_models(
+    repository: Path,
+    wanted: Sequence[str] = (),
+    *,
+    backends: Sequence[str] = (),
+    leave_out: Callable[[HotrowError], None] | None = None,
+) -> list[ServableModel]:
     """The models of a repository, or those wanted, in order of name.
+
+    Models whose first version is still being written belong to it only if they are wanted.
 
     Args:
         backends: names of the backends that the server has; a model of another one is an error. Empty: not checked.
+        leave_out: called with the error of each model that cannot be served, which is left out. None: it is raised.
 
     Raises:
         ConfigurationError: no such folder or model, or a model that Triton cannot load or hangs on.
@@ -83,10 +122,24 @@ def find_models(repository: Path, wanted: Sequence[str] = (), *, backends: Seque
     for name in wanted:
         if name not in present:
             raise ConfigurationError(f"{repository} has no model {name!r}; models: {_listed(present)}")
-    names = sorted(set(wanted)) or present
+    begun = {folder.name for folder in begun_models(repository)}
+    names = sorted(set(wanted)) or [name for name in present if name not in begun]
     if not names:
         raise ConfigurationError(f"{repository} contains no model; `hotrow import` creates one")
-    return [_check_model(repository / name, backends) for name in names]
+    found = (_find(repository / name, backends, leave_out) for name in names)
+    return [model for model in found if model is not None]
+
+
+def _find(
+    folder: Path, backends: Sequence[str], leave_out: Callable[[HotrowError], None] | None
+) -> ServableModel | None:
+    try:
+        return _check_model(folder, backends)
+    except HotrowError as error:
+        if leave_out is None:
+            raise
+        leave_out(error)
+        return None
 
 
 def _check_model(folder: Path, backends: Sequence[str]) -> ServableModel:
@@ -106,23 +159,23 @@ def _check_model(folder: Path, backends: Sequence[str]) -> ServableModel:
             "name; allowed: "
             f"letters, digits and any of .+@%,=_-; rename {folder}"
         )
-    versions = _versions(folder, config.backend)
-    for version in versions:
+    versions = _versions(folder)
+    for version in config.chosen_versions(versions):
         _check_version(folder / str(version), config)
     return ServableModel(folder.name, tuple(versions), config.backend)
 
 
-def _versions(folder: Path, backend: str) -> list[int]:
-    names = [path.name for path in folder.iterdir() if path.is_dir()]
-    for name in names:
-        # Triton reads the leading digits: it would take `5.tmp` for version 5, and wait for its files.
-        # In a view of the folder it does not see HugeCTR's `0_sparse_2000.model`.
-        if backend not in IN_PLACE_BACKENDS and name[0].isdigit() and not is_version(name):
-            raise ConfigurationError(
-                f"model {folder.name!r}: {folder / name} is not a version number, but Triton would treat it as one; "
-                f"rename it (`.tmp-{name}`) or remove it"
-            )
-    versions = sorted(int(name) for name in names if is_version(name))
+def _is_begun(folder: Path) -> bool:
+    """Whether a folder holds no version but one that is being written, or was when its writer died."""
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except OSError:  # finding the model raises it
+        return False
+    return any(name.startswith(".tmp-") for name in names) and not any(map(is_version, names))
+
+
+def _versions(folder: Path) -> list[int]:
+    versions = sorted(int(path.name) for path in folder.iterdir() if path.is_dir() and is_version(path.name))
     if not versions:
         raise ConfigurationError(
             f"model {folder.name!r}: {folder} contains no version; a version is a folder whose name is a whole number"

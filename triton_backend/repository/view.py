@@ -4,7 +4,8 @@ Their users' config.pbtxt asks for a GPU, which Triton refuses on a machine with
 We never write to the user's files, and a Load call has to see changes made just before. So a model folder of the view
 holds the user's config.pbtxt, rewritten when Triton opens it (leased_file.py), and two kinds of links. A link to the
 user's folder shows Triton that something has changed. Links to the version directories are listed by Triton after it
-has read the configuration. Models of other backends are links to the user's folders.
+has read the configuration. Models of other backends are links to the user's folders, unless these hold something that
+Triton would stumble over: then links to all else in them take the place of the link.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from triton_backend.repository import text_format
 from triton_backend.repository.leased_file import LeasedFile
 from triton_backend.repository.model_config import CONFIG_FILE
-from triton_backend.repository.servable import IN_PLACE_BACKENDS, SOURCE_LINK, is_version, model_folders
+from triton_backend.repository.servable import IN_PLACE_BACKENDS, SOURCE_LINK, is_version, misreading, model_folders
 
 _SCHEDULERS = ("dynamic_batching", "sequence_batching", "ensemble_scheduling")
 _INTERVAL_S = 0.01
@@ -93,7 +94,7 @@ class RepositoryView:
         return [_changed_ns(self._repository), *(_changed_ns(self._repository / name / CONFIG_FILE) for name in linked)]
 
     def _add(self, source: Path, target: Path) -> None:
-        if _read_backend(source) not in IN_PLACE_BACKENDS:
+        if _read_backend(source) not in IN_PLACE_BACKENDS and not any(map(misreading, source.iterdir())):
             if not target.exists():
                 target.symlink_to(source)
             return
@@ -123,12 +124,13 @@ class RepositoryView:
     def _adapted(self, source: Path, target: Path) -> str:
         """The rewritten text of config.pbtxt; also updates the links next to it."""
         try:
-            _follow_links(source, target)
             text = (source / CONFIG_FILE).read_text(encoding="utf-8")
             config = text_format.parse(text)
+            is_in_place = _backend(config) in IN_PLACE_BACKENDS
+            _follow_links(source, target, _is_version_folder if is_in_place else _is_harmless)
         except (OSError, ValueError) as error:
             return f"# {CONFIG_FILE} cannot be read\n{error}\n"  # which makes the load fail with a message
-        if _backend(config) not in IN_PLACE_BACKENDS:
+        if not is_in_place:
             return text
         if not self._has_gpu and _move_to_cpu(config):
             self.moved_to_cpu.add(target.name)
@@ -193,9 +195,18 @@ def _changed_ns(path: Path) -> int:
         return 0
 
 
-def _follow_links(source: Path, target: Path) -> None:
-    """Links to the user's folder, and to the versions in it."""
-    wanted = {path.name: path for path in source.iterdir() if path.is_dir() and is_version(path.name)}
+def _is_version_folder(path: Path) -> bool:
+    return path.is_dir() and is_version(path.name)
+
+
+def _is_harmless(path: Path) -> bool:
+    """Whether Triton may see an entry of a model's folder: versions, labels, samples for its warm-up and others."""
+    return path.name != CONFIG_FILE and not path.name.startswith(".") and not misreading(path)
+
+
+def _follow_links(source: Path, target: Path, is_shown: Callable[[Path], bool]) -> None:
+    """Links to the user's folder, and to those entries in it that are shown."""
+    wanted = {path.name: path for path in source.iterdir() if is_shown(path)}
     wanted[SOURCE_LINK] = source
     present = {path.name for path in target.iterdir() if path.is_symlink()}
     for name in present - set(wanted):

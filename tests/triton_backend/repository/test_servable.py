@@ -1,0 +1,63 @@
+"""Which versions a server would load, and what Triton must not see."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from triton_backend.repository.model_config import ModelConfig
+from triton_backend.repository.servable import find_models, misreading
+
+
+@pytest.mark.parametrize(
+    ("policy", "chosen"),
+    [
+        ("", [20]),
+        ("version_policy { latest { num_versions: 2 } }", [3, 20]),
+        ("version_policy: { latest: { num_versions: 9 } }", [1, 3, 20]),
+        ("version_policy { latest { num_versions: 0 } }", []),
+        ("version_policy { latest { num_versions: -1 } }", []),
+        ("version_policy { latest { } }", [20]),
+        ("version_policy { all { } }", [1, 3, 20]),
+        ("version_policy { specific { versions: [ 3, 4 ] } }", [3]),
+        ("version_policy { specific { versions: 3 versions: 1 } }", [1, 3]),
+        ("version_policy { specific { } }", []),
+    ],
+)
+def test_the_policy_chooses_versions(policy: str, chosen: list[int], tmp_path: Path) -> None:
+    """As Triton does; the versions are given in ascending order."""
+    (tmp_path / "config.pbtxt").write_text(f'backend: "hotrow" {policy}', encoding="utf-8")
+
+    assert ModelConfig.read(tmp_path / "config.pbtxt").chosen_versions([1, 3, 20]) == chosen
+
+
+@pytest.mark.parametrize("name", ["1", "20260102030405", str(2**63 - 1), "labels", "-1", "x1", "٣", "configs"])
+def test_these_are_not_misread(name: str, tmp_path: Path) -> None:
+    """Triton reads them as the versions that they are, or passes over them."""
+    (tmp_path / name).mkdir()
+
+    assert misreading(tmp_path / name) == ""
+
+
+@pytest.mark.parametrize("name", ["0", "01", "1.tmp", " 1", "+1", "1\n", "\t1", "1e3", str(2**63)])
+def test_these_are_misread(name: str, tmp_path: Path) -> None:
+    """Folders only: a file of such a name is no version."""
+    (tmp_path / name).mkdir()
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / name).touch()
+
+    assert "not a version number" in misreading(tmp_path / name)
+    assert misreading(tmp_path / "files" / name) == ""
+
+
+def test_an_incomplete_model_belongs_to_a_repository_only_if_it_is_wanted(tmp_path: Path) -> None:
+    """Its writer may still be at work; once a version is there, the remains of another harm nothing."""
+    for name in ("done/1", "done/.tmp-2", "begun/.tmp-1"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("done", "begun"):
+        (tmp_path / name / "config.pbtxt").write_text('backend: "onnxruntime"', encoding="utf-8")
+
+    assert [model.name for model in find_models(tmp_path)] == ["done"]
+    with pytest.raises(ValueError, match="contains no version"):
+        find_models(tmp_path, ["begun"])
