@@ -10,8 +10,7 @@ from inference_session.config import SessionConfig
 from inference_session.errors import UnavailableError
 from inference_session.model_spec import TABLES_FOLDER
 from inference_session.parameter_server.base import ERASED_SUFFIX, EmbeddingStore
-from inference_session.parameter_server.deletable_files import DeletableFiles
-from inference_session.parameter_server.file_store import TableFileStore
+from inference_session.parameter_server.file_store import DeletableFiles, TableFileStore
 from inference_session.parameter_server.known_incarnation import NOTE_TABLE, KnownIncarnation
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.retirement import Retirement

@@ -18,7 +18,7 @@ from inference_session.parameter_server import server as server_module
 from inference_session.parameter_server import tier as tier_module
 from inference_session.parameter_server import upkeep as upkeep_module
 from inference_session.parameter_server.base import ERASED_SUFFIX, EmbeddingStore, FetchRequest, LateError
-from inference_session.parameter_server.deletable_files import DeletableFiles
+from inference_session.parameter_server.file_store import DeletableFiles
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.promotions import MAX_PENDING_PROMOTIONS, PROMOTIONS_AT_ONCE
 from inference_session.parameter_server.server import ParameterServer

@@ -15,13 +15,13 @@ from inference_session.parameter_server.base import EmbeddingStore
 from inference_session.parameter_server.file_store import TableFileStore
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.rocksdb.store import RocksDbStore
-from inference_session.parameter_server.wrapper_store import WrapperStore
 from inference_session.tables.table_file import write_table
 from inference_session.version_directory import manifest
 from inference_session.version_directory.version import VersionDirectory
 from tests.testing.faulty_stores import FaultStore, LatencyStore
 from tests.testing.memory_store import MemoryStore
 from tests.testing.store_contract import DIMS, ReadContract, StoreContract, fetch, keys_of, random_vectors
+from tests.testing.wrapper_store import WrapperStore
 
 
 class MemoryContract(StoreContract):

@@ -22,7 +22,6 @@ from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.tier import Tier
-from inference_session.parameter_server.wrapper_store import WrapperStore
 from inference_session.rows import UpdatedRows
 from inference_session.rows.dump import dump
 from inference_session.tables.base import RowBatch
@@ -33,6 +32,7 @@ from tests.testing.hadoop import Hdfs
 from tests.testing.memory_store import MemoryStore
 from tests.testing.server_calls import fetch_any
 from tests.testing.servers import PATIENCE_MS, RedisServer
+from tests.testing.wrapper_store import WrapperStore
 
 Table = dict[int, list[float]]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from inference_session.parameter_server.base import EmbeddingStore
-from inference_session.parameter_server.wrapper_store import WrapperStore
+from tests.testing.wrapper_store import WrapperStore
 
 Result = TypeVar("Result")
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.parameter_server.base import FetchRequest
-from inference_session.parameter_server.wrapper_store import WrapperStore
+from tests.testing.wrapper_store import WrapperStore
 
 
 class HookedStore(WrapperStore):

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 
 from inference_session.parameter_server.base import ERASED_SUFFIX
-from inference_session.parameter_server.deletable_files import DeletableFiles
-from inference_session.parameter_server.wrapper_store import WrapperStore
+from inference_session.parameter_server.file_store import DeletableFiles
 from tests.testing.memory_store import MemoryStore
+from tests.testing.wrapper_store import WrapperStore
 
 KEYS = np.arange(3)
 

@@ -20,7 +20,7 @@ class WrapperStore(EmbeddingStore):
     def __init__(self, store: EmbeddingStore) -> None:
         self.store = store
 
-    def around(self, verb: str, call: Callable[[], Result]) -> Result:  # noqa: ARG002
+    def around(self, verb: str, call: Callable[[], Result]) -> Result:
         """Make a call; `verb` is the method's name."""
         return call()
 
