@@ -32,10 +32,10 @@ from numpy.typing import NDArray
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache, bytes_to_hold
 from inference_session.model_spec import TableSpec
 from inference_session.parameter_server.base import EmbeddingStore
+from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.redis import layout as redis_layout
 from inference_session.parameter_server.server import ParameterServer
-from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.tier import Tier
 from inference_session.rows import StoredRows, fetch
 

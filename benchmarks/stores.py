@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from rocksdict import Options, Rdict, WriteBatch
 
 from inference_session.parameter_server.base import EmbeddingStore
+from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.redis import layout as redis_layout
-from inference_session.parameter_server.store_url import create_store
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.testing.servers import RedisServer

@@ -12,8 +12,8 @@ import pytest
 
 from inference_session import InferenceSession
 from inference_session.errors import UnavailableError
+from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
-from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_push import TablePush
 from tests.testing import small_model
 from tests.testing.servers import PATIENCE_MS, RedisServer, wait_until

@@ -17,8 +17,8 @@ from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.execution.kept_contexts import Context, ContextMemory
 from inference_session.importers.onnx import ImportReport
 from inference_session.model_spec import CANDIDATES
+from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
-from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_push import TablePush
 from inference_session.parameter_server.write_log import WriteLog
 from tests.testing.onnx_models import import_model, model_of, table

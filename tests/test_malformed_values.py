@@ -13,10 +13,10 @@ import pytest
 
 from inference_session import InferenceSession, Request
 from inference_session.parameter_server.base import EmbeddingStore
+from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.redis import layout
 from inference_session.parameter_server.rocksdb.store import RocksDbStore
-from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_push import TablePush
 from tests.testing import small_model
 from tests.testing.servers import PATIENCE_MS, RedisServer, wait_until

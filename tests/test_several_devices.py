@@ -19,9 +19,9 @@ from inference_session.device.discovery import unusable, unusable_for_sessions
 from inference_session.embedding_cache.base import EmbeddingCache
 from inference_session.errors import ConfigurationError, UnavailableError
 from inference_session.model_spec import TABLES_FOLDER, TableSpec
+from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
-from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.tier import Tier
 from inference_session.rows import Rows, StoredRows, fetch
 from inference_session.rows.hot_keys import merged, read_hot_keys

@@ -25,9 +25,9 @@ from inference_session.errors import (
 )
 from inference_session.execution.network import Network
 from inference_session.model_spec import TABLES_FOLDER
+from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
-from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.tier import Tier
 from inference_session.rows import StoredRows, fetch
 from tests.testing import small_model

@@ -10,8 +10,8 @@ import click
 
 from hotrow.progress import byte_progress, row_progress
 from inference_session.model_spec import ModelSpec
+from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
-from inference_session.parameter_server.store_url import create_store
 from inference_session.urls.store_url import StoreUrl
 from inference_session.version_directory import manifest
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -11,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import InvalidRequestError, StoreError, TableNotFoundError, UnavailableError
-from inference_session.parameter_server.malformed_values import MalformedValues
 from inference_session.tables.base import RowBatch
 
 Store = TypeVar("Store", bound="EmbeddingStore")
@@ -20,6 +22,11 @@ ERASED_SUFFIX = "~erased"
 """Behind a table's name: the table of the keys that were erased from its files (file_store.py). A store that may
 hold only a limited number of rows evicts none of these: the rows of the files would reappear.
 """
+
+LOG_INTERVAL_S = 60.0
+"""Time between two lines of the log about malformed values of one table of one store."""
+
+_log = logging.getLogger(__name__)
 
 
 class LateError(UnavailableError):
@@ -174,6 +181,35 @@ class EmbeddingStore(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+class MalformedValues:
+    """Values of one store that cannot be rows of their table: counted, and logged at intervals. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Keys requested and counted as missing, because their value is malformed."""
+        self._next_line_at: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def add(self, store: object, table: str, what: str, num_keys: int = 1) -> None:
+        """Count keys that the store treats as missing. `what` says which key has which value."""
+        now = time.monotonic()
+        with self._lock:
+            self.count += num_keys
+            count, is_due = self.count, now >= self._next_line_at.get(table, 0.0)
+            if is_due:
+                self._next_line_at[table] = now + LOG_INTERVAL_S
+        if is_due:
+            _log.warning(
+                "table %r in %r: %s; this counts as missing there (%d such keys read from this store so far)",
+                *(table, store, what, count),
+            )
+
+    def add_row(self, store: object, table: str, key: int, found_bytes: int, expected_bytes: int) -> None:
+        """Count a key whose row has another width than its table's."""
+        expected = f"expected {expected_bytes} ({expected_bytes // 4} float32)"
+        self.add(store, table, f"key {key} has a row of {found_bytes} bytes, {expected}")
 
 
 class BoundStore(EmbeddingStore):

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from inference_session.parameter_server.base import EmbeddingStore
+from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
-from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_push import TablePush
 from tests.campaign.contents import MODEL, SPEC, TABLES
 from tests.campaign.expectations import Writer

@@ -18,8 +18,8 @@ from inference_session.dense_engine.onnx import OnnxEngine
 from inference_session.errors import HotrowError, InvalidRequestError
 from inference_session.execution import staged_model as staged
 from inference_session.kernels import array_headers
+from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
-from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_push import TablePush
 from inference_session.rows import UpdatedRows
 from tests.testing import staged_model

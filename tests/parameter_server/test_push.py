@@ -16,8 +16,8 @@ from hotrow.command_line import cli
 from inference_session.errors import ConfigurationError, ModelFormatError, StoreError, UnavailableError
 from inference_session.model_spec import TABLES_FOLDER, ModelSpec, TableSpec
 from inference_session.parameter_server import table_push
+from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
-from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_push import TablePush
 from inference_session.tables.table_file import write_table
 from inference_session.version_directory import manifest

@@ -18,11 +18,11 @@ from inference_session.parameter_server import server as server_module
 from inference_session.parameter_server import tier as tier_module
 from inference_session.parameter_server import upkeep as upkeep_module
 from inference_session.parameter_server.base import ERASED_SUFFIX, EmbeddingStore, FetchRequest, LateError
+from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.file_store import DeletableFiles
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.promotions import MAX_PENDING_PROMOTIONS, PROMOTIONS_AT_ONCE
 from inference_session.parameter_server.server import ParameterServer
-from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.tier import Tier
 from tests.testing.faulty_stores import FaultStore
 from tests.testing.hooked_store import HookedStore

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_session.errors import ConfigurationError
+from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace, split_tag
 from inference_session.parameter_server.rocksdb.store import RocksDbStore
-from inference_session.parameter_server.store_url import create_store
 from inference_session.urls.store_url import OPTIONS, StoreUrl
 
 

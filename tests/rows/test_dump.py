@@ -18,9 +18,9 @@ from inference_session.errors import ConfigurationError, SessionClosedError, Sto
 from inference_session.model_source import Copy
 from inference_session.model_spec import ModelSpec
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
+from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
-from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.tier import Tier
 from inference_session.rows import UpdatedRows
 from inference_session.rows.dump import dump

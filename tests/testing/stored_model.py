@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session import InferenceSession
+from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
-from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_push import TablePush
 from tests.testing import small_model
 from tests.testing.servers import PATIENCE_MS

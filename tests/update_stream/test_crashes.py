@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from inference_session.parameter_server.base import EmbeddingStore
+from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
-from inference_session.parameter_server.store_url import create_store
 from inference_session.update_stream import Publisher
 from tests.testing.broker import Broker
 from tests.testing.servers import PATIENCE_MS, RedisServer

@@ -14,8 +14,8 @@ import pytest
 from confluent_kafka.admin import NewTopic
 
 from inference_session import InferenceSession
+from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
-from inference_session.parameter_server.store_url import create_store
 from inference_session.update_stream import Publisher
 from inference_session.update_stream.encodings import decode, encode_batch
 from inference_session.update_stream.publisher import crc32

@@ -17,8 +17,8 @@ import pytest
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, UnavailableError
 from inference_session.model_spec import TABLES_FOLDER
+from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
-from inference_session.parameter_server.store_url import create_store
 from inference_session.update_stream import Publisher, kafka_stream, update_applier
 from inference_session.update_stream.encodings import encode_batch
 from inference_session.versions import VersionManager

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from inference_session import InferenceSession
+from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
-from inference_session.parameter_server.store_url import create_store
 from inference_session.update_stream import kafka_stream
 from tests.testing.broker import Broker
 from tests.testing.servers import PATIENCE_S, wait_until

@@ -14,8 +14,8 @@ import pytest
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, ModelFormatError
 from inference_session.model_spec import ModelSpec, TableSpec, VectorType
+from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
-from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_push import TablePush
 from inference_session.rows import UpdatedRows, fetch
 from inference_session.tables.quantized_rows import dequantize_rows, quantize_rows

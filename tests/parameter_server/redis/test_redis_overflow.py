@@ -11,11 +11,11 @@ import redis
 
 from inference_session.errors import ConfigurationError
 from inference_session.parameter_server.base import FetchRequest
+from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.redis import layout
 from inference_session.parameter_server.redis.store import RedisStore
 from inference_session.parameter_server.server import ParameterServer
-from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.tier import Tier
 from tests.testing.memory_store import MemoryStore
 from tests.testing.server_calls import fetch_any

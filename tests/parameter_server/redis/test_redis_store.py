@@ -20,10 +20,10 @@ import trustme
 from numpy.typing import NDArray
 
 from inference_session.errors import ConfigurationError, StoreError, UnavailableError
+from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.redis import layout
 from inference_session.parameter_server.redis.store import RedisStore, list_redis_tables
-from inference_session.parameter_server.store_url import create_store
 from inference_session.urls.store_url import StoreUrl
 from tests.testing.redis_contract import RedisContract, partition_in_plain_python
 from tests.testing.servers import (

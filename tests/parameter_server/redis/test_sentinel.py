@@ -15,9 +15,9 @@ import redis
 
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, StoreError, UnavailableError
+from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.redis.store import RedisStore, list_redis_tables
-from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_push import TablePush
 from inference_session.urls.store_url import StoreUrl
 from tests.testing import small_model
