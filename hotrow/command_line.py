@@ -11,7 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from hotrow import __version__
-from hotrow.printable import printable
+from hotrow.formatting import printable
 from inference_session.errors import HotrowError
 
 _SECTIONS = {

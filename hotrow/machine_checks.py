@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from hotrow.dense_network import ENGINE_SETTING, SETTING, DenseSettings
-from hotrow.units import counted, in_units
+from hotrow.formatting import counted, in_units
 from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.model_source import is_url
 from inference_session.model_spec import (

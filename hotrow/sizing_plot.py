@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hotrow.formatting import in_units
 from hotrow.html_page import FAINT, html_page, page_colors, svg, text, wide
 from hotrow.sizing_report import SizingReport, TableReport, conclusions, facts, memory_lines
-from hotrow.units import in_units
 from inference_session.errors import ConfigurationError
 
 if TYPE_CHECKING:

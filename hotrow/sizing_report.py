@@ -13,8 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from hotrow.printable import as_cell
-from hotrow.units import in_units
+from hotrow.formatting import as_cell, in_units
 from inference_session.device.placement import Place
 from inference_session.embedding_cache.cpu import bytes_to_hold, rows_held
 from inference_session.model_spec import ModelSpec, TableSpec

@@ -13,9 +13,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hotrow.formatting import as_cell, in_units, printable
 from hotrow.metrics_page import MetricsPage, Window
-from hotrow.printable import as_cell, printable
-from hotrow.units import in_units
 
 _HISTORY = 24
 _NUM_PAGES = 5

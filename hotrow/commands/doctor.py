@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotrow.units import counted
+from hotrow.formatting import counted
 
 if TYPE_CHECKING:
     from hotrow.machine_checks import Finding

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hotrow.dense_network import describe_dense_network
-from hotrow.printable import as_cell
+from hotrow.formatting import as_cell
 from hotrow.progress import byte_progress
 from inference_session.errors import ConfigurationError
 from inference_session.model_spec import INDEX_FILE, TABLES_FOLDER, VECTOR_FILE, ModelSpec, RankingSpec, TensorSpec

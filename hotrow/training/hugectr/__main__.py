@@ -7,7 +7,7 @@ import runpy
 import sys
 import traceback
 
-from hotrow.printable import printable
+from hotrow.formatting import printable
 from hotrow.training import hugectr
 from inference_session.errors import HotrowError
 

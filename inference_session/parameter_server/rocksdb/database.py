@@ -5,13 +5,12 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from stat import S_ISDIR
 from typing import Any
 
 from inference_session.errors import ConfigurationError, SessionClosedError, StoreError, UnavailableError
-from inference_session.parameter_server.rocksdb.lock_holder import lock_holder
 
 try:
     from rocksdict import (
@@ -42,6 +41,8 @@ CURRENT_FILE = "CURRENT"
 """A file that every RocksDB has; without it there is no database."""
 _IDENTITY_FILE = "IDENTITY"
 """Written once, when a database is made."""
+_LOCK_FILE = "LOCK"
+_LOCKS = Path("/proc/locks")
 
 
 def open_writer(path: Path) -> Any:
@@ -198,6 +199,31 @@ def translated(path: Path) -> Iterator[None]:
 def _as_ours(path: Path, text: str) -> Exception:
     name, text = f"the RocksDB at {str(path)!r}", " ".join(text.split())
     if "LOCK" in text and "lock" in text:
-        return UnavailableError(f"{name} is being written by {lock_holder(path)}")
+        return UnavailableError(f"{name} is being written by {_lock_holder(path)}")
     kind = UnavailableError if text.startswith(("IO error", "Operation timed out", "Resource busy")) else StoreError
     return kind(f"{name}: {text}")
+
+
+def _lock_holder(path: Path) -> str:
+    """Which process holds the lock, for example `process 4711 (tritonserver, stopped)`.
+
+    The file itself is not opened: closing it would end a lock that this process holds.
+    """
+    with suppress(OSError, ValueError, IndexError):
+        stat = (path / _LOCK_FILE).stat()
+        place = f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}:{stat.st_ino}"
+        for line in _LOCKS.read_text(encoding="ascii").splitlines():
+            fields = line.split()
+            if place in fields and fields[1] == "POSIX":
+                return _describe(int(fields[4]))
+    return "another process, or twice by this one"
+
+
+def _describe(pid: int) -> str:
+    if pid == os.getpid():
+        return "another store of this process"
+    with suppress(OSError, ValueError):
+        begin, _, end = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")
+        state = ", stopped" if end.split()[0] == "T" else ""
+        return f"process {pid} ({begin.partition('(')[2]}{state})"
+    return f"process {pid}"

@@ -1,0 +1,30 @@
+"""Text for people: numbers with units, and untrusted names, which neither a terminal nor rich may interpret."""
+
+from __future__ import annotations
+
+from rich.markup import escape
+
+
+def in_units(num_bytes: int) -> str:
+    """For example `1.50 GiB`."""
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if size == round(size) else f"{size:.2f} {unit}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things: `1 model`, `2 models`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def printable(text: str) -> str:
+    """The text without control characters other than line ends."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def as_cell(text: str) -> str:
+    """The text for a cell of a rich table, or any other text that rich parses for markup."""
+    return escape(printable(text))
