@@ -112,7 +112,7 @@ def needed_nodes(nodes: Iterable[NodeProto], targets: Iterable[str]) -> list[Nod
 
 def set_nodes(graph: GraphProto, nodes: Iterable[NodeProto]) -> None:
     """Replace the nodes of a graph."""
-    kept = [_copied(node) for node in nodes]
+    kept = [copied(node) for node in nodes]
     del graph.node[:]
     graph.node.extend(kept)
 
@@ -241,7 +241,8 @@ def make_node(op_type: str, inputs: list[str], output: str, **attributes: Any) -
     return helper.make_node(op_type, inputs, [output], name=f"hotrow_{output}", **attributes)
 
 
-def _copied(node: NodeProto) -> NodeProto:
+def copied(node: NodeProto) -> NodeProto:
+    """A node that may be changed."""
     copy = NodeProto()
     copy.CopyFrom(node)
     return copy

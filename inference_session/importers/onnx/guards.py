@@ -17,6 +17,7 @@ from inference_session.importers.onnx.graph import (
     all_graphs,
     all_nodes,
     attribute,
+    copied,
     defined,
     make_node,
     replace_node,
@@ -86,8 +87,7 @@ def _guarded(scope: GraphProto, names: Names, node: NodeProto) -> list[NodeProto
 
 
 def _as_it_is(names: Names, node: NodeProto) -> GraphProto:
-    copy = NodeProto()
-    copy.CopyFrom(node)
+    copy = copied(node)
     copy.output[:] = [name and names.fresh(name) for name in node.output]
     return GraphProto(name="full", node=[copy], output=_values([name for name in copy.output if name]))
 

@@ -56,8 +56,7 @@ def carry_biases(work: Work) -> None:
     for layer in layers:
         for node, nodes in _rewritten(work, layer, carried):
             replaced[positions[node.output[0]]] = nodes
-    if replaced:
-        work.replace(replaced)
+    work.replace(replaced)
 
 
 def _layer(work: Work, product: NodeProto, readers: dict[str, list[NodeProto]]) -> _Layer | None:

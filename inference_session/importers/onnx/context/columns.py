@@ -71,8 +71,7 @@ def cut_products(work: Work, *, sums: bool) -> None:
         if product is not None and nodes:
             replaced[i] = []
             replaced[positions[product.output]] = nodes
-    if replaced:
-        work.replace(replaced)
+    work.replace(replaced)
 
 
 def _product(work: Work, node: NodeProto) -> _Product | None:

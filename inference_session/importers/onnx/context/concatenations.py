@@ -7,7 +7,7 @@ then runs once. Such f are elementwise operators, inference of BatchNormalizatio
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import groupby
 from typing import NamedTuple
 
@@ -70,8 +70,7 @@ class _Delay:
     def run(self) -> None:
         """Visit the nodes in their order, so that a Concat can move past several nodes."""
         replaced = {i: nodes for i, node in enumerate(self._work.graph.node) if (nodes := self._visit(node))}
-        if replaced:
-            self._work.replace(replaced)
+        self._work.replace(replaced)
 
     def _visit(self, node: NodeProto) -> list[NodeProto] | None:
         if node.domain or not node.input or not node.output[0]:
@@ -145,7 +144,7 @@ class _Delay:
                 for operand in known
             ]
             is_mixed |= len(kinds) > 1
-            parts.append(Part(self._again(node, values, builder), part.size, kinds == {True}))
+            parts.append(Part(builder.copy(node, values), part.size, kinds == {True}))
             begin += part.size
         return Concatenation(given.axis, parts, is_mixed)
 
@@ -193,7 +192,7 @@ class _Delay:
     def _look_up(self, node: NodeProto, given: Concatenation, builder: Builder) -> Concatenation | None:
         if not self._work.is_constant(node.input[0]):
             return None
-        made = [self._again(node, [node.input[0], part.value], builder) for part in given.parts]
+        made = [builder.copy(node, [node.input[0], part.value]) for part in given.parts]
         return given._replace(parts=[part._replace(value=value) for part, value in zip(given.parts, made, strict=True)])
 
     def _flatten(self, node: NodeProto, given: Concatenation, builder: Builder) -> Concatenation | None:
@@ -210,15 +209,6 @@ class _Delay:
             shape = builder.integers([-1, width // narrow, *(size or 0 for size in after[2:])])
             parts.append(part._replace(value=builder.add("Reshape", [part.value, shape]), size=width // narrow))
         return given._replace(parts=parts)
-
-    def _again(self, node: NodeProto, inputs: Sequence[str], builder: Builder) -> str:
-        copy = NodeProto()
-        copy.CopyFrom(node)
-        copy.input[:] = inputs
-        copy.output[:] = [self._work.fresh(f"{node.output[0]}_part")]
-        copy.name = f"hotrow_{copy.output[0]}"
-        builder.nodes.append(copy)
-        return str(copy.output[0])
 
 
 def _merged(parts: list[Part], axis: int, builder: Builder) -> list[Part]:

@@ -16,9 +16,7 @@ _SWAPPED = [0, 2, 1]
 
 def contract_sums(work: Work) -> None:
     """Change the graph."""
-    replaced = {i: nodes for i, node in enumerate(work.graph.node) if (nodes := _contract(work, node))}
-    if replaced:
-        work.replace(replaced)
+    work.replace_each(_contract)
 
 
 def _contract(work: Work, node: NodeProto) -> list[NodeProto] | None:

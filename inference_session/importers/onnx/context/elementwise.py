@@ -17,7 +17,8 @@ def drop_expansions(work: Work) -> None:
                 source = work.made_by.get(name)
                 if source is not None and source.op_type in ("Expand", "Tile") and not source.domain:
                     _drop(work, node, position, source.input[0])
-    work.replace({})
+    work.drop_unused()
+    work.refresh()
 
 
 def _drop(work: Work, node: NodeProto, position: int, source: str) -> None:
@@ -35,9 +36,7 @@ def _drop(work: Work, node: NodeProto, position: int, source: str) -> None:
 
 def broadcast_elementwise(work: Work) -> None:
     """Change the graph."""
-    replaced = {i: nodes for i, node in enumerate(work.graph.node) if (nodes := _by_blocks(work, node))}
-    if replaced:
-        work.replace(replaced)
+    work.replace_each(_by_blocks)
 
 
 def _by_blocks(work: Work, node: NodeProto) -> list[NodeProto] | None:
@@ -53,14 +52,8 @@ def _by_blocks(work: Work, node: NodeProto) -> list[NodeProto] | None:
     inputs = [_operand(work, builder, name, rank) for name in node.input]
     if None in inputs:
         return None
-    copy = NodeProto()
-    copy.CopyFrom(node)
-    copy.input[:] = [name or "" for name in inputs]
-    copy.output[:] = [work.fresh(f"{node.output[0]}_blocks")]
-    copy.name = f"hotrow_{copy.output[0]}"
-    builder.nodes.append(copy)
-    shape = builder.whole(node.output[0], copy.output[0])
-    builder.add("Reshape", [copy.output[0], shape], node.output[0])
+    blocks = builder.copy(node, [name or "" for name in inputs])
+    builder.add("Reshape", [blocks, builder.whole(node.output[0], blocks)], node.output[0])
     return builder.nodes
 
 

@@ -27,15 +27,12 @@ def fold_constants(work: Work) -> None:
     gone: dict[int, list[NodeProto]] = {
         i: [] for i, node in enumerate(work.graph.node) if folded.intersection(node.output)
     }
-    if gone:
-        work.replace(gone)
+    work.replace(gone)
 
 
 def answer_shapes(work: Work) -> None:
     """Let the shape of a candidates' value follow from their number, where its other sizes are always the same."""
-    replaced = {i: nodes for i, node in enumerate(work.graph.node) if (nodes := _answered(work, node))}
-    if replaced:
-        work.replace(replaced)
+    work.replace_each(_answered)
 
 
 def _answered(work: Work, node: NodeProto) -> list[NodeProto] | None:
@@ -53,9 +50,7 @@ def _answered(work: Work, node: NodeProto) -> list[NodeProto] | None:
 
 def write_plainly(work: Work) -> None:
     """Leave out operators that copy, and write PRelu with one slope for all as LeakyRelu, which is much faster."""
-    replaced = {i: nodes for i, node in enumerate(work.graph.node) if (nodes := _plain(work, node))}
-    if replaced:
-        work.replace(replaced)
+    work.replace_each(_plain)
 
 
 def _plain(work: Work, node: NodeProto) -> list[NodeProto] | None:

@@ -31,8 +31,7 @@ def divide_pairs(work: Work) -> None:
         picked = _picked(work, node.output[0]) if parts else None
         if parts and picked and (nodes := _divided(work, parts, *picked)):
             replaced[positions[picked[0]]] = nodes
-    if replaced:
-        work.replace(replaced)
+    work.replace(replaced)
 
 
 def _divided(work: Work, parts: list[str], output: str, places: NDArray[np.int64]) -> list[NodeProto] | None:

@@ -15,9 +15,7 @@ from inference_session.importers.onnx.context.work import Builder, Work
 
 def multiply_blocks(work: Work) -> None:
     """Change the graph."""
-    replaced = {i: nodes for i, node in enumerate(work.graph.node) if (nodes := _divided(work, node))}
-    if replaced:
-        work.replace(replaced)
+    work.replace_each(_divided)
 
 
 def _divided(work: Work, node: NodeProto) -> list[NodeProto] | None:

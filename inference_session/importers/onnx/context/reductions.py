@@ -15,9 +15,7 @@ from inference_session.importers.onnx.graph import attribute, axes_of
 
 def reduce_by_parts(work: Work) -> None:
     """Change the graph."""
-    replaced = {i: nodes for i, node in enumerate(work.graph.node) if (nodes := _divided(work, node))}
-    if replaced:
-        work.replace(replaced)
+    work.replace_each(_divided)
 
 
 def _divided(work: Work, node: NodeProto) -> list[NodeProto] | None:
@@ -46,12 +44,8 @@ def _divided(work: Work, node: NodeProto) -> list[NodeProto] | None:
 def _reduced(work: Work, builder: Builder, node: NodeProto, names: list[str], axis: int) -> str:
     """The share of some of the parts in the sum, or in the mean."""
     value = names[0] if len(names) == 1 else builder.add("Concat", names, axis=axis)
-    copy = NodeProto()
-    copy.CopyFrom(node)
-    copy.input[0], copy.output[0] = value, work.fresh(f"{node.output[0]}_part")
-    copy.name = f"hotrow_{copy.output[0]}"
-    builder.extend([copy])
+    part = builder.copy(node, [value, *node.input[1:]])
     if node.op_type == "ReduceSum":
-        return str(copy.output[0])
+        return part
     sizes = [(work.sizes(name) or [None] * (axis + 1))[axis] or 0 for name in (*names, node.input[0])]
-    return builder.add("Mul", [copy.output[0], builder.weight(np.array(sum(sizes[:-1]) / sizes[-1]))])
+    return builder.add("Mul", [part, builder.weight(np.array(sum(sizes[:-1]) / sizes[-1]))])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from onnx import NodeProto, TensorProto
 
 from inference_session.importers.onnx.context.work import Work
-from inference_session.importers.onnx.graph import replace_reads
+from inference_session.importers.onnx.graph import copied, replace_reads
 
 _SHARED = frozenset({"Concat", "Expand", "Gather", "Reshape", "Shape", "Slice", "Transpose"})
 
@@ -43,8 +43,7 @@ def _equal_constants(work: Work) -> dict[str, str]:
 
 def _content(node: NodeProto) -> bytes:
     """All but the names of the node and its outputs."""
-    copy = NodeProto()
-    copy.CopyFrom(node)
+    copy = copied(node)
     copy.name = ""
     del copy.output[:]
     return bytes(copy.SerializeToString())

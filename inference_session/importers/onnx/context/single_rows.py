@@ -31,8 +31,7 @@ def compute_two_rows(work: Work) -> None:
             continue
         if _multiplies_single_rows(work, node) or _sums(work, node):
             replaced[i] = _with_copy(work, node)
-    if replaced:
-        work.replace(replaced)
+    work.replace(replaced)
 
 
 def _multiplies_single_rows(work: Work, node: NodeProto) -> bool:
@@ -59,10 +58,6 @@ def _with_copy(work: Work, node: NodeProto) -> list[NodeProto]:
     zero, one, last = (builder.integers([i]) for i in (0, 1, -1))
     first = builder.add("Slice", [node.input[0], zero, one, zero])
     rows = builder.add("Concat", [node.input[0], first], axis=0)
-    copy = NodeProto()
-    copy.CopyFrom(node)
-    copy.input[0], copy.output[0] = rows, work.fresh(f"{node.output[0]}_rows")
-    copy.name = f"hotrow_{copy.output[0]}"
-    builder.extend([copy])
-    builder.add("Slice", [copy.output[0], zero, last, zero], node.output[0])
+    both = builder.copy(node, [rows, *node.input[1:]])
+    builder.add("Slice", [both, zero, last, zero], node.output[0])
     return builder.nodes

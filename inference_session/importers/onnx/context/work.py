@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -17,6 +17,7 @@ from inference_session.importers.onnx.graph import (
     add_constant,
     all_nodes,
     attribute,
+    copied,
     make_node,
     needed_nodes,
     producers,
@@ -171,8 +172,14 @@ class Work:
         self.weights[name] = Weight(name, tensor.data_type, tuple(tensor.dims), tensor)
         return name
 
+    def replace_each(self, write: Callable[[Work, NodeProto], Sequence[NodeProto] | None]) -> None:
+        """Put the nodes that `write` returns in the place of each node; None: the node stays."""
+        self.replace({i: nodes for i, node in enumerate(self.graph.node) if (nodes := write(self, node))})
+
     def replace(self, replaced: Mapping[int, Sequence[NodeProto]]) -> None:
         """Put nodes in the places of others, which are given by position; then refresh."""
+        if not replaced:
+            return
         nodes: list[NodeProto] = []
         for i, node in enumerate(self.graph.node):
             nodes += replaced.get(i, [node])
@@ -204,6 +211,15 @@ class Builder:
         name = output or self._work.fresh(f"{self._stem}_{op_type.lower()}")
         self.nodes.append(make_node(op_type, list(inputs), name, **attributes))
         return name
+
+    def copy(self, node: NodeProto, inputs: Sequence[str]) -> str:
+        """A node with the same operator and attributes, and one output; returns the output's name."""
+        again = copied(node)
+        again.input[:] = inputs
+        again.output[:] = [self._work.fresh(f"{self._stem}_{node.op_type.lower()}")]
+        again.name = f"hotrow_{again.output[0]}"
+        self.nodes.append(again)
+        return str(again.output[0])
 
     def integers(self, values: ArrayLike) -> str:
         """An int64 initializer."""

@@ -15,6 +15,7 @@ from inference_session.importers.onnx.graph import (
     Names,
     add_constant,
     bodies,
+    copied,
     make_node,
     producers,
     reads,
@@ -145,8 +146,7 @@ class Worlds:
     def _rewired(self, node: NodeProto, world: str | None) -> NodeProto:
         """The node with inputs of that world; None: of the world that has them."""
         here = {name: self._in_world(name, world) for name in sorted(reads(node))}
-        copy = NodeProto()
-        copy.CopyFrom(node)
+        copy = copied(node)
         copy.input[:] = [here.get(name, name) for name in node.input]
         for body in bodies(copy):
             rename(body, lambda name: here.get(name, name))
@@ -186,8 +186,8 @@ class Worlds:
         if (name, world) not in self._copies:
             node = self._made_by[name]
             for output in filter(None, node.output):
-                copied = output if world == CANDIDATES else self.names.fresh(f"{output}_{world}")
-                self._copies[output, world] = copied
+                copy = output if world == CANDIDATES else self.names.fresh(f"{output}_{world}")
+                self._copies[output, world] = copy
             if node.op_type == "Shape" and self._world.get(node.input[0]) not in (None, world):
                 self._foreign_shape(node, world, self._copies[name, world])
             else:
