@@ -18,8 +18,8 @@ from inference_session.parameter_server.redis import layout as redis_layout
 from inference_session.parameter_server.redis import replies as redis_replies
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.rows.base import fetch
+from inference_session.rows.files import changing_rows
 from inference_session.rows.stored import StoredRows
-from inference_session.rows.updated import UpdatedRows
 from inference_session.stats import SessionStats
 from inference_session.tables.table_file import TableFile, write_table
 
@@ -63,7 +63,7 @@ def _use_a_table(folder: Path) -> None:
     """A table is written, opened, changed and read, as an import, a session and an update stream do it."""
     keys, vectors = np.arange(2), np.zeros((2, 1), np.float32)
     write_table(folder, [vectors], keys=[keys])
-    rows = UpdatedRows([TableFile.open(folder, _TABLE)], num_threads=1)
+    rows = changing_rows([TableFile.open(folder, _TABLE)])
     rows.writer.update(_TABLE.folder, keys, vectors)
     rows.writer.erase(_TABLE.folder, keys)
     fetch(rows, 0, keys, np.empty_like(vectors))

@@ -1,17 +1,16 @@
-"""Where look-ups read rows: mapped files, updates in front of them, or a cache over the parameter server."""
+"""Where look-ups read rows: files, updates in front of them, or a cache over the parameter server."""
 
 from inference_session.rows.base import Rows, RowWriter, fetch
 from inference_session.rows.create import create_rows, resolved_cache_bytes
-from inference_session.rows.mapped import MappedRows
+from inference_session.rows.files import FileRows, changing_rows
 from inference_session.rows.stored import StoredRows
-from inference_session.rows.updated import UpdatedRows
 
 __all__ = [
-    "MappedRows",
+    "FileRows",
     "RowWriter",
     "Rows",
     "StoredRows",
-    "UpdatedRows",
+    "changing_rows",
     "create_rows",
     "fetch",
     "resolved_cache_bytes",

@@ -17,10 +17,10 @@ from inference_session.embedding_cache.null import NullEmbeddingCache
 from inference_session.model_spec import ModelSpec
 from inference_session.parameter_server.create import create_parameter_server
 from inference_session.rows.base import Rows
-from inference_session.rows.mapped import MappedRows
+from inference_session.rows.files import FileRows, changing_rows
 from inference_session.rows.stored import StoredRows
 from inference_session.rows.stored_writer import StoredWriter
-from inference_session.rows.updated import PlacedUpdatedRows, TableWriter, UpdatedRows
+from inference_session.rows.updated import TableWriter
 from inference_session.tables.base import DeviceTables
 from inference_session.tables.host_tables import HostTables
 from inference_session.tables.table_file import TableFile
@@ -43,7 +43,7 @@ def create_rows(version: VersionDirectory, config: SessionConfig, devices: Seque
     files = version.open_tables(verify_indexes=config.verify == "full")
     if config.update_stream is not None:
         return _updated_rows(files, config, devices)
-    return [MappedRows(files, tables) for tables in open_device_tables(files, config, devices)]
+    return [FileRows(files, tables) for tables in open_device_tables(files, config, devices)]
 
 
 def resolved_cache_bytes(spec: ModelSpec, config: SessionConfig, *, on_device: bool = False) -> int:
@@ -73,10 +73,10 @@ def _stored_rows(version: VersionDirectory, config: SessionConfig, devices: Sequ
 def _updated_rows(files: Sequence[TableFile], config: SessionConfig, devices: Sequence[Device]) -> list[Rows]:
     """The rows of files, and one set of changes to them."""
     if devices[0] is HOST:
-        return [UpdatedRows(files, num_threads=config.num_lookup_threads)]
+        return [changing_rows(files, num_threads=config.num_lookup_threads)]
     all_tables = open_device_tables(files, config, devices, rows_change=True)
     writer = TableWriter(files, all_tables)
-    return [PlacedUpdatedRows(files, tables, writer) for tables in all_tables]
+    return [FileRows(files, tables, writer) for tables in all_tables]
 
 
 def open_device_tables(

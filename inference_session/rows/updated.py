@@ -1,12 +1,11 @@
-"""The rows of a version's table files, changed by an update stream while no store keeps them."""
+"""Rows that an update stream changes while no store keeps them: in memory, in front of the table files."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,103 +17,12 @@ from inference_session.kernels.cpu import lookup as cpu
 from inference_session.kernels.cpu.lookup import NO_POSITIONS
 from inference_session.kernels.cpu.updated_table import UpdatedArrays, count_deleted
 from inference_session.kernels.records import SEGMENT, TABLE, Lookup
-from inference_session.rows.base import Rows, RowWriter
-from inference_session.rows.hot_keys import HotKeys
-from inference_session.rows.mapped import map_files
-from inference_session.rows.stats import RowStats, UpdatedTableStats
-from inference_session.tables.base import Changed, DeviceTables, RowBatch
+from inference_session.rows.base import RowWriter
+from inference_session.rows.stats import UpdatedTableStats
+from inference_session.tables.base import Changed, DeviceTables
 from inference_session.tables.row_numbers import RowNumbers
 from inference_session.tables.table_file import TableFile
 from inference_session.tables.updated_table import UpdatedTable
-
-
-class UpdatedRows(Rows):
-    """The rows of a version's table files, and in memory those that were changed since, which come first.
-
-    A table without changes is read from its files alone; otherwise keys are searched among the changed rows first.
-    """
-
-    device: Device = HOST
-
-    def __init__(self, files: Sequence[TableFile], *, num_threads: int, writer: TableWriter | None = None) -> None:
-        """Read files and what a writer has changed.
-
-        Args:
-            files: the version's; they become this object's to close.
-            num_threads: threads over which a large look-up is split.
-            writer: one for the same files; None: an own one.
-        """
-        self._files = {file.spec.folder: file for file in files}
-        self._num_threads = num_threads
-        self._row_numbers = RowNumbers([file.spec for file in files])
-        self.changes = self.writer = writer or TableWriter(files)
-
-    def look_up(self, lookup: Lookup) -> None:
-        """See Rows."""
-        self._row_numbers.count_from_start(lookup)
-        with self.changes.reading() as state:
-            cpu.look_up(state.records, lookup.segments, lookup.num_unknown, NO_POSITIONS, self._num_threads)
-            if state.deleted_addresses.any():
-                count_deleted(lookup.segments, state.records, state.deleted_addresses, lookup.num_unknown)
-
-    def scan(self, table: str) -> Iterator[RowBatch]:
-        """See Rows."""
-        changed, vectors, deleted = self.changes.tables[table].held()
-        yield changed[~deleted], vectors[~deleted]
-        for keys, rows in self._files[table].scan():
-            unchanged = ~np.isin(keys, changed)
-            yield keys[unchanged], rows[unchanged]
-
-    def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:  # noqa: ARG002
-        """See Rows."""
-        map_files(self._files.values(), deadline)
-
-    def stats(self) -> RowStats:
-        """See Rows."""
-        updated = {
-            folder: UpdatedTableStats(table.num_rows, table.num_bytes) for folder, table in self.changes.tables.items()
-        }
-        return RowStats(updated=updated)
-
-    def close(self) -> None:
-        """See Rows. The files stay mapped for look-ups under way."""
-        for file in self._files.values():
-            file.close()
-
-
-class PlacedUpdatedRows(UpdatedRows):
-    """The same, where a device has the rows of the files, and a copy of those that were changed."""
-
-    def __init__(self, files: Sequence[TableFile], tables: DeviceTables, writer: TableWriter) -> None:
-        """`tables`: the same ones on the device, to which the writer passes changes; they become this object's to
-        close.
-        """
-        super().__init__(files, num_threads=1, writer=writer)
-        self._tables = tables
-        self.device = tables.device
-        self.is_launched = tables.is_launched
-
-    def prepare(self, segments: NDArray[np.void]) -> Any:
-        """See Rows."""
-        return self._tables.prepare(segments)
-
-    def look_up(self, lookup: Lookup) -> None:
-        """See Rows."""
-        self._tables.look_up(lookup)
-
-    def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:
-        """See Rows."""
-        if self._tables.placement is None:
-            super().warm_up(hot_keys, deadline)
-
-    def stats(self) -> RowStats:
-        """See Rows."""
-        return replace(super().stats(), placement=self._tables.placement)
-
-    def close(self) -> None:
-        """See Rows."""
-        super().close()
-        self._tables.close()
 
 
 class TableWriter(RowWriter):
@@ -124,14 +32,14 @@ class TableWriter(RowWriter):
         """`copies`: the tables of devices that look them up; they are the caller's to close."""
         super().__init__()
         self._copies = copies
-        self._specs = {file.spec.folder: file.spec for file in files}
+        self.specs = [file.spec for file in files]
         self._records = np.array([file.record() for file in files], TABLE)
         self._readers = Readers()
         self.tables = {
-            folder: UpdatedTable(np.full(spec.embedding_dim, spec.default_vector, np.float32), self._readers)
-            for folder, spec in self._specs.items()
+            spec.folder: UpdatedTable(np.full(spec.embedding_dim, spec.default_vector, np.float32), self._readers)
+            for spec in self.specs
         }
-        self._numbers = {folder: number for number, folder in enumerate(self._specs)}
+        self._numbers = {spec.folder: number for number, spec in enumerate(self.specs)}
         both = np.concatenate([self._records, self._records])
         self._state = _UpdatedState(both, np.zeros(len(files), np.int64), (None,) * len(files))
         self._writing = threading.Lock()
@@ -161,7 +69,8 @@ class TableWriter(RowWriter):
         with self._writing:
             self.tables[table].erase(keys)
             self._publish(table)
-            default = np.full(self._specs[table].embedding_dim, self._specs[table].default_vector, np.float32)
+            spec = self.specs[self._numbers[table]]
+            default = np.full(spec.embedding_dim, spec.default_vector, np.float32)
             try:
                 self._copy(table, Changed(keys, np.tile(default, (len(keys), 1)), np.ones(len(keys), np.bool_)))
             finally:
@@ -172,6 +81,10 @@ class TableWriter(RowWriter):
         """See RowWriter."""
         with self._writing:
             yield
+
+    def stats(self) -> dict[str, UpdatedTableStats]:
+        """The changed rows by table."""
+        return {folder: UpdatedTableStats(table.num_rows, table.num_bytes) for folder, table in self.tables.items()}
 
     def _copy(self, folder: str, changed: Changed) -> None:
         """Copy these rows to each device. If one fails, the others still get them, and its error is raised. Must be
@@ -188,9 +101,32 @@ class TableWriter(RowWriter):
         if state.held[t] is table.arrays and state.deleted_addresses[t] == deleted_address:
             return
         records, addresses = state.records.copy(), state.deleted_addresses.copy()
-        records[t] = table.record(self._records[t]["default_address"], len(self._specs) + t)
+        records[t] = table.record(self._records[t]["default_address"], len(self.specs) + t)
         addresses[t] = deleted_address
         self._state = _UpdatedState(records, addresses, (*state.held[:t], table.arrays, *state.held[t + 1 :]))
+
+
+class UpdatedTables(DeviceTables):
+    """Tables that the processor looks up: the changed rows of a table, if it has any, then its file."""
+
+    device: Device = HOST
+
+    def __init__(self, writer: TableWriter, num_threads: int) -> None:
+        """`num_threads`: threads over which a large look-up is split."""
+        self._writer = writer
+        self._num_threads = num_threads
+        self._row_numbers = RowNumbers(writer.specs)
+
+    def look_up(self, lookup: Lookup) -> None:
+        """See DeviceTables."""
+        self._row_numbers.count_from_start(lookup)
+        with self._writer.reading() as state:
+            cpu.look_up(state.records, lookup.segments, lookup.num_unknown, NO_POSITIONS, self._num_threads)
+            if state.deleted_addresses.any():
+                count_deleted(lookup.segments, state.records, state.deleted_addresses, lookup.num_unknown)
+
+    def close(self) -> None:
+        """See DeviceTables. There is nothing to give back."""
 
 
 class _UpdatedState(NamedTuple):

@@ -25,7 +25,7 @@ from inference_session.requests.batch import Request
 from inference_session.requests.layouts import layout_of
 from inference_session.requests.outputs import Outputs
 from inference_session.requests.ranking_layout import RankingLayout
-from inference_session.rows.mapped import MappedRows
+from inference_session.rows.files import FileRows
 from inference_session.tables.table_file import TableFile, write_table
 from inference_session.version_directory.version import VersionDirectory
 from tests.testing.hugectr_source import Source
@@ -38,7 +38,7 @@ class Model:
     """A model on a device that repeats its launches, whose network answers what it reads."""
 
     def __init__(self, spec: ModelSpec, files: list[TableFile], given: tuple[str, ...]) -> None:
-        self.rows = MappedRows(files, LaunchedTables(files, num_threads=1))
+        self.rows = FileRows(files, LaunchedTables(files, num_threads=1))
         names = {*given, *(lookup.dense_input for lookup in spec.lookups)}
         self.outputs = tuple(sorted(names))
         kind = layout_of(spec)

@@ -14,7 +14,7 @@ from inference_session.dense_engine.base import BoundRun, DenseEngine
 from inference_session.execution.lookups import ModelLookups
 from inference_session.execution.plan import ExecutionPlans, FreshPlan, RecordedPlan
 from inference_session.requests.batch import CheckedRequest, JoinedBatch
-from inference_session.rows.mapped import MappedRows
+from inference_session.rows.files import FileRows
 from inference_session.version_directory.version import VersionDirectory
 from tests.testing.launched_tables import LaunchedTables
 from tests.testing.onnx_models import import_model, model_of, table
@@ -50,7 +50,7 @@ class Sums(DenseEngine):
 class Planned(NamedTuple):
     """The plans of a model, and what they launch."""
 
-    rows: MappedRows
+    rows: FileRows
     dense: Sums
     plans: ExecutionPlans
 
@@ -65,7 +65,7 @@ def version(tmp_path: Path) -> VersionDirectory:
 @pytest.fixture
 def planned(version: VersionDirectory) -> Iterator[Planned]:
     files = version.open_tables()
-    rows = MappedRows(files, LaunchedTables(files, num_threads=1))
+    rows = FileRows(files, LaunchedTables(files, num_threads=1))
     (lookup,) = version.spec.lookups
     dense = Sums(lookup.dense_input)
     lookups = ModelLookups(version.spec, by_column=False, keys_follow_inputs=True)

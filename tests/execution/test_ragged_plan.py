@@ -22,7 +22,7 @@ from inference_session.importers.hugectr.importer import import_hugectr
 from inference_session.requests.batch import Request
 from inference_session.requests.layouts import layout_of
 from inference_session.requests.outputs import Outputs
-from inference_session.rows.mapped import MappedRows
+from inference_session.rows.files import FileRows
 from inference_session.version_directory.version import VersionDirectory
 from tests.testing.hugectr_source import Source
 from tests.testing.launched_tables import Echo, LaunchedTables
@@ -92,7 +92,7 @@ class Model:
         spec, files = version.spec, version.open_tables()
         tables = LaunchedTables(files, num_threads=1)
         tables.device = RepeatingDevice()
-        self.rows = MappedRows(files, tables)
+        self.rows = FileRows(files, tables)
         names = {"dense", *(lookup.dense_input for lookup in spec.lookups)}
         self.dense = PlacedEcho(names, ("dense",))
         self.dense.device = tables.device

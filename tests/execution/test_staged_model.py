@@ -21,7 +21,7 @@ from inference_session.kernels import array_headers
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.table_push import TablePush
-from inference_session.rows import UpdatedRows
+from inference_session.rows import changing_rows
 from tests.testing import staged_model
 from tests.testing.onnx_models import import_model, model_of, table
 from tests.testing.servers import PATIENCE_MS
@@ -41,7 +41,7 @@ def open_updated(directory: Path) -> InferenceSession:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "inference_session.execution.model.create_rows",
-            lambda version, config, devices: [UpdatedRows(version.open_tables(), num_threads=1)],
+            lambda version, config, devices: [changing_rows(version.open_tables())],
         )
         return InferenceSession.open(directory)
 

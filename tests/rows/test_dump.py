@@ -22,7 +22,7 @@ from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
-from inference_session.rows import UpdatedRows
+from inference_session.rows import changing_rows
 from inference_session.rows.dump import dump
 from inference_session.tables.base import RowBatch
 from inference_session.tables.table_file import TableFile
@@ -156,7 +156,7 @@ def test_rows_changed_in_memory_are_dumped(version: Path, tmp_path: Path) -> Non
     first, second = list(expected["hashed"])[:2]
     spec = ModelSpec.read(version)
     files = [TableFile.open(version / "tables" / table.folder, table) for table in spec.tables]
-    source = UpdatedRows(files, num_threads=1)
+    source = changing_rows(files)
     source.writer.update("hashed", *rows(first, 77, value=4))
     source.writer.erase("hashed", np.array([second, 77, 79]))
     source.writer.update(spec.tables[0].folder, *rows(7, dim=4, value=3))

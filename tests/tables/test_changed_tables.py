@@ -16,8 +16,8 @@ from inference_session.device.discovery import unusable
 from inference_session.device.host import HOST
 from inference_session.errors import SessionClosedError, UnavailableError
 from inference_session.kernels.records import Lookup, PoolingCode
-from inference_session.rows import UpdatedRows
-from inference_session.rows.updated import PlacedUpdatedRows, TableWriter
+from inference_session.rows import FileRows, changing_rows
+from inference_session.rows.updated import TableWriter
 from inference_session.tables.table_file import TableFile
 from tests.testing.full_device import full_device
 from tests.testing.tables_of_all_kinds import answers, devices_of, some_keys
@@ -32,7 +32,7 @@ class HostAnswers:
 
     device = HOST
 
-    def __init__(self, rows: UpdatedRows) -> None:
+    def __init__(self, rows: FileRows) -> None:
         self.look_up: Callable[[Lookup], None] = rows.look_up
 
     def prepare(self, _: NDArray[np.void]) -> None:
@@ -49,12 +49,12 @@ def random_change(file: TableFile, rng: np.random.Generator) -> tuple[NDArray[np
     return keys, rng.standard_normal((count, file.spec.embedding_dim), np.float32)
 
 
-def open_both(files: list[TableFile], num_devices: int, shard: str) -> tuple[UpdatedRows, TableWriter, list[Any]]:
+def open_both(files: list[TableFile], num_devices: int, shard: str) -> tuple[FileRows, TableWriter, list[Any]]:
     """The processor's rows, a writer of the devices' rows, and the devices' tables."""
     from inference_session.tables.placed_tables import open_cuda_tables
 
     tables = open_cuda_tables(files, devices_of(num_devices), shard=shard, rows_change=True)  # type: ignore[arg-type]
-    return UpdatedRows(files, num_threads=1), TableWriter(files, tables), [*tables]
+    return changing_rows(files), TableWriter(files, tables), [*tables]
 
 
 @pytest.mark.parametrize(("num_devices", "shard"), [(1, "none"), (2, "none"), (2, "rows"), (3, "rows")])
@@ -89,7 +89,7 @@ def test_each_device_answers_as_the_processor(files: list[TableFile], num_device
 def test_many_changed_rows_find_room(files: list[TableFile]) -> None:
     """As many as their memory must be replaced for several times; all are answered, and counted once."""
     _, writer, tables = open_both(files, 2, "rows")
-    rows = [PlacedUpdatedRows(files, each, writer) for each in tables]
+    rows = [FileRows(files, each, writer) for each in tables]
     folder, dim = files[5].spec.folder, files[5].spec.embedding_dim
     before = rows[0].stats().placement
     for begin in range(0, 60_000, 7_000):

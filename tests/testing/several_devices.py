@@ -19,7 +19,7 @@ from inference_session.errors import UnavailableError
 from inference_session.execution import model
 from inference_session.kernels.records import Lookup
 from inference_session.model_spec import ModelSpec
-from inference_session.rows import UpdatedRows, create
+from inference_session.rows import changing_rows, create
 from inference_session.tables.base import Changed, DeviceTables
 from inference_session.tables.table_file import TableFile
 
@@ -73,7 +73,7 @@ class StandInTables(DeviceTables):
     def __init__(self, files: Sequence[TableFile], device: Device, *, rows_change: bool) -> None:
         self.device = device
         self._files, self._rows_change = files, rows_change
-        self._rows = [UpdatedRows([file], num_threads=1) for file in files]
+        self._rows = [changing_rows([file]) for file in files]
         self._room = 4
 
     def look_up(self, lookup: Lookup) -> None:
@@ -90,8 +90,8 @@ class StandInTables(DeviceTables):
         assert self._rows_change
         with self.device.request():
             rows = self._rows[table]
-            if sum(each.num_rows for each in rows.changes.tables.values()) + len(changed.keys) > self._room:
-                rows, changed = UpdatedRows([self._files[table]], num_threads=1), all_changed()
+            if sum(each.rows for each in (rows.stats().updated or {}).values()) + len(changed.keys) > self._room:
+                rows, changed = changing_rows([self._files[table]]), all_changed()
                 self._room = 2 * len(changed.keys)
             folder, live = self._files[table].spec.folder, changed.where(~changed.deleted)
             rows.writer.update(folder, live.keys, live.vectors)

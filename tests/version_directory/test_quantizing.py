@@ -17,7 +17,7 @@ from inference_session.model_spec import ModelSpec, TableSpec, VectorType
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.table_push import TablePush
-from inference_session.rows import UpdatedRows, fetch
+from inference_session.rows import changing_rows, fetch
 from inference_session.tables.quantized_rows import dequantize_rows, quantize_rows
 from inference_session.tables.table_file import TableFile, write_table
 from inference_session.version_directory import manifest
@@ -172,7 +172,7 @@ def test_streamed_updates_go_before_quantized_files(dtype: VectorType, version_d
     files = [TableFile.open(target / "tables" / table.folder, table) for table in after.tables]
     expected, every = np.empty((50, 4), np.float32), np.arange(50)
     assert files[0].fetch(every, expected).all()
-    rows = UpdatedRows(files, num_threads=1)
+    rows = changing_rows(files)
     rows.writer.update(after.tables[0].folder, np.array([7]), UPDATED)
     rows.writer.erase(after.tables[0].folder, np.array([9]))
     expected[7], expected[9] = UPDATED, 0
