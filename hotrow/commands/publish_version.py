@@ -10,7 +10,7 @@ import click
 from hotrow.commands.import_model import model_name
 from hotrow.progress import byte_progress
 from inference_session.model_spec import ModelSpec
-from inference_session.platform.available_memory import available_bytes
+from inference_session.platform.memory import available_bytes
 from inference_session.platform.staging import MAX_VERSION
 from inference_session.version_directory import manifest
 from triton_backend.repository.model_config import (

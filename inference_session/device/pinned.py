@@ -14,7 +14,7 @@ from cupy.cuda import runtime
 from numpy.typing import NDArray
 
 from inference_session.errors import ConfigurationError
-from inference_session.platform.available_memory import available_bytes
+from inference_session.platform.memory import available_bytes
 
 _REGISTER_PORTABLE, _REGISTER_MAPPED, _REGISTER_READ_ONLY = 1, 2, 8
 _pinned_here: Counter[tuple[int, int]] = Counter()

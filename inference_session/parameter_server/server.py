@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,8 +27,7 @@ from inference_session.parameter_server.keys_by_table import KeysByTable
 from inference_session.parameter_server.known_incarnation import KnownIncarnation
 from inference_session.parameter_server.promotions import Promotion, Touch
 from inference_session.parameter_server.retirement import Retirement
-from inference_session.parameter_server.stats import ServerStats
-from inference_session.parameter_server.tier import Tier
+from inference_session.parameter_server.tier import Tier, TierStats
 from inference_session.parameter_server.unknown_keys import UnknownKeys
 from inference_session.parameter_server.upkeep import Upkeep
 from inference_session.parameter_server.write_log import WriteLog
@@ -39,6 +38,17 @@ OnStoreFailure = Literal["default_vector", "error"]
 
 MAX_WRITTEN_KEYS = 1 << 18
 """Different keys of a table that are remembered for the case that a volatile store loses what was written to it."""
+
+
+@dataclass(frozen=True)
+class ServerStats:
+    """Counts since the server was made; docs/reference/statistics.md defines each number."""
+
+    degraded_keys: int
+    """Keys not found while a tier was out."""
+    dropped_promotions: int
+    tiers: Mapping[str, TierStats]
+    """By name."""
 
 
 @dataclass

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from inference_session.errors import HotrowError, StoreError, UnavailableError
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest, LateError
 from inference_session.parameter_server.keys_by_table import KeysByTable
-from inference_session.parameter_server.stats import TierStats
 
 STEADY_S = 10.0
 """A tier that was back for less than this is unsteady, and left out for longer each time."""
@@ -33,6 +32,22 @@ MAX_REPORTED = 100
 """Different errors that are logged; a store that keeps producing new ones does not fill the log."""
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TierStats:
+    """State and counts of one tier; docs/reference/statistics.md defines each number."""
+
+    failure: str | None
+    """Why it is left out at the moment; None: it is in use."""
+    hits: int
+    misses: int
+    skipped: int
+    failures: int
+    outages: int
+    promoted: int
+    touched: int
+    malformed: int
 
 
 @dataclass(eq=False)

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from inference_session.kernels.cpu.lookup import BoundLookups
 from inference_session.kernels.records import Lookup
-from inference_session.platform.available_memory import available_bytes
-from inference_session.platform.mapped_pages import map_pages
+from inference_session.platform.memory import available_bytes, map_pages
 from inference_session.rows.base import Rows
 from inference_session.rows.hot_keys import HotKeys
 from inference_session.rows.stats import RowStats

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from inference_session.embedding_cache.stats import CacheStats
-from inference_session.parameter_server.stats import ServerStats
+from inference_session.parameter_server.server import ServerStats
 from inference_session.stats import gauge
 from inference_session.tables.base import Placement
 

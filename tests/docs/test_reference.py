@@ -15,7 +15,8 @@ import pytest
 from inference_session.config import SessionConfig
 from inference_session.embedding_cache.stats import CacheStats, TableStats
 from inference_session.model_spec import NETWORK_FILES, ModelSpec
-from inference_session.parameter_server.stats import ServerStats, TierStats
+from inference_session.parameter_server.server import ServerStats
+from inference_session.parameter_server.tier import TierStats
 from inference_session.stats import LookupStats, SessionCounts
 from inference_session.update_stream.stream_stats import StreamSnapshot
 from inference_session.urls.store_url import OPTIONS

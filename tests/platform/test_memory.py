@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from inference_session.platform.available_memory import available_bytes
+from inference_session.platform.memory import available_bytes
 
 
 @pytest.fixture
