@@ -306,18 +306,12 @@ class InferenceSession:
         Returns:
             None where the caller must use `run_many`, which takes any request, and says what is wrong with it.
         """
-        return self._run_parts(arrays, num_requests, outputs, mark)
+        return self._run_parts(arrays, num_requests, outputs, mark, num_requests=num_requests)
 
     def _run_parts(
-        self,
-        arrays: Arrays,
-        num_parts: int,
-        outputs: Collection[str] | None,
-        mark: Mark,
-        *,
-        are_one: bool = False,
+        self, arrays: Arrays, num_parts: int, outputs: Collection[str] | None, mark: Mark, *, num_requests: int
     ) -> list[Answer] | None:
-        """As `run_arrays`; `are_one`: the arrays are of one request, divided as if it were several."""
+        """As `run_arrays`. The arrays are in `num_parts` parts: one for each request, or for each context of one."""
         if self._closed:
             self._check_open()
         if num_parts > 1 and not self._joins_requests:
@@ -325,22 +319,22 @@ class InferenceSession:
         replicas = self.replicas.all
         try:
             if len(replicas) == 1:
-                return self._run_arrays_on(replicas[0], arrays, num_parts, outputs, mark, are_one=are_one)
+                return self._run_parts_on(replicas[0], arrays, num_parts, outputs, mark, num_requests=num_requests)
             return self.replicas.run(
-                lambda replica: self._run_arrays_on(replica, arrays, num_parts, outputs, mark, are_one=are_one)
+                lambda replica: self._run_parts_on(replica, arrays, num_parts, outputs, mark, num_requests=num_requests)
             )
         except HotrowError:
             return None
 
-    def _run_arrays_on(
+    def _run_parts_on(
         self,
         replica: Replica,
         arrays: Arrays,
-        num_requests: int,
+        num_parts: int,
         outputs: Collection[str] | None,
         mark: Mark,
         *,
-        are_one: bool = False,
+        num_requests: int,
     ) -> list[Answer] | None:
         """As `_run_parts`, on a device; raises what the look-up and the network do."""
         model = replica.staged
@@ -351,7 +345,7 @@ class InferenceSession:
         try:
             wanted = self.layout.outputs.wanted(outputs)
             with staging.held:
-                batch = staging.fill(arrays, num_requests, wanted.computed)
+                batch = staging.fill(arrays, num_parts, wanted.computed)
                 if batch is None:
                     return None
                 batch.look_up()
@@ -363,7 +357,7 @@ class InferenceSession:
                     results = [array[batch.places] for array in results]
                 if self._rejects_unknown and batch.lookup.num_unknown.any():
                     return None
-                counts = [sum(batch.counts)] if are_one else batch.counts
+                counts = batch.counts if num_requests == num_parts else [sum(batch.counts)]
                 self._stats.count_staged(batch.lookup, counts)
                 if self._ranks:
                     self._stats.count_contexts(batch.num_contexts, sum(counts), 0)
@@ -375,13 +369,13 @@ class InferenceSession:
     def _run_staged(self, requests: Sequence[Request], mark: Mark) -> list[Answer] | None:
         """As `run_arrays`, where all ask for the same outputs."""
         if arrays := self._arrays_of(requests):
-            return self._run_parts(arrays, len(requests), requests[0].outputs, mark)
+            return self.run_arrays(arrays, len(requests), requests[0].outputs, mark)
         if len(requests) != 1 or not self.spec.is_divided:
             return None
         (request,) = requests
         arrays = contexts_apart(self.spec, request.inputs, self.layout.max_elements) or []
         num_contexts = len(arrays) // len(self._input_names)
-        return self._run_parts(arrays, num_contexts, request.outputs, mark, are_one=True) if arrays else None
+        return self._run_parts(arrays, num_contexts, request.outputs, mark, num_requests=1) if arrays else None
 
     def _arrays_of(self, requests: Sequence[Request]) -> Arrays | None:
         """What `run_arrays` takes; None where requests lack inputs, or ask for different outputs."""
@@ -616,10 +610,10 @@ class InferenceSession:
             # The first runs of a shape bind it; the last one runs as requests will.
             for _ in range(2 if replica.network.rows.is_launched else 1):
                 self._answer_on(replica, checked, unmarked)
-            arrays = self._arrays_of([batch.request] * batch.num_requests)
-            if arrays:
+            number, outputs = batch.num_requests, batch.request.outputs
+            if arrays := self._arrays_of([batch.request] * number):
                 for _ in range(2):
-                    self._run_arrays_on(replica, arrays, batch.num_requests, batch.request.outputs, unmarked)
+                    self._run_parts_on(replica, arrays, number, outputs, unmarked, num_requests=number)
 
     def _start_counting(self) -> None:
         """From now on, requests are counted, make rows hot, and are recorded if a setting asks for it."""
