@@ -38,9 +38,16 @@ from inference_session.kernels.cpu import lookup as cpu
 from inference_session.kernels.records import Lookup
 from inference_session.model_spec import CANDIDATES
 from inference_session.requests.batch import CheckedRequest, JoinedBatch, Request
-from inference_session.requests.caller_arrays import as_input, as_keys, as_rows, as_written_keys
+from inference_session.requests.caller_arrays import (
+    as_input,
+    as_keys,
+    as_rows,
+    as_written_keys,
+    inputs_with_gpu,
+    is_on_gpu,
+    may_stay_on_gpu,
+)
 from inference_session.requests.canary import check_canary
-from inference_session.requests.gpu_inputs import inputs_with_gpu, is_on_gpu, may_stay_on_gpu
 from inference_session.requests.grouped import GroupedRequests
 from inference_session.requests.outputs import Answer
 from inference_session.requests.ranking_layout import RankingLayout, contexts_apart, gives_one_context

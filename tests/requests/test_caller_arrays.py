@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from inference_session.errors import InvalidRequestError
-from inference_session.requests.gpu_inputs import copied_to_host, is_on_gpu
+from inference_session.requests.caller_arrays import copied_to_host, is_on_gpu
 
 
 class OnGpu:
