@@ -75,7 +75,7 @@ class _Target(NamedTuple):
     """See JoinedBatch.places."""
 
 
-class RequestForm(ABC):
+class GatheredForm(ABC):
     """How requests carry the values of a batch; checks them without Python per input."""
 
     inputs: NDArray[np.void]
@@ -91,7 +91,7 @@ class RequestForm(ABC):
         """Where in the inputs the batch's values are, by the batch's names."""
 
 
-class TensorForm(RequestForm):
+class GatheredTensorForm(GatheredForm):
     """The model's own inputs."""
 
     def __init__(self, spec: ModelSpec, layout: TensorLayout) -> None:
@@ -103,16 +103,16 @@ class TensorForm(RequestForm):
         self.num_open_sizes = 1 + int((self.inputs["expected"] == OPEN).sum()) + bool(spec.context)
 
     def check(self, items: int, num_requests: int, open_sizes: NDArray[np.int64], counts: NDArray[np.int64]) -> bool:
-        """See RequestForm."""
+        """See GatheredForm."""
         return bool(check_tensors(items, num_requests, ARRAY_TYPE, self._max_elements, self.inputs, open_sizes, counts))
 
     def sources(self, batch: JoinedBatch) -> Mapping[str, Source]:
-        """See RequestForm."""
+        """See GatheredForm."""
         elements = [int(np.prod(batch.parts(name)[0].shape[1:], dtype=np.int64)) for name in self._names]
         return {name: Source(i, num, 0, num) for i, (name, num) in enumerate(zip(self._names, elements, strict=True))}
 
 
-class PackedForm(RequestForm):
+class GatheredBagForm(GatheredForm):
     """HugeCTR's, with one key per slot."""
 
     def __init__(self, spec: ModelSpec, layout: HugectrLayout) -> None:
@@ -135,19 +135,19 @@ class PackedForm(RequestForm):
             self._sources[name] = Source(names.index(KEYS), num_slots, own.start, own.stop - own.start)
 
     def check(self, items: int, num_requests: int, open_sizes: NDArray[np.int64], counts: NDArray[np.int64]) -> bool:
-        """See RequestForm."""
+        """See GatheredForm."""
         form = self.inputs, self._packed, self._slots
         return bool(check_packed(items, num_requests, ARRAY_TYPE, self._max_elements, *form, open_sizes, counts))
 
     def sources(self, batch: JoinedBatch) -> Mapping[str, Source]:  # noqa: ARG002  they do not depend on it
-        """See RequestForm."""
+        """See GatheredForm."""
         return self._sources
 
 
 class GatheredModel:
     """The recorded batches of a model, and how requests become such. Safe to use from several threads."""
 
-    def __init__(self, spec: ModelSpec, layout: RequestLayout, form: RequestForm, network: Network) -> None:
+    def __init__(self, spec: ModelSpec, layout: RequestLayout, form: GatheredForm, network: Network) -> None:
         self._spec, self._layout, self._form, self._network = spec, layout, form, network
         self._ranks = bool(spec.context)
         self._targets: dict[_Case, _Target | None] = {}
@@ -224,11 +224,11 @@ def gather_model(spec: ModelSpec, layout: RequestLayout, network: Network) -> Ga
     """The object that fills recorded batches; None: the model needs something that only `run_many` supports."""
     if network.keys is not None or not can_read_arrays() or not spec.batched or not network.may_record:
         return None
-    form: RequestForm
+    form: GatheredForm
     if isinstance(layout, TensorLayout) and all(map(is_readable, spec.inputs)):
-        form = TensorForm(spec, layout)
+        form = GatheredTensorForm(spec, layout)
     elif isinstance(layout, HugectrLayout):
-        form = PackedForm(spec, layout)
+        form = GatheredBagForm(spec, layout)
     else:
         return None
     compile_kernels()
