@@ -1,4 +1,4 @@
-"""What updates are worth: the last days of real events, replayed against a served model with and without updates.
+"""How much updates improve predictions: the last days of real events, replayed with and without updates.
 
     python benchmarks/freshness.py                       starts a broker; two minutes
     python benchmarks/freshness.py --to kafka://HOST:PORT
@@ -56,7 +56,7 @@ Floats = NDArray[np.float32]
 
 
 class Events(NamedTuple):
-    """What happened after a model was trained, in order of time."""
+    """The events after a model was trained, in order of time."""
 
     repository: Path
     """The repository with the model's folder."""

@@ -1,4 +1,4 @@
-"""What `hotrow serve --front` costs: the same requests to one server, through nginx and directly.
+"""Measures the cost of `hotrow serve --front`: the same requests to one server, through nginx and directly.
 
     python benchmarks/front.py
 

@@ -1,4 +1,4 @@
-"""What each CUDA kernel needs of a multiprocessor, and what look-ups reach by NVIDIA's profiler.
+"""Shows which resources of a multiprocessor each CUDA kernel needs, and profiles look-ups with NVIDIA's profiler.
 
     python benchmarks/gpu_profile.py [--rows 2000000]
 

@@ -203,7 +203,7 @@ def write_hotrow(version: Path, first: Path, layout: str, num_rows: int, dense: 
 
 
 def model_spec(num_rows: int) -> ModelSpec:
-    """What the model is."""
+    """The spec of the model."""
     return ModelSpec(
         inputs=(TensorSpec("keys", "int64", (-1, FEATURES)), TensorSpec("dense", "float32", (-1, DENSE))),
         outputs=(TensorSpec("click", "float32", (-1, 1)),),

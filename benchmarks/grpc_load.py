@@ -26,7 +26,7 @@ from tritonclient.utils import np_to_triton_dtype
 def measure_load(
     model: str, url: str, requests: Sequence[dict[str, Any]], *, num_clients: int, seconds: float
 ) -> dict[str, float]:
-    """What clients see that send these requests in turn: `requests/s` of all, `p50` in microseconds."""
+    """Figures of clients that send these requests in turn: `requests/s` of all, `p50` in microseconds."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "requests.npz"
         arrays: dict[str, Any] = {name: np.stack([request[name] for request in requests]) for name in requests[0]}

@@ -1,4 +1,4 @@
-"""What serving HugeCTR's requests costs: a Wide & Deep model with two tables, by the request and by the batch.
+"""Measures the cost of HugeCTR's requests: a Wide & Deep model with two tables, by the request and by the batch.
 
     python benchmarks/hugectr.py [--quick]
 

@@ -4,7 +4,7 @@
 
 The models are those of benchmarks/triton.py with packed inputs, with an MLP of 64-1 (`packed`) and of 512-256-1
 (`wide`); each instance has one thread. perf_analyzer sends over gRPC, 64 requests at a time, from the same processors.
-What is printed are the medians over the rounds, in Markdown.
+It prints the medians over the rounds, in Markdown.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ Run = Callable[[list[int]], NDArray[np.float32]]
 
 
 class Result(NamedTuple):
-    """What a run measured."""
+    """The figures of one run."""
 
     samples_per_s: float
     p99_ms: float
@@ -163,7 +163,7 @@ def _settings(seconds: float, expected: float, *, is_server: bool) -> Any:
 
 
 def _result(summary: str, batch_times: list[float], *, is_server: bool) -> Result:
-    """What LoadGen's own summary says."""
+    """The figures in LoadGen's own summary."""
     rate = "Completed samples per second" if is_server else "Samples per second"
     p99_ms = _number(summary, r"99\.00 percentile latency \(ns\)") / 1e6
     if not is_server:

@@ -48,7 +48,7 @@ Arrays = dict[str, Any]
 
 
 class Sizes(NamedTuple):
-    """What a run is measured with."""
+    """The sizes of a model's tables, and the type of their vectors."""
 
     rows: tuple[int, ...]
     dtype: VectorType

@@ -41,7 +41,7 @@ ATTEMPTS, TIMEOUT_S = 2, 60.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured."""
+    """The networks and loads to measure."""
 
     networks: dict[str, Network]
     samples: tuple[int, ...]

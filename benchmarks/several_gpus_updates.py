@@ -65,7 +65,7 @@ _CATCH_UP_S = 20.0
 
 
 class Snapshot(NamedTuple):
-    """What has been published and confirmed."""
+    """Rows that were published and confirmed."""
 
     numbers: NDArray[np.int64]
     """Of each row's last update."""
@@ -87,7 +87,7 @@ class Trainer:
         other.close()
 
     def snapshot(self) -> Snapshot:
-        """What has been published so far."""
+        """Rows that were published so far."""
         return self._ask("snapshot")
 
     def close(self) -> Snapshot:
@@ -135,7 +135,7 @@ def _is_confirmed(publisher: Publisher, keys: NDArray[np.int64], rows: NDArray[n
 
 
 def rows_of(version: int, keys: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.float32]:
-    """What these rows hold after these updates."""
+    """The vectors of these rows after these updates."""
     rows = np.repeat(numbers[:, None], DIM, axis=1).astype(np.float32)
     rows[:, 0], rows[:, 1] = version, keys
     return rows
@@ -270,7 +270,7 @@ class Triton:
                 yield np.concatenate(answers).reshape(-1, DIM)[:num_rows]
 
     def describe(self) -> str:
-        """What the newest version has taken from the stream."""
+        """The updates that the newest version has taken from the stream."""
         with urllib.request.urlopen(self._server.endpoints["metrics"]) as page:  # noqa: S310  our own page
             found = re.findall(
                 r'^hotrow_update_rows_total\{.*version="(\d+)"\} (\S+)', page.read().decode(), re.MULTILINE

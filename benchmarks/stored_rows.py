@@ -1,4 +1,4 @@
-"""What look-ups over stores cost: rows missing from the cache, many clients, and the work in the background.
+"""Measures the cost of look-ups over stores: rows missing from the cache, many clients, and the work in the background.
 
     python benchmarks/stored_rows.py       200 k rows x 128, three minutes
 

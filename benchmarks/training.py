@@ -279,7 +279,7 @@ def t3(rows_a_second: int = 20_000, seconds: float = 20.0) -> None:
 
 
 def _with_dense(model: Any, dense: nn.Module, ids: Any) -> Any:
-    """What is served: the newest rows, and the dense weights of the version."""
+    """The served state: the newest rows, and the dense weights of the version."""
     with torch.no_grad():
         return dense(model.items(ids).sum(1)).numpy()
 

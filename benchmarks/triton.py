@@ -244,7 +244,7 @@ Key = tuple[str, str, str, int, str]
 
 
 class Figures:
-    """What was measured, round by round."""
+    """The measurements, round by round."""
 
     def __init__(self) -> None:
         self._seen: dict[Key, list[float]] = defaultdict(list)

@@ -46,7 +46,7 @@ class LabelAuc:
 
 @dataclass(frozen=True)
 class AnswerQuality:
-    """What a comparison found."""
+    """The result of a comparison."""
 
     requests: str
     """Where the requests came from."""

@@ -29,7 +29,7 @@ class DenseSettings(NamedTuple):
 
     @property
     def engine_name(self) -> str:
-        """What computes the network, as text for people."""
+        """The library that computes the network, as text for people."""
         if self.precision == "bfloat16":
             return "OpenVINO"
         return "TensorRT" if self.engine == "tensorrt" else "ONNX Runtime"

@@ -77,7 +77,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be served, and where."""
+    """The models to serve, and where."""
 
     repository: Path | None = None
     host: str = "127.0.0.1"
@@ -86,7 +86,7 @@ class Plan:
 
 
 class _Needs(NamedTuple):
-    """What a model requires from the machine."""
+    """The requirements of a model."""
 
     items: list[MemoryItem]
     urls: set[str]
@@ -377,7 +377,7 @@ def _large_pages(tables: list[Path]) -> Iterator[Finding]:
 
 
 def _dense_network(model: str, settings: DenseSettings) -> Finding:
-    """What computes the network of a model."""
+    """Which library computes the network of a model."""
     from inference_session.dense_engine.openvino import unusable_bfloat16
     from inference_session.device.discovery import unusable_tensorrt
 

@@ -261,7 +261,7 @@ class TopView:
         return table if table.row_count else None
 
     def _not_serving(self) -> Table | None:
-        """What the repository index says about versions that should be loaded but do not serve."""
+        """The repository index's reasons for versions that should be loaded but do not serve."""
         table = _table("Not serving", "model", "version", "state", "reason")
         for state in self._states:
             if state.state != "READY" and state.reason != "unloaded":

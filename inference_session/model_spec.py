@@ -150,7 +150,7 @@ class RankingSpec:
     bytes_fraction: float = 0.0
     """The same of the bytes of a request."""
     tiled: tuple[str, ...] = ()
-    """What keeps the rest from it: what the network does with the context for every candidate all the same."""
+    """What keeps the rest from it: the work on the context that the network still repeats for every candidate."""
     undivided: str = ""
     """Why dense.onnx answers such requests, with the context repeated for every candidate; empty: ranking.onnx does."""
     largest_input: float | None = None

@@ -385,7 +385,7 @@ class InferenceSession:
         return self._run_parts(arrays, num_contexts, request.outputs, mark, num_requests=1) if arrays else None
 
     def _arrays_of(self, requests: Sequence[Request]) -> Arrays | None:
-        """What `run_arrays` takes; None where requests lack inputs, or ask for different outputs."""
+        """The argument of `run_arrays`; None where requests lack inputs, or ask for different outputs."""
         arrays: Arrays = []
         names = self._input_names
         for request in requests:

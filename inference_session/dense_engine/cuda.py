@@ -100,7 +100,7 @@ class CudaEngine(OnnxEngine):
     """One ONNX file on a GPU. Inputs that CuPy has on the device are read there; outputs come back to the host."""
 
     expected_provider = PROVIDER
-    """What ONNX Runtime calls what computes the network."""
+    """ONNX Runtime's name for what computes the network."""
 
     def __init__(
         self, path: Path, *, content: bytes | None = None, num_threads: int, gpu: CudaDevice, use_tf32: bool

@@ -30,12 +30,12 @@ class Device(ABC):
         return None
 
     def opening(self) -> AbstractContextManager[object]:
-        """What is held while a session is made and warmed up."""
+        """A context for opening and warming up a session."""
         return nullcontext()
 
     @abstractmethod
     def request(self) -> AbstractContextManager[None]:
-        """What a request holds from its keys to its predictions; when it exits, all launched work has ended.
+        """A context for one request, from its keys to its predictions; at its end, all launched work has ended.
 
         Raises:
             UnavailableError: the device has failed, or has too little memory for this request.

@@ -72,7 +72,7 @@ class CudaDevice(Device):
 
     @property
     def failure(self) -> str | None:
-        """Why the device can be used no more; None: it can."""
+        """See Device."""
         return self._broken
 
     def opening(self) -> contextlib.AbstractContextManager[object]:

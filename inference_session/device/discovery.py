@@ -12,7 +12,7 @@ from inference_session.device.host import HOST
 from inference_session.errors import ConfigurationError
 
 PROVIDER = "CUDAExecutionProvider"
-"""What ONNX Runtime calls running on a GPU."""
+"""ONNX Runtime's name for running on a GPU."""
 
 TENSORRT_PROVIDER = "TensorrtExecutionProvider"
 """The same by way of TensorRT."""

@@ -159,7 +159,7 @@ class EmbeddingCache(ABC):
         return self.dims[table]
 
     def _as_array(self, values: ArrayLike) -> NDArray[Any]:
-        """What a caller has given, as an array in memory that the cache can read."""
+        """The caller's values, as an array in memory that the cache can read."""
         return np.asarray(values)
 
     def _checked_keys(self, table: str, keys: ArrayLike) -> NDArray[np.int64]:

@@ -241,7 +241,7 @@ def _rows_per_table(cache_bytes: int, row_bytes: Sequence[int], limits: Sequence
 
 
 def _num_bytes(num_rows: int, row_bytes: int) -> int:
-    """What `allocate` takes."""
+    """The memory of a table with this many rows."""
     num_buckets = -(-num_rows // ROWS_PER_BUCKET)
     per_row = row_bytes + 8 + 1 + 1 + 2 * 4 + 2 * GHOSTS_PER_ROW
     heads_and_counts = cpu_cache.NUM_LISTS * (2 * 4 + 8) + 8 * cpu_cache.NUM_EVENTS

@@ -269,7 +269,7 @@ class GpuEmbeddingCache(EmbeddingCache):
             self._rests.rest()
 
     def _read(self, address: np.int64, begin: int, num_buckets: int, per_bucket: int, dtype: Any) -> NDArray[Any]:
-        """What the memory holds of some buckets: [num_buckets, per_bucket]."""
+        """The content of some buckets: [num_buckets, per_bucket]."""
         offset = int(address) - self._memory.ptr + begin * per_bucket * np.dtype(dtype).itemsize
         array = cupy.ndarray((num_buckets, per_bucket), dtype, self._memory + offset)
         return np.asarray(cupy.asnumpy(array))

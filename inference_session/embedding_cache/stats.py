@@ -51,7 +51,7 @@ class CacheStats(TableStats):
 
     tables: Mapping[str, TableStats]
     cache_bytes: int = gauge()
-    """What the cache may allocate in all."""
+    """The most that the cache may allocate."""
 
     @classmethod
     def of(cls, cache_bytes: int, tables: Mapping[str, TableStats]) -> CacheStats:

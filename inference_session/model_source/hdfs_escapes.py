@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 import requests
 
 _PROBE = "/hotrow%zz"
-"""`%zz` is no escape: who decodes it fails by it."""
+"""`%zz` is no escape sequence: a server that decodes it reports an error."""
 _BLOCK_BYTES = 1
-"""No file can be made of such blocks, so nothing is."""
+"""HDFS refuses files with such small blocks, so the probe creates no file."""
 
 
 class EscapingSession(requests.Session):

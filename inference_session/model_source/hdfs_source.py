@@ -49,7 +49,7 @@ instance the only one while it starts again.
 _PASSING_TEXTS = ("safe mode", "is not sufficiently replicated yet", *_NO_DATANODE)
 """The second: the last block of a file to append to has not been reported by its DataNode yet."""
 _LEASED = ("AlreadyBeingCreatedException", "RecoveryInProgressException", "Cannot obtain block length")
-"""What is said of a file that a writer has not closed."""
+"""Part of the error for a file that a writer has not closed."""
 
 Result = TypeVar("Result")
 
@@ -265,7 +265,7 @@ class HdfsSource(ModelSource):
         return SourceError(f"{self.name_of(path)}: {reason} ({error.exception})")
 
     def _of_http(self, error: Exception) -> str:
-        """What failed, without the URL."""
+        """The failure, without the URL."""
         request = getattr(error, "request", None)
         node = urlsplit(getattr(request, "url", None) or self.url.http_url).netloc
         what = "NameNode" if node == self.url.address else "DataNode"

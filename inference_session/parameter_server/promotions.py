@@ -1,4 +1,4 @@
-"""What fetches leave to the background: rows to promote, rows to mark as used. Bounded, and safe to share."""
+"""Work that fetches leave to the background: rows to promote, rows to mark as used. Bounded, and thread-safe."""
 
 from __future__ import annotations
 

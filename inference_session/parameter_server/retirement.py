@@ -37,7 +37,7 @@ class Retirement:
         self._thread.start()
 
     def close(self) -> None:
-        """Begin nothing any more. May be called twice."""
+        """Remove no further versions. May be called twice."""
         self._closing.set()
         self._thread.join(_CLOSE_S)
 

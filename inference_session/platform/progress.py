@@ -6,4 +6,4 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 Progress: TypeAlias = Callable[[int], None]
-"""Told how much was done since the last call: bytes, rows or files, as the work says."""
+"""Called with how much was done since the last call: bytes, rows or files, as the work says."""

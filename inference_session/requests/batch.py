@@ -66,7 +66,7 @@ class JoinedBatch:
     def __init__(self, parts: dict[str, list[Part]], num_samples: int, shapes: Hashable = ()) -> None:
         self.num_samples = num_samples
         self.shapes = shapes
-        """What the requests have in common (CheckedRequest.shapes)."""
+        """The shapes of all requests (CheckedRequest.shapes)."""
         self.staged: list[StagedValues] = []
         """The memory that a look-up of the batch reads, kept alive until the batch is answered."""
         self.places: NDArray[np.int64] | None = None
@@ -99,7 +99,7 @@ class JoinedBatch:
         return {name: array[self.places] for name, array in outputs.items()}
 
     def parts(self, name: str) -> list[Part]:
-        """What the requests sent under that name."""
+        """The values that the requests sent under that name."""
         return self._parts[name]
 
     def array(self, name: str) -> NDArray[Any]:
@@ -115,7 +115,7 @@ class JoinedBatch:
             self._parts[name] = [array]
 
     def replace(self, name: str, parts: list[Part]) -> None:
-        """Another form of what the requests sent under that name."""
+        """Replace the values of that name by another form of them."""
         self._parts[name] = parts
 
 

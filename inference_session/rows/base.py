@@ -92,7 +92,7 @@ class Rows(ABC):
         return None
 
     def bound_lookups(self) -> BoundLookups | None:
-        """What binds look-ups to their records, for one thread at a time; None: `look_up` must be called."""
+        """An object that binds look-ups to their records, for one thread at a time; None: `look_up` must be called."""
         return None
 
     @abstractmethod
@@ -122,7 +122,7 @@ class Rows(ABC):
 
     @abstractmethod
     def stats(self) -> RowStats:
-        """What has been counted so far."""
+        """The counts so far."""
 
     @abstractmethod
     def close(self) -> None:

@@ -216,7 +216,7 @@ class StoredWriter(RowWriter):
                 changes.callback(change, cache)
 
     def _current(self, table: str, part: TableRows, moment: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """What `keep` keeps of rows that were fetched at a moment. Must be called while holding `_caching`."""
+        """Those of a fetch's rows that `keep` keeps; `moment`: of the fetch. Call it while holding `_caching`."""
         keys = stored_keys(self._specs[table], part.keys)
         current = part.found & ~self.log.written(table, keys, moment)
         # Usually all are kept, and then nothing is copied.

@@ -20,7 +20,7 @@ Place = Literal["page cache", "process", "device", "shared memory"]
 PROCESS_BYTES = 80 << 20
 """Private memory of a serving process before any model: Python, NumPy, Numba's kernels, ONNX Runtime (as measured)."""
 SHARED_MEMORY_BYTES = 1 << 20
-"""What Triton's Python backend sets up per process in /dev/shm; requests and answers under way come on top."""
+"""Shared memory in /dev/shm that Triton's Python backend sets up per process, without requests and answers."""
 
 
 class MemoryItem(NamedTuple):

@@ -5,7 +5,7 @@
 The header says which `key` file the index was built from: its number of rows, a few sampled keys, and its SHA-256 (the
 first 8 bytes). They are compared whenever a table is opened. The SHA-256 is that of the manifest, which takes constant
 time; where no manifest lists the file, the keys are read. `verify` reads everything. An index that is absent or was
-built from other keys is built anew. It is written under another name and renamed when complete, so that the old index
+built from other keys is rebuilt. It is written under another name and renamed when complete, so that the old index
 or none is in place until the new one is complete. What was written is kept when the process is killed: after every
 ROWS_PER_CHECKPOINT rows the buckets are flushed to the disk, then a header that says how many rows they hold, and the
 next build goes on from there. The same keys give the same file, byte for byte.

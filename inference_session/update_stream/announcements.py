@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Announcement(NamedTuple):
-    """A message of the topic. Of a topic that is made anew, an equal offset has another time."""
+    """A message of the topic. In a topic that was deleted and created again, an equal offset has another time."""
 
     offset: int
     published_ms: int

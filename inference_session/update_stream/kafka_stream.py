@@ -9,7 +9,7 @@
     apply       to every tier and the cache; while a store is down, it retries: nothing is dropped
     rest        after every few hundred rows, for a moment, so that requests can use the interpreter
     save        where rows are durable, once a second: how far they are, next to the rows, then the same to the brokers
-    follow      a store whose one writer is another process: once that one has saved as much, rows are read anew
+    follow      a store whose one writer is another process: once that one has saved as much, rows are read again
 
 Other threads of this process answer requests, and the client library and RocksDB do not let these threads run while
 they work. So all work is done in pieces of well below a millisecond; they also fit the processor's cache.
@@ -151,7 +151,7 @@ class KafkaUpdateStream:
 
     def wait_until_applied(self, wanted: AppliedPartitions, timeout_s: float) -> bool:
         """Wait until as much is applied as another stream of the same topics has applied; returns whether that was in
-        time. Does not wait for topics that the filter leaves out here, or that were made anew.
+        time. Does not wait for topics that the filter leaves out here, or that were created again.
         """
         end = time.monotonic() + timeout_s
         ours = {one: how_far for one, how_far in wanted.items() if self._is_ours(one[0])}
@@ -165,7 +165,7 @@ class KafkaUpdateStream:
         return self._stats.snapshot(sorted(self._positions.topics))
 
     def close(self) -> None:
-        """Apply no more, and save how far it came. May be called more than once."""
+        """Stop applying updates, and save how far they were applied. May be called more than once."""
         self._closing.set()
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():

@@ -1,6 +1,6 @@
 """How far the partitions of a stream are applied, and whether their topics are still the same ones.
 
-A topic that was deleted and made anew counts its offsets from 0 again, so an offset proves nothing. Two things do:
+A topic that was deleted and created again counts its offsets from 0 again, so an offset proves nothing. Two things do:
 
     topic id       the broker's own (Kafka 2.8 and later)
     fingerprint    of the last message that was applied, which is read again; brokers may have dropped it since
@@ -45,7 +45,7 @@ class AppliedPosition(NamedTuple):
     last: LastMessage | None = None
 
     def is_of_another(self, other: AppliedPosition | None) -> bool:
-        """Whether the topics differ: one was made anew."""
+        """Whether the topics differ: one was created again."""
         return other is not None and bool(self.topic_id and other.topic_id) and self.topic_id != other.topic_id
 
     def is_within(self, other: AppliedPosition | None) -> bool:
@@ -140,7 +140,7 @@ class Positions:
         return self.suspect(one)
 
     def leave(self, one: Partition) -> None:
-        """Follow a partition no more, until it comes back."""
+        """Stop following a partition until it exists again."""
         applied = self._applied.pop(one)
         if applied is not None:
             self._left[one] = applied

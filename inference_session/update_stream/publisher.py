@@ -204,7 +204,7 @@ class Publisher:
         self._producer.purge()
         self._serve(self._producer.flush, 0)
         self._producer = self._create_producer()
-        self._num_partitions.clear()  # brokers that lost their topics may have made them anew
+        self._num_partitions.clear()  # brokers that lost their topics may have created them again
         self._failure = None
         kind = StoreError if failure.code() in _REFUSALS else UnavailableError
         raise kind(f"a message to {self._where()} was not delivered: {failure.str()}")

@@ -58,7 +58,7 @@ class StoreUrl:
     sentinels: tuple[tuple[str, int], ...] = ()
     """Hosts and ports of sentinels."""
     master_name: str = ""
-    """What they call the master."""
+    """The master's name in their configuration."""
     db: int = 0
     options: Mapping[str, str] = field(default_factory=dict)
 

@@ -26,7 +26,7 @@ NUM_KEPT = 3
 
 
 class MetricKey(NamedTuple):
-    """What identifies a metric."""
+    """The identity of a metric."""
 
     name: str
     description: str

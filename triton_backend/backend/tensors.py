@@ -25,7 +25,7 @@ def read_array(tensor: Any) -> NDArray[Any]:
 
 
 def array_reader() -> Callable[[Any], NDArray[Any]]:
-    """What does the same as `read_array` in the least time; it may raise TritonModelException for a tensor on a GPU."""
+    """The fastest equivalent of `read_array`; it may raise TritonModelException for a tensor on a GPU."""
     return pb_utils.Tensor.as_numpy if knows_numpy() else read_array
 
 
@@ -37,7 +37,7 @@ def write_tensor(name: str, array: NDArray[Any]) -> Any:
 
 
 def tensor_writer() -> Callable[[str, NDArray[Any]], Any]:
-    """What does the same as `write_tensor` in the least time."""
+    """The fastest equivalent of `write_tensor`."""
     return pb_utils.Tensor if knows_numpy() else write_tensor
 
 

@@ -110,7 +110,7 @@ def _no_password() -> str:
 
 
 def _shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> Mapping[str, Any]:
-    """What the client sees of the server's certificate."""
+    """The server's certificate as the client sees it."""
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [
         client.wrap_bio(to_client, to_server, server_hostname="localhost"),

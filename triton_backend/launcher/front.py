@@ -105,7 +105,7 @@ class Front:
             self.start()
 
     def stop(self) -> None:
-        """Take no more requests, finish those in flight, and end it. Idempotent."""
+        """Stop accepting requests, finish those in flight, and end it. Idempotent."""
         if self._process is None:
             return
         self._process.send_signal(signal.SIGQUIT)

@@ -55,7 +55,7 @@ RECENT_S = 60.0
 
 
 class Server(Protocol):
-    """What is watched."""
+    """The server to watch."""
 
     @property
     def pid(self) -> int: ...

@@ -48,7 +48,7 @@ class Lookup:
     keys_dims: Dims | None
     row_shape: tuple[int, ...]
     vectors: str
-    """The value, float32, that nothing in the graph makes any more."""
+    """The value, float32, that no node of the graph computes after the cut."""
     pooling: Pooling = "none"
     weights: str | None = None
     bags: tuple[str, str] | None = None

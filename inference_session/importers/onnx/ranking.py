@@ -43,7 +43,7 @@ class RankingImport:
     folders: dict[str, str]
     staging: Path
     original: Prober
-    """As ONNX Runtime runs the model unless it is told otherwise."""
+    """As ONNX Runtime runs the model with its default settings."""
     findings: Findings
     write: Callable[[CarvedModel], None]
 

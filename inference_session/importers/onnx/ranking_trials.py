@@ -53,7 +53,7 @@ class RankingTrials:
     """The comparison of one divided network.
 
     Args:
-        original: as ONNX Runtime runs the model unless it is told otherwise.
+        original: as ONNX Runtime runs the model with its default settings.
         replay: of the divided network.
         spec: of the model, divided.
     """

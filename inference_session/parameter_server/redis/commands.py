@@ -32,7 +32,7 @@ class Command(Protocol):
         """Of rows that are sent or answered."""
 
     def payload(self) -> bytes | memoryview:
-        """What is sent."""
+        """The bytes to send."""
 
     def singles(self) -> Iterator[Command]:
         """The same as commands that are one each to Redis."""

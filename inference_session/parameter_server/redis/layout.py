@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from inference_session.kernels.cpu.intrinsics import kernel
 
 DEFAULT_PARTITIONS = 8
-"""What HPS's documentation recommends for Redis, and what we write unless told otherwise."""
+"""What HPS's documentation recommends for Redis, and what we write unless a setting says otherwise."""
 MAX_PROBED_PARTITIONS = 64
 """Partitions in which an existing table is looked for when the number is not given."""
 
@@ -188,7 +188,7 @@ class Hmgets(NamedTuple):
     commands: NDArray[np.int64]
     """[num_commands, 4]: partition; where its keys begin and end in `order`; where it ends in `wire`."""
     wire: memoryview
-    """What is to be sent."""
+    """The commands to send."""
 
 
 def hmgets(tag: str, keys: NDArray[np.int64], partitioning: Partitioning, *, max_keys: int) -> Hmgets:

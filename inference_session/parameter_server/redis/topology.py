@@ -143,7 +143,7 @@ class Sentinel(Topology):
             return master
 
     def _master_of(self, sentinel: Address, deadline: Deadline) -> Address:
-        """What one sentinel says. If it knows no such master, it may have lost its settings."""
+        """The answer of one sentinel. If it knows no such master, it may have lost its settings."""
         name = self._url.master_name
         reply: Any = self._ask(sentinel, ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", name), deadline)
         if reply is None:

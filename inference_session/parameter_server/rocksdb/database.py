@@ -100,7 +100,7 @@ def _state_of_files(path: Path, is_wanted: Callable[[str], bool]) -> object:
 
 
 def identity_of(path: Path) -> object:
-    """Differs once a path has another database: one made anew, moved or copied there; UnavailableError: none.
+    """Differs once a path has another database: one that was created, moved or copied there; UnavailableError: none.
 
     Backups by hard links and changes of owner or mode make no other database of it, so the ctime is no part of this.
     Compare only while a handle of `hold_identity` is open: else another file may get the inode number.
