@@ -78,6 +78,9 @@ _log = logging.getLogger(__name__)
 class KafkaUpdateStream:
     """Applies a model's updates in its own thread, until closed."""
 
+    _hold: threading.Event | None = None
+    """Set once the thread applies nothing more; None: the stream is not held."""
+
     def __init__(
         self,
         url: KafkaUrl,
@@ -102,8 +105,7 @@ class KafkaUpdateStream:
             since: messages published before are passed over; by their own time, as not all brokers can search by it.
             allow_non_finite: whether rows with NaN or infinite elements are applied.
         """
-        self._model = model
-        self._filter = re.compile(topic_filter)
+        self._model, self._filter = model, re.compile(topic_filter)
         self._since_ms = 0 if since is None else int(since.timestamp() * 1000)
         self._positions = Positions()
         self._is_beginning = True
@@ -112,18 +114,20 @@ class KafkaUpdateStream:
         """Those of them whose end has not been seen yet."""
         self._save_at = self._discover_at = 0.0
         self._num_at_once = 1
-        self._rests = Rests()
-        self._stats = StreamStats(model)
-        self._current = threading.Event()
-        self._closing = threading.Event()
-        self._hold: threading.Event | None = None
-        """Set once the thread applies nothing more; None: the stream is not held."""
+        self._rests, self._stats = Rests(), StreamStats(model)
+        self._current, self._closing = threading.Event(), threading.Event()
         self._updates = UpdateApplier(
-            model, tables, rows, self._stats, self._rests, allow_non_finite=allow_non_finite, closing=self._closing
+            model,
+            tables,
+            rows,
+            self._stats,
+            self._rests,
+            allow_non_finite=allow_non_finite,
+            closing=self._closing,
+            while_waiting=self._wait_for_stores,
         )
         self._consumer = create_consumer(url, f"hotrow.{model}.{version}.{socket.gethostname()}")
-        self._admin = create_client(AdminClient, url)
-        self._url = url
+        self._url, self._admin = url, create_client(AdminClient, url)
         self._thread = threading.Thread(target=self._work, name="hotrow-update-stream", daemon=True)
         self._thread.start()
 
@@ -296,12 +300,12 @@ class KafkaUpdateStream:
         for one in sorted(partitions):
             applied = left = self._positions.left(one)
             if left is None:
-                applied = self._updates.saved(*one, self._wait_for_stores)
+                applied = self._updates.saved(*one)
                 any_saved |= applied is not None
             _log.info("reading topic %r, partition %d, applied: %s", *one, applied)
             self._note_doubt(one, self._positions.follow(one, applied))
         if any_saved:
-            self._updates.see_saved()
+            self._updates.renew_cached()
 
     def _note_doubt(self, one: Partition, doubt: str | None) -> None:
         """Report a partition that is read again."""
@@ -313,7 +317,7 @@ class KafkaUpdateStream:
                 doubt,
             )
             self._stats.count_replay()
-            self._updates.begin_anew(one[0])
+            self._updates.forget_saved(one[0])
 
     def _assign(self) -> None:
         begins = self._positions.assign()
@@ -380,7 +384,7 @@ class KafkaUpdateStream:
         self._stats.begin(oldest_ms / 1000 if oldest_ms > 0 else time.time())
         for topic, messages in by_topic.items():
             topic_id = self._positions.topic_ids.get(topic, "")
-            self._updates.apply(topic, topic_id, messages, self._wait_for_stores)
+            self._updates.apply(topic, topic_id, messages)
             # Not the client's own count, which includes the end of a partition as a message.
             for partition, last in messages.reached.items():
                 self._positions.apply((topic, partition), last)

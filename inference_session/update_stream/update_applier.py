@@ -55,8 +55,13 @@ class UpdateApplier:
         *,
         allow_non_finite: bool,
         closing: threading.Event,
+        while_waiting: Callable[[], None],
     ) -> None:
-        """See KafkaUpdateStream."""
+        """See KafkaUpdateStream.
+
+        What the stores refuse is retried until they take it, or until `closing` is set: then their error is raised.
+        `while_waiting` is called each time.
+        """
         self._model = model
         self._tables = {spec.folder: spec for spec in tables}
         self._rows = rows
@@ -64,17 +69,14 @@ class UpdateApplier:
         self._rests = rests
         self._allow_non_finite = allow_non_finite
         self._closing = closing
+        self._while_waiting = while_waiting
         self._unsaved: set[str] = set()
         """Tables that have been applied further than their notes say."""
         self._noted: set[str] = set()
         """Tables in whose notes this object has stored how far they are applied."""
 
-    def apply(self, topic: str, topic_id: str, messages: MessageBatch, while_waiting: Callable[[], None]) -> None:
-        """Write the rows in messages of a topic, and set aside messages that are not rows.
-
-        No update is ever skipped: what the stores refuse is retried until they take it, with `while_waiting` called
-        each time, or until the stream closes, with their error.
-        """
+    def apply(self, topic: str, topic_id: str, messages: MessageBatch) -> None:
+        """Write the rows in messages of a topic, and set aside messages that are not rows. No update is skipped."""
         table = self.table_of(topic)
         if table is None:
             text = f"the model has no table of that name; its tables: {', '.join(map(repr, self._tables)) or 'none'}"
@@ -92,24 +94,22 @@ class UpdateApplier:
         reached = {
             (topic, partition): AppliedPosition(m.offset + 1, topic_id, m) for partition, m in messages.reached.items()
         }
-        self._persist(lambda: self._write(table, updates, reached), while_waiting)
+        self._persist(lambda: self._write(table, updates, reached))
         self._stats.count_rows(updated=len(updates.keys), deleted=len(updates.deleted))
 
-    def saved(self, topic: str, partition: int, while_waiting: Callable[[], None]) -> AppliedPosition | None:
-        """Up to where rows that outlive this process have been applied; None: nothing is known of that. Waits for the
-        stores as `apply` does.
-        """
+    def saved(self, topic: str, partition: int) -> AppliedPosition | None:
+        """Up to where rows that outlive this process have been applied; None: nothing is known of that."""
         table = self.table_of(topic)
         if table is None or not self._rows.is_durable:
             return None
-        return self._persist(lambda: read_applied(self._rows.note(table), topic), while_waiting).get(partition)
+        return self._persist(lambda: read_applied(self._rows.note(table), topic)).get(partition)
 
-    def see_saved(self) -> None:
-        """Have no row in the cache that is older than those that the notes count: no message will bring it again."""
+    def renew_cached(self) -> None:
+        """Read cached rows again that may be older than what the notes count as applied: no message brings these."""
         self._rows.renew()
 
-    def begin_anew(self, topic: str) -> None:
-        """What is saved of a topic is no longer valid."""
+    def forget_saved(self, topic: str) -> None:
+        """Save again how far a topic is applied: what its table's note says is no longer valid."""
         table = self.table_of(topic)
         if table is not None and self._rows.is_durable:
             self._unsaved.add(table)
@@ -165,7 +165,7 @@ class UpdateApplier:
                 return True
         return False
 
-    def _persist(self, work: Callable[[], Result], while_waiting: Callable[[], None]) -> Result:
+    def _persist(self, work: Callable[[], Result]) -> Result:
         """Make a call to the stores, repeatedly until it succeeds."""
         pause_s = FIRST_PAUSE_S
         while True:
@@ -173,7 +173,7 @@ class UpdateApplier:
                 result = work()
             except (UnavailableError, StoreError) as error:
                 self._stats.fail(str(error))
-                while_waiting()
+                self._while_waiting()
                 if self._closing.wait(pause_s):
                     raise
             else:
