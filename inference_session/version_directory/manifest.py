@@ -25,7 +25,7 @@ from inference_session.model_spec import (
     TABLES_FOLDER,
     VECTOR_FILE,
 )
-from inference_session.platform.priority import yield_to_others
+from inference_session.platform.pacing import yield_to_others
 from inference_session.platform.progress import Progress
 from inference_session.version_directory.external_data import external_files
 from inference_session.version_directory.verified_files import FileState, VerifiedFiles, file_state, verified_state

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from inference_session.platform.priority import yield_to_others
+from inference_session.platform.pacing import yield_to_others
 
 
 def load_quietly(module: str, name: str) -> Any:

@@ -11,6 +11,7 @@ policy: a load without configuration does nothing until something in the model's
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -19,7 +20,6 @@ from typing import Any
 from numpy.typing import NDArray
 
 from inference_session.errors import ConfigurationError, HotrowError, UnavailableError
-from triton_backend.client.load_errors import plain_reason
 from triton_backend.client.probe import PROBE_PARAMETER, find_key, probe_inputs
 from triton_backend.client.tls import ClientTls
 from triton_backend.repository.chosen_versions import with_versions, without_choice
@@ -30,6 +30,9 @@ CALL_TIMEOUT_S = 10.0
 RESTRICTED_HEADER = "hotrow-key"
 """Header with the key to a server's management APIs, if they are restricted."""
 _NO_SUCH_VERSION = "at least one version must be available"
+_LOAD_FAILED = re.compile(r"^load failed for model '.*?': ")
+_VERSION_FAILED = re.compile(r"version (\d+) is at \w+ state: ")
+_STUB_DIED = re.compile(r"Stub process '.*?' is not healthy\.?")
 _NOT_POLLED = "failed to poll from model repository"
 _NOT_CONNECTED = {
     "Hostname Verification": "the server's certificate is for another host name; use that name in --url",
@@ -265,3 +268,12 @@ def _why_not_connected(message: str) -> str:
 def _state(entry: Mapping[str, str]) -> VersionState:
     state = entry.get("state", "UNAVAILABLE")
     return VersionState(int(entry["version"]), state, entry["reason"])
+
+
+def plain_reason(message: str) -> str:
+    """The reason why a model did not load, as one line, without the place in our code that Triton may add."""
+    text = re.sub(r"\n\nAt:\n(?:  .*\n?)*", "", _LOAD_FAILED.sub("", message))
+    text = _VERSION_FAILED.sub(r"version \1: ", text)
+    text = text.replace("Internal: ", "").replace("TritonModelException: ", "")
+    text = _STUB_DIED.sub("its backend process is dead or hung", text)
+    return " ".join(text.replace("\0", "").split()).rstrip(";")

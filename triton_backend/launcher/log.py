@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from typing import IO
 
-from triton_backend.client.load_errors import plain_reason
+from triton_backend.client.server import plain_reason
 
 _SIGNAL = re.compile(r"Signal \((\d+)\) received")
 _CRASH_SIGNALS = {str(int(s)) for s in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)}

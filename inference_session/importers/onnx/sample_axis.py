@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import GraphProto, NodeProto, helper
 
-from inference_session.importers.onnx.graph import bodies, reads
-from inference_session.importers.onnx.operators import BROADCASTING, UNARY
+from inference_session.importers.onnx.graph import BROADCASTING, UNARY, bodies, reads
 
 Shapes = tuple[tuple[int, ...], ...]
 """Of one value, in each run."""

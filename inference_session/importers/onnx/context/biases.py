@@ -16,7 +16,7 @@ from onnx import NodeProto, ValueInfoProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from inference_session.importers.onnx.context.work import Builder, Work
-from inference_session.importers.onnx.operators import UNARY
+from inference_session.importers.onnx.graph import UNARY
 
 _MIN_RANK = 3
 _MIN_CARRIED = 0.1

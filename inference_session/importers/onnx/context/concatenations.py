@@ -17,8 +17,7 @@ from onnx import NodeProto
 
 from inference_session.importers.onnx.context.linear_layer import linear_layer
 from inference_session.importers.onnx.context.work import Builder, Work
-from inference_session.importers.onnx.graph import attribute
-from inference_session.importers.onnx.operators import BROADCASTING, UNARY
+from inference_session.importers.onnx.graph import BROADCASTING, UNARY, attribute
 
 
 class Part(NamedTuple):

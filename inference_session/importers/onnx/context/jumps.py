@@ -10,8 +10,7 @@ from collections.abc import Collection
 
 from onnx import GraphProto, NodeProto, TensorProto
 
-from inference_session.importers.onnx.graph import attribute, reads
-from inference_session.importers.onnx.operators import BROADCASTING, UNARY
+from inference_session.importers.onnx.graph import BROADCASTING, UNARY, attribute, reads
 
 _JUMPING = frozenset({
     "ArgMax", "ArgMin", "Bernoulli", "Ceil", "DynamicQuantizeLinear", "Floor", "Hardmax", "Mod", "Multinomial",
