@@ -186,7 +186,7 @@ def test_a_thread_that_comes_later_runs_without_graphs(tmp_path: Path, graphs: l
 
 
 def test_unknown_rows_are_counted_in_each_batch(regular: Regular) -> None:
-    """Each time anew, in the statistics of the session."""
+    """Each time, in the statistics of the session."""
     session, _ = regular
     inputs = random_request(session, 64, np.random.default_rng(4))
     before = session.stats()["tables"]["item"]["default_vectors"]
@@ -374,7 +374,7 @@ def test_a_network_of_many_inputs_runs_with_graphs_or_without(tmp_path: Path, nu
 
 
 def test_a_network_may_be_freed_after_its_device(tmp_path: Path) -> None:
-    """Bindings keep it. It must not need the device's stream any more."""
+    """Bindings keep it. It no longer needs the device's stream."""
     path, names = joining_network(tmp_path, 50)
     arrays = {name: np.full((2, 4), i, np.float32) for i, name in enumerate(names)}
     for _ in range(10):
@@ -470,7 +470,7 @@ def test_sessions_on_all_gpus_at_once(version: tuple[Path, small_model.Arrays]) 
 @pytest.mark.parametrize("model", ["small", "ctr"])
 def test_a_failed_device_answers_no_more(model: str, tmp_path: Path) -> None:
     """After an illegal access on the device each request gets UnavailableError, and readiness says why:
-    where batches are computed anew, and where they are replayed. All sessions can be closed.
+    where batches are computed, and where they are replayed. All sessions can be closed.
     """
     directory = tmp_path / "1"
     if model == "small":

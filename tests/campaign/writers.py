@@ -71,7 +71,7 @@ class StreamWriter:
 
     def lose(self, serving: Content, lose: Callable[[], None]) -> None:
         """Lose topics by `lose`, and publish every row that was ever published once more, as a trainer would. This
-        broker sometimes loses confirmed messages of topics that were just made anew; then all of it is done again.
+        broker sometimes loses confirmed messages of topics that were just created again; then all of it is repeated.
         """
 
         def is_done() -> bool:

@@ -90,7 +90,7 @@ def test_answers_do_not_depend_on_the_order(
         assert tables.placement.on_host == ([] if not answers else ["t1", "t2"])
         with device.request():
             lookup, outputs, held = _lookup(looks, device, tables, code, dim)
-            for _ in range(3):  # the order is made anew each time
+            for _ in range(3):  # the order is computed again each time
                 for output in outputs:
                     output.fill(np.nan)
                 lookup.num_unknown[:] = 0

@@ -68,5 +68,5 @@ def test_opening_a_version_retires_older_ones(tmp_path: Path, monkeypatch: pytes
             wait_until(lambda: len(versions_in(server.url)) == 4, "old versions to be removed")
             session.lookup("code", [1])
 
-        assert versions_in(server.url) == {"2", "4", "5", "6"}  # 1 is in the database, 3 is no more
+        assert versions_in(server.url) == {"2", "4", "5", "6"}  # 1 is in the database, 3 was removed
         assert versions_in(database) == {"1", "5"}

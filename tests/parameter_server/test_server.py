@@ -221,7 +221,7 @@ def promoted_from_files() -> tuple[ParameterServer, SharedStore]:
 
 
 def test_rows_written_after_a_promotion_are_not_taken_back() -> None:
-    """Rows of files were promoted, erased, and written anew, by this process or another: no other tier has these."""
+    """Rows of files were promoted, erased, and written again, by this process or another: no other tier has these."""
     server, shared = promoted_from_files()
     server.erase("user", KEYS[:10])
     server.insert("user", KEYS[:5], -VECTORS[:5])
@@ -302,7 +302,7 @@ def test_a_tier_that_is_down_is_left_out_and_comes_back(
 
 
 def test_a_tier_that_refuses_all_is_left_out(make: Callable[..., Stack], caplog: pytest.LogCaptureFixture) -> None:
-    """As a Redis does whose password was changed: it is down until it accepts the password, each time anew."""
+    """As a Redis does whose password was changed: it is down until it accepts the password, each time."""
     stack = make()
     for times in (1, 2):
         stack.faults["volatile"] = StoreError("WRONGPASS")

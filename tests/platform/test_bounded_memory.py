@@ -6,7 +6,7 @@ from inference_session.platform.bounded_memory import BoundedMemory
 
 
 def test_what_was_used_longest_ago_is_forgotten() -> None:
-    """Reading counts as use, and so does writing a value anew; there are never more values than asked for."""
+    """Reading counts as use, and so does replacing a value; there are never more values than asked for."""
     memory: BoundedMemory[str, int] = BoundedMemory(2)
     memory.put("a", 1)
     memory.put("b", 2)

@@ -103,7 +103,7 @@ def test_every_flipped_byte_is_harmless(name: str, folder: Path) -> None:
 
 
 def test_every_flipped_byte_of_the_index_is_found(folder: Path) -> None:
-    """Opened with `verify_index`, a damaged index is built anew; callers that insist on the file get the reason."""
+    """Opened with `verify_index`, a damaged index is rebuilt; callers that insist on the file get the reason."""
     path = folder / "index"
     original = path.read_bytes()
     for position in range(len(original)):

@@ -35,7 +35,7 @@ def version(tmp_path: Path) -> Path:
 
 
 def scale_by(version: Path, network: str, location: str) -> None:
-    """Let a network multiply its first output by external data, and write the manifest anew."""
+    """Let a network multiply its first output by external data, and rewrite the manifest."""
     model = onnx.load(version / network)
     last = next(node for node in model.graph.node if node.output[0] in ("wide", "doubled"))
     result = last.output[0]

@@ -37,7 +37,7 @@ def repository(tmp_path: Path) -> Path:
 
 
 def replace_table(folder: Path, table: str) -> None:
-    """Give a table other values, as a training run does, and write the manifest anew."""
+    """Give a table other values, as a training run does, and rewrite the manifest."""
     path = folder / "tables" / table / "emb_vector"
     values = path.read_bytes()
     path.write_bytes(bytes(len(values)))

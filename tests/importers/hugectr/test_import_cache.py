@@ -1,4 +1,4 @@
-"""Imports that are kept: made once, found again, made anew after any change, and bounded."""
+"""Imports that are kept: made once, found again, made again after any change, and bounded."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def entries(cache: Path) -> list[Path]:
 
 
 def test_an_import_is_found_again(source: Source, tmp_path: Path) -> None:
-    """The same sources are imported once, even if ps.json is written anew, at any path."""
+    """The same sources are imported once, even if ps.json is rewritten, at any path."""
     first = imported(source, tmp_path / "cache")
     written = (first / "session.json").stat().st_mtime_ns
 
@@ -167,7 +167,7 @@ def test_what_a_killed_import_left_is_taken_over(source: Source, tmp_path: Path)
 
 
 def test_rows_of_earlier_versions_are_kept_where_they_are_gone(source: Source, tmp_path: Path) -> None:
-    """Of several versions the newest one with the key counts; a key that none has any more is unknown."""
+    """Of several versions the newest one with the key counts; a key that no version has is unknown."""
     older, old = Source(tmp_path / "older"), Source(tmp_path / "old")
     for number, (earlier, keys) in enumerate([(older, [1, 2, 3]), (old, [2, 3])]):
         earlier.keys[1] = np.array(keys)

@@ -490,7 +490,7 @@ class TestOutages:
         assert_same_bits(out[1:], row)
 
     def test_a_reply_that_never_ends_is_late(self) -> None:
-        """The time that a call may take does not begin anew with each byte."""
+        """The time that a call may take does not restart with each byte."""
 
         def drip(connection: socket.socket) -> None:
             connection.recv(1 << 20)
@@ -546,7 +546,7 @@ class TestOutages:
                         assert "wrong-secret" not in str(caught.value)
 
     def test_a_password_that_was_changed_in_its_file_lets_new_connections_in(self, tmp_path: Path) -> None:
-        """The old connections were cut; the store need not be opened anew."""
+        """The old connections were cut; the store need not be opened again."""
         secret = tmp_path / "secret"
         secret.write_text("first-secret", encoding="utf-8")
         with RedisServer("--requirepass", "first-secret") as server:

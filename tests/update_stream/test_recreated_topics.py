@@ -1,4 +1,4 @@
-"""Topics that are deleted and made anew, brokers that come back empty: no message of the new topic is skipped."""
+"""Topics that are deleted and created again, brokers that come back empty: no message of the new topic is skipped."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def note_of(small: SmallVersion, database: str) -> str:
 
 
 def make_anew(broker: Broker, small: SmallVersion, database: str, num_new: int) -> None:
-    """Apply the messages of the first topic, then put another one in its place while nobody serves."""
+    """Apply the messages of the first topic, then put another one in its place while no session serves."""
     topic = small.topic("user_weight")
     with serving(small, database, broker) as session:
         send(broker, topic, NUM_OLD, 100)
@@ -148,7 +148,7 @@ def test_a_broker_that_comes_back_empty_before_it_is_asked(
 
 
 class Unanswered:
-    """A consumer whose questions about topics fail while an event is set; messages arrive all the same."""
+    """A consumer whose questions about topics fail while an event is set; messages still arrive."""
 
     def __init__(self, consumer: Any, is_down: threading.Event) -> None:
         self._consumer, self._is_down = consumer, is_down
@@ -176,7 +176,7 @@ def test_a_topic_made_anew_in_one_moment(broker: Broker, small: SmallVersion, da
 def test_a_topic_that_is_not_listed_for_a_while_goes_on(
     broker: Broker, small: SmallVersion, database: str, with_ids: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is a topic with an error in its metadata begun anew: rows never become older, and nothing is read twice."""
+    """A topic with an error in its metadata is not read from its beginning: no row gets older or is read twice."""
     answers: list[str] = []
     create = kafka_stream.create_consumer
     monkeypatch.setattr(kafka_stream, "create_consumer", lambda *args: Unsteady(create(*args), answers))
