@@ -440,7 +440,7 @@ class InferenceSession:
         number = self.spec.tables.index(spec)
         for begin in range(0, len(wanted), _KEYS_AT_ONCE):
             part = slice(begin, begin + _KEYS_AT_ONCE)
-            self.replicas.run(partial(_fetch_on, table=number, keys=wanted[part], out=vectors[part]))
+            self.replicas.run(lambda each, part=part: fetch(each.network.rows, number, wanted[part], vectors[part]))  # type: ignore[misc]
         return vectors
 
     def update(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
@@ -683,10 +683,3 @@ class SessionSnapshot:
         """By the names of docs/reference/statistics.md."""
         updates = {} if self.updates is None else asdict(self.updates)
         return {**asdict(self.session), **self.rows.as_dict(), "updates": updates}
-
-
-def _fetch_on(
-    replica: Replica, *, table: int, keys: NDArray[np.int64], out: NDArray[np.float32]
-) -> NDArray[np.float32]:
-    fetch(replica.network.rows, table, keys, out)
-    return out

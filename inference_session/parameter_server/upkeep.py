@@ -68,7 +68,7 @@ class Upkeep:
         """Log of the rows that this process has written to all tiers. Unlike `log` it counts no rows of others."""
         self.promotions = PendingPromotions()
         self.touches = PendingTouches()
-        self.on_drop: Callable[[str, NDArray[np.int64] | None], None] = _tell_nobody
+        self.on_drop: Callable[[str, NDArray[np.int64] | None], None] = _ignore_drop
         """Called with rows that a cache may have read too old: their table and keys, None for all of its rows."""
         self._tiers = tiers
         self._log = log
@@ -92,7 +92,7 @@ class Upkeep:
         self._closing.set()
         self._worker.join()
         # It leads to caches, which lead here: only the garbage collector would free their memory, and mapped files.
-        self.on_drop = _tell_nobody
+        self.on_drop = _ignore_drop
 
     def _work(self) -> None:
         next_round = time.monotonic() + ROUND_INTERVAL_S
@@ -265,5 +265,5 @@ class Upkeep:
             self.on_drop(table, keys)
 
 
-def _tell_nobody(_table: str, _keys: NDArray[np.int64] | None) -> None:
-    """No cache wants to know."""
+def _ignore_drop(_table: str, _keys: NDArray[np.int64] | None) -> None:
+    """There is no cache over the server."""

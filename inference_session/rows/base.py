@@ -129,11 +129,15 @@ class Rows(ABC):
         """Release what is held open. May be called more than once."""
 
 
-def fetch(rows: Rows, table: int, keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
-    """The vectors of the table of that number: keys int64 [n] to `out`, float32 [n, embedding_dim], both contiguous."""
+def fetch(rows: Rows, table: int, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The vectors of the table of that number: keys int64 [n] to `out`, float32 [n, embedding_dim], both contiguous.
+
+    Returns `out`.
+    """
     with rows.device.request():
         staged, vectors = rows.device.stage(keys), rows.device.output(out)
         rows.look_up(Lookup(key_segment(table, staged, vectors), np.array([len(staged)]), rows.device.counts(1)))
         rows.device.wait()
         if vectors is not out:
             out[...] = vectors
+    return out

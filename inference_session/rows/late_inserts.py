@@ -6,35 +6,33 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
 
+from inference_session.embedding_cache.missing_rows import MissingRows
 from inference_session.errors import HotrowError
 
 MAX_WAITING = 256
 """Requests whose missing rows wait; those of further ones are dropped and counted: the next miss fetches them again."""
 
-Missing = TypeVar("Missing")
-
 _log = logging.getLogger(__name__)
 
 
-class LateInserts(Generic[Missing]):
-    """Passes queued items to `insert`, in order, from its own thread: all that wait, up to `at_once`."""
+class LateInserts:
+    """Passes queued rows to `insert`, in order, from its own thread: those of up to `at_once` requests."""
 
-    def __init__(self, insert: Callable[[Sequence[Missing]], None], at_once: int = 1) -> None:
+    def __init__(self, insert: Callable[[Sequence[MissingRows]], None], at_once: int = 1) -> None:
         self._insert = insert
         self._at_once = at_once
-        self._waiting: deque[Missing] = deque()
+        self._waiting: deque[MissingRows] = deque()
         self._changed = threading.Condition()
         self._busy = False
         self._closed = False
         self.num_dropped = 0
-        """Items that found the queue full."""
+        """Requests that found the queue full."""
         self._thread = threading.Thread(target=self._work, name="hotrow-late-inserts", daemon=True)
         self._thread.start()
 
-    def put(self, missing: Missing) -> None:
-        """Queue an item, or count it as dropped."""
+    def put(self, missing: MissingRows) -> None:
+        """Queue the missing rows of a request, or count them as dropped."""
         with self._changed:
             if len(self._waiting) < MAX_WAITING:
                 self._waiting.append(missing)
@@ -48,7 +46,7 @@ class LateInserts(Generic[Missing]):
             return self._changed.wait_for(lambda: not self._waiting and not self._busy, timeout_s)
 
     def close(self) -> None:
-        """Drop waiting items, and end when inserts under way have ended. May be called more than once."""
+        """Drop waiting rows, and end when inserts under way have ended. May be called more than once."""
         with self._changed:
             self._closed = True
             self._waiting.clear()
@@ -67,11 +65,11 @@ class LateInserts(Generic[Missing]):
                 self._busy = True
             self._survive(missing)
 
-    def _survive(self, missing: Sequence[Missing]) -> None:
+    def _survive(self, missing: Sequence[MissingRows]) -> None:
         """Insert; an error must not end later inserts. A tier that is down is logged elsewhere."""
         try:
             self._insert(missing)
         except HotrowError as error:
             _log.debug("fetched rows could not be cached: %s", error)
-        except Exception:  # noqa: BLE001 - any error is logged; the next item does not depend on it
+        except Exception:  # noqa: BLE001 - any error is logged; the next rows do not depend on it
             _log.exception("fetched rows could not be cached")
