@@ -34,7 +34,7 @@ def create_rows(version: VersionDirectory, config: SessionConfig, devices: Seque
     """The rows of a version directory: its own files, or with a store in the settings that store's, through a cache.
 
     One for each device, which looks them up. Over a store, each device has its own cache. Of rows that an update stream
-    changes and no store keeps, each device has a copy of those that were changed.
+    changes and no store keeps, each device has a copy of those that were updated.
 
     Raises what `TableFile.open`, `create_parameter_server` and the caches do.
     """

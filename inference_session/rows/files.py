@@ -55,10 +55,10 @@ class FileRows(Rows):
         if self.changes is None:
             yield from self._files[table].scan()
             return
-        changed, vectors, deleted = self.changes.tables[table].held()
-        yield changed[~deleted], vectors[~deleted]
+        updated, vectors, deleted = self.changes.tables[table].held()
+        yield updated[~deleted], vectors[~deleted]
         for keys, rows in self._files[table].scan():
-            unchanged = ~np.isin(keys, changed)
+            unchanged = ~np.isin(keys, updated)
             yield keys[unchanged], rows[unchanged]
 
     def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:  # noqa: ARG002

@@ -19,7 +19,7 @@ from inference_session.kernels.cpu.updated_table import UpdatedArrays, count_del
 from inference_session.kernels.records import SEGMENT, TABLE, Lookup
 from inference_session.rows.base import RowWriter
 from inference_session.rows.stats import UpdatedTableStats
-from inference_session.tables.base import Changed, DeviceTables
+from inference_session.tables.base import DeviceTables, UpdatedRows
 from inference_session.tables.row_numbers import RowNumbers
 from inference_session.tables.table_file import TableFile
 from inference_session.tables.updated_table import UpdatedTable
@@ -60,7 +60,7 @@ class TableWriter(RowWriter):
             self.tables[table].insert(keys, vectors)
             self._publish(table)
             try:
-                self._copy(table, Changed(keys, vectors, np.zeros(len(keys), np.bool_)))
+                self._copy(table, UpdatedRows(keys, vectors, np.zeros(len(keys), np.bool_)))
             finally:
                 self.log.add(table, keys)
 
@@ -72,7 +72,7 @@ class TableWriter(RowWriter):
             spec = self.specs[self._numbers[table]]
             default = np.full(spec.embedding_dim, spec.default_vector, np.float32)
             try:
-                self._copy(table, Changed(keys, np.tile(default, (len(keys), 1)), np.ones(len(keys), np.bool_)))
+                self._copy(table, UpdatedRows(keys, np.tile(default, (len(keys), 1)), np.ones(len(keys), np.bool_)))
             finally:
                 self.log.add(table, keys)
 
@@ -86,13 +86,13 @@ class TableWriter(RowWriter):
         """The changed rows by table."""
         return {folder: UpdatedTableStats(table.num_rows, table.num_bytes) for folder, table in self.tables.items()}
 
-    def _copy(self, folder: str, changed: Changed) -> None:
+    def _copy(self, folder: str, updated: UpdatedRows) -> None:
         """Copy these rows to each device. If one fails, the others still get them, and its error is raised. Must be
         called while holding `_writing`.
         """
         with contextlib.ExitStack() as puts:
             for tables in reversed(self._copies):
-                puts.callback(tables.put, self._numbers[folder], changed, self.tables[folder].held)
+                puts.callback(tables.put, self._numbers[folder], updated, self.tables[folder].held)
 
     def _publish(self, folder: str) -> None:
         """Make later look-ups find the changed rows of a table. Must be called while holding `_writing`."""

@@ -43,7 +43,7 @@ class Placement(NamedTuple):
     """Tables, by folder, whose rows are divided among several devices."""
 
 
-class Changed(NamedTuple):
+class UpdatedRows(NamedTuple):
     """Rows of one table that are newer than its files."""
 
     keys: NDArray[np.int64]
@@ -53,10 +53,10 @@ class Changed(NamedTuple):
     deleted: NDArray[np.bool_]
     """[n]"""
 
-    def where(self, these: slice | NDArray[np.bool_]) -> Changed:
+    def where(self, these: slice | NDArray[np.bool_]) -> UpdatedRows:
         """Some of them, contiguous."""
         keys, vectors, deleted = self.keys[these], self.vectors[these], self.deleted[these]
-        return Changed(np.ascontiguousarray(keys), np.ascontiguousarray(vectors), deleted)
+        return UpdatedRows(np.ascontiguousarray(keys), np.ascontiguousarray(vectors), deleted)
 
 
 class DeviceTables(ABC):
@@ -78,13 +78,13 @@ class DeviceTables(ABC):
     def look_up(self, lookup: Lookup) -> None:
         """Answer a look-up within a request of the device, which may have to be waited for."""
 
-    def put(self, table: int, changed: Changed, all_changed: Callable[[], Changed]) -> None:
+    def put(self, table: int, updated: UpdatedRows, all_updated: Callable[[], UpdatedRows]) -> None:
         """Answer these rows from now on, each wholly, and of equal keys the last. One thread changes rows at a time.
 
         Args:
             table: its number.
-            changed: keys that are all different, or all of whose rows are deleted or are not.
-            all_changed: returns all rows of the table that were ever changed, these included.
+            updated: keys that are all different, or all of whose rows are deleted or are not.
+            all_updated: returns all rows of the table that were ever updated, these included.
 
         Raises:
             UnavailableError: the device has failed, or has too little memory; any of the rows may be answered already.

@@ -17,8 +17,8 @@ from inference_session.kernels.cuda import launch as gpu
 from inference_session.kernels.cuda.records import GPU_TABLE, regions_of
 from inference_session.kernels.records import Lookup, VectorCode, address_of, key_segment
 from inference_session.model_spec import TableSpec
-from inference_session.tables.base import Changed, DeviceTables, Placement
-from inference_session.tables.changed_rows import ChangedRows
+from inference_session.tables.base import DeviceTables, Placement, UpdatedRows
+from inference_session.tables.cuda_updated_table import CudaUpdatedTable
 from inference_session.tables.device_rows import BaseRows, Shards
 from inference_session.tables.local_copies import CopyingThread, LocalCopies, pieces_of
 from inference_session.tables.table_file import TableFile
@@ -58,7 +58,7 @@ class CudaTables(DeviceTables):
         self.device = self._cuda = device
         sharded = [each for each in vectors if isinstance(each, Shards)]
         self._variant = gpu.Variant(len(sharded[0].arrays) if sharded else 1, rows_change)
-        self._changed: dict[int, ChangedRows] = {}
+        self._updated: dict[int, CudaUpdatedTable] = {}
         """By table; tables without changes are not in it."""
         self._shard_devices = {array.device.id for each in sharded for array in each.arrays}
         self._defaults: Any
@@ -81,7 +81,7 @@ class CudaTables(DeviceTables):
     @property
     def placement(self) -> Placement:
         """See DeviceTables."""
-        changed = sum(rows.num_bytes for rows in [*self._changed.values()])
+        changed = sum(rows.num_bytes for rows in [*self._updated.values()])
         copied = sum(copies.num_bytes for copies in [*self._copies.values()])
         return self._placement._replace(bytes=self._placement.bytes + changed + copied)
 
@@ -114,28 +114,28 @@ class CudaTables(DeviceTables):
                 variant=self._variant,
             )
 
-    def put(self, table: int, changed: Changed, all_changed: Callable[[], Changed]) -> None:
+    def put(self, table: int, updated: UpdatedRows, all_updated: Callable[[], UpdatedRows]) -> None:
         """See DeviceTables. Look-ups that were recorded find the rows as well."""
         if self._records is None:
             raise SessionClosedError("the session has been closed")
-        rows = self._changed.get(table)
-        if rows is None or not rows.put(changed):
-            self._replace(table, self._holding(table, all_changed()))
+        rows = self._updated.get(table)
+        if rows is None or not rows.put(updated):
+            self._replace(table, self._holding(table, all_updated()))
 
-    def _holding(self, table: int, changed: Changed) -> ChangedRows:
+    def _holding(self, table: int, updated: UpdatedRows) -> CudaUpdatedTable:
         """Those rows, with room for as many more."""
-        dim, num_rows = int(self._host_records[table]["embedding_dim"]), 2 * len(changed.keys)
-        while not (rows := ChangedRows(self._cuda, dim, num_rows)).put(changed):
+        dim, num_rows = int(self._host_records[table]["embedding_dim"]), 2 * len(updated.keys)
+        while not (rows := CudaUpdatedTable(self._cuda, dim, num_rows)).put(updated):
             num_rows += num_rows // 8 + 1
         return rows
 
-    def _replace(self, table: int, rows: ChangedRows) -> None:
+    def _replace(self, table: int, rows: CudaUpdatedTable) -> None:
         """Let look-ups read these rows."""
         with self._cuda.request():
             if self._records is None:
                 raise SessionClosedError("the session has been closed")
             self._read_first(table, rows.index, rows.rows)
-            self._changed[table] = rows  # the memory of those before is free from here on
+            self._updated[table] = rows  # the memory of those before is free from here on
 
     def _read_first(self, table: int, index: NDArray[np.void], rows: NDArray[np.void]) -> None:
         """Let look-ups search this index before the table's own, within a request of the device."""
@@ -179,7 +179,7 @@ class CudaTables(DeviceTables):
             for base in self._bases:
                 base.close()
             # The next version on the device can use all of the memory.
-            self._bases, self._records, self._defaults, self._changed, self._copies = [], None, None, {}, {}
+            self._bases, self._records, self._defaults, self._updated, self._copies = [], None, None, {}, {}
             self._scratch = gpu.Scratch()
             for device_id in self._shard_devices | {self._cuda.device_id}:
                 with cupy.cuda.Device(device_id):

@@ -18,7 +18,7 @@ from inference_session.kernels.cpu.updated_table import (
     put_rows,
 )
 from inference_session.kernels.records import address_of, table_record
-from inference_session.tables.base import Changed
+from inference_session.tables.base import UpdatedRows
 
 _FIRST_CAPACITY = 1024
 _SPARE_PARTS = 8
@@ -73,11 +73,11 @@ class UpdatedTable:
             next_table=next_table,
         )
 
-    def held(self) -> Changed:
+    def held(self) -> UpdatedRows:
         """Copies of all rows; of row numbers, the keys may be those counted from the end too."""
         with self._lock:
             rows = _held(self.arrays)
-            return Changed(self.arrays.keys[rows], self.arrays.vectors[rows], self.arrays.deleted[rows] != 0)
+            return UpdatedRows(self.arrays.keys[rows], self.arrays.vectors[rows], self.arrays.deleted[rows] != 0)
 
     def _put(self, keys: NDArray[np.int64], vectors: NDArray[np.float32], deleted: NDArray[np.uint8]) -> None:
         """Must be called while holding the lock."""

@@ -20,7 +20,7 @@ from inference_session.execution import model
 from inference_session.kernels.records import Lookup
 from inference_session.model_spec import ModelSpec
 from inference_session.rows import changing_rows, create
-from inference_session.tables.base import Changed, DeviceTables
+from inference_session.tables.base import DeviceTables, UpdatedRows
 from inference_session.tables.table_file import TableFile
 
 
@@ -68,7 +68,7 @@ class StandInCache(CpuEmbeddingCache):
 
 
 class StandInTables(DeviceTables):
-    """Rows of files, and a copy of those that were changed. As on GPUs, it outgrows its memory, and fills another."""
+    """Rows of files, and a copy of those that were updated. As on GPUs, it outgrows its memory, and fills another."""
 
     def __init__(self, files: Sequence[TableFile], device: Device, *, rows_change: bool) -> None:
         self.device = device
@@ -85,17 +85,17 @@ class StandInTables(DeviceTables):
             segments["table"] = 0
             rows.look_up(Lookup(segments, lookup.num_keys[part], lookup.num_unknown[part]))
 
-    def put(self, table: int, changed: Changed, all_changed: Callable[[], Changed]) -> None:
+    def put(self, table: int, updated: UpdatedRows, all_updated: Callable[[], UpdatedRows]) -> None:
         """See DeviceTables."""
         assert self._rows_change
         with self.device.request():
             rows = self._rows[table]
-            if sum(each.rows for each in (rows.stats().updated or {}).values()) + len(changed.keys) > self._room:
-                rows, changed = changing_rows([self._files[table]]), all_changed()
-                self._room = 2 * len(changed.keys)
-            folder, live = self._files[table].spec.folder, changed.where(~changed.deleted)
+            if sum(each.rows for each in (rows.stats().updated or {}).values()) + len(updated.keys) > self._room:
+                rows, updated = changing_rows([self._files[table]]), all_updated()
+                self._room = 2 * len(updated.keys)
+            folder, live = self._files[table].spec.folder, updated.where(~updated.deleted)
             rows.writer.update(folder, live.keys, live.vectors)
-            rows.writer.erase(folder, changed.where(changed.deleted).keys)
+            rows.writer.erase(folder, updated.where(updated.deleted).keys)
             self._rows[table] = rows
 
     def close(self) -> None:

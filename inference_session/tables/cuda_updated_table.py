@@ -20,14 +20,14 @@ from inference_session.kernels.cuda.records import (
     table_bytes,
 )
 from inference_session.kernels.records import VectorCode
-from inference_session.tables.base import Changed
+from inference_session.tables.base import UpdatedRows
 
 _REFUSED = EVENTS.index("refused")
 _BYTES_AT_ONCE = 16 << 20
 """Of rows written within one request of the device: few enough not to delay others that wait for it."""
 
 
-class ChangedRows:
+class CudaUpdatedTable:
     """Keys and float32 vectors in device memory, with room for a number of rows. One thread writes at a time."""
 
     def __init__(self, device: CudaDevice, dim: int, num_rows: int) -> None:
@@ -43,17 +43,17 @@ class ChangedRows:
         self.index, self.rows = rows_by_slot(self._memory.data.ptr, num_buckets, 4 * dim, VectorCode.FLOAT32, dim)
         self.num_bytes = self._memory.nbytes
 
-    def put(self, changed: Changed) -> bool:
+    def put(self, updated: UpdatedRows) -> bool:
         """Write rows, of equal keys the last; False: some found no room, now or in an earlier call."""
-        return all(map(self._put, self._pieces(changed)))
+        return all(map(self._put, self._pieces(updated)))
 
-    def _put(self, changed: Changed) -> bool:
+    def _put(self, updated: UpdatedRows) -> bool:
         """Rows that are all deleted, or all not."""
-        with self._request(len(changed.keys)):
+        with self._request(len(updated.keys)):
             writer = gpu.Writer(self.index, self._events.data.ptr)
-            keys, vectors = cupy.asarray(changed.keys), cupy.asarray(changed.vectors)
+            keys, vectors = cupy.asarray(updated.keys), cupy.asarray(updated.vectors)
             writer.write_rows(self.rows, keys, vectors, writer.claim(keys, may_insert=True, may_evict=False))
-            if changed.deleted.any():
+            if updated.deleted.any():
                 writer.mark_deleted(keys)
             return not int(self._events[_REFUSED])  # waits for the writes
 
@@ -69,9 +69,9 @@ class ChangedRows:
                     " free some memory, or load a version with newer files"
                 ) from error
 
-    def _pieces(self, changed: Changed) -> Iterator[Changed]:
+    def _pieces(self, updated: UpdatedRows) -> Iterator[UpdatedRows]:
         step = max(_BYTES_AT_ONCE // (8 + 4 * self._dim), 1)
         for deleted in (False, True):
-            these = changed.where(changed.deleted == deleted)
+            these = updated.where(updated.deleted == deleted)
             for begin in range(0, len(these.keys), step):
                 yield these.where(slice(begin, begin + step))

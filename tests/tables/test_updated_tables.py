@@ -1,4 +1,4 @@
-"""Rows of files that change while a GPU looks them up: it answers as the processor does, whatever was changed.
+"""Rows of files that change while a GPU looks them up: it answers as the processor does, whatever was updated.
 
 Where there is one GPU, the devices share it.
 """
