@@ -47,7 +47,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent / "model_repository"
 TRAINED = {"users_weight": ("user_id", 0.02), "movies_weight": ("movie_id", 0.005)}
 """By table of the example, the input whose rows learn, and how fast."""
 RATES = (0.01, 0.01)
-"""Of the two largest tables of another model."""
+"""How fast rows learn in the two largest tables of another model."""
 STEP = 1e-2
 """Step of a vector's elements for the finite differences of the loss."""
 DEADLINE_S = 60.0
@@ -114,7 +114,7 @@ class Trainer:
         return {**inputs, **dict(zip(names, self._key_network.run(names, feeds), strict=True))}
 
     def _vectors(self, inputs: Inputs) -> list[Floats]:
-        """Of each look-up."""
+        """The vectors of each look-up."""
         return [_pooled(lookup, self.rows[lookup.table][inputs[lookup.keys]], inputs) for lookup in self._lookups]
 
     def _run(self, inputs: Inputs, vectors: Sequence[Floats]) -> Floats:

@@ -60,7 +60,7 @@ class Tables:
 
 
 class Answer(NamedTuple):
-    """Of one request."""
+    """The answer to one request."""
 
     vectors: NDArray[np.float32]
     """[samples, tables * dim], in the memory of the rows."""

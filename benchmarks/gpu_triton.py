@@ -56,7 +56,7 @@ output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ -1 ] } ]
 """
 TENSORS = {"native": _NATIVE, "hugectr": _HUGECTR}
 MAX_BATCH_SIZE = 16384
-"""Of all models: Triton joins this many samples, for HugeCTR's layout this many requests."""
+"""Triton joins up to this many samples; with HugeCTR's layout, this many requests."""
 CONFIG = f"""
 backend: "python"
 max_batch_size: {MAX_BATCH_SIZE}
@@ -157,7 +157,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def name_of(model: str, layout: str) -> str:
-    """Of a model that takes requests in a layout."""
+    """The name of a model that takes requests in a layout."""
     return f"{model}_{layout}"
 
 

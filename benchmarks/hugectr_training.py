@@ -130,7 +130,7 @@ def direct_step(folder: Path, network: str, batch_size: int, update: hugectr.Upd
 
 
 def seconds(step: Callable[[], object], num_steps: int, clock: Callable[[], float]) -> float:
-    """Of a step, over several."""
+    """Seconds of a step, as the mean over several."""
     _finish()
     began = clock()
     for _ in range(num_steps):

@@ -107,7 +107,7 @@ def seconds_of_one(answer: Callable[[], Any], repetitions: int) -> float:
 
 
 def line(name: str, seconds: dict[str, list[float]], goal: str) -> str:
-    """Of one case."""
+    """The line of one case in the table."""
     parts = [f"{way} {1e6 * statistics.median(found):7.1f} us" for way, found in seconds.items()]
     for way in ("arrays", "requests"):
         ratios = np.array(seconds["plain"]) / np.array(seconds[way])

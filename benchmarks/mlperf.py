@@ -118,7 +118,7 @@ def _batch_pairs(options: argparse.Namespace, scenario: str) -> int:
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Of hotrow."""
+    """The settings of hotrow's session."""
     return {
         "device": options.device,
         "dense_precision": options.dense_precision,

@@ -38,10 +38,10 @@ NUM_CROSS, CROSS_RANK = 3, 512
 OUTPUT = "probability"
 LOOKUPS_PER_PAIR = sum(POOLING)
 _LARGEST_ELEMENT = 0.25
-"""Of a row: a bag of 100 rows then has elements of about 1.4."""
+"""The largest element of a row: sums of 100 rows then have elements of about 1.4."""
 _BLOCK_ROWS = 1 << 16
 _MOST_ROWS_OF_EXPORT = 64
-"""Of a table in the ONNX file, which only says what the model is: its tables are written directly."""
+"""Rows of a table in the ONNX file, which only describes the model: its tables are written directly."""
 
 Weights = dict[str, NDArray[np.float32]]
 Arrays = dict[str, Any]
@@ -65,7 +65,7 @@ def key_names() -> list[str]:
 
 
 def multiply_adds() -> int:
-    """Of the dense network, for one pair."""
+    """Multiply-adds of the dense network for one pair."""
     width = DIM * (1 + len(TABLE_ROWS))
     chains = ((NUM_DENSE, *BOTTOM), (width, *TOP))
     dense = sum(a * b for chain in chains for a, b in itertools.pairwise(chain))
@@ -73,7 +73,7 @@ def multiply_adds() -> int:
 
 
 def random_weights(seed: int = 0) -> Weights:
-    """Of the dense network, by name; scaled so that values stay about 1 from layer to layer."""
+    """The weights of the dense network by name, scaled so that values stay about 1 from layer to layer."""
     rng, width = np.random.default_rng(seed), DIM * (1 + len(TABLE_ROWS))
     shapes = {f"bottom_{i}": s for i, s in enumerate(itertools.pairwise((NUM_DENSE, *BOTTOM)))}
     for i in range(NUM_CROSS):

@@ -50,7 +50,7 @@ STOPS_AT, STARTS_AT = 4, 8
 PER_REQUEST = 64
 SECONDS_UNTIL_RATES, SECONDS_AFTER_SWAP = 2, 20
 UNITS = {"reqps": "/s", "cps": "/s", "percentunit": "fraction", "bool": "0 or 1", "short": "number"}
-"""Of Grafana, by its names."""
+"""Units by Grafana's names for them."""
 
 
 def main() -> None:

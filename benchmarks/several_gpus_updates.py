@@ -68,7 +68,7 @@ class Snapshot(NamedTuple):
     """Rows that were published and confirmed."""
 
     numbers: NDArray[np.int64]
-    """Of each row's last update."""
+    """The number of each row's last update."""
     at: datetime
     count: int
     """Rows so far."""

@@ -66,7 +66,7 @@ class Contents:
     answers: NDArray[np.float32]
     """[content, request, sample, 1]."""
     shared_bytes: int
-    """Of files that both have."""
+    """Bytes of files that both have."""
 
 
 @dataclass

@@ -57,7 +57,7 @@ Rows = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 
 class Delays(NamedTuple):
-    """Of one round, in seconds."""
+    """The delays of one round, in seconds."""
 
     requests: NDArray[np.float64]
     served: NDArray[np.float64]

@@ -71,17 +71,17 @@ class SizingReport:
 
     @property
     def total_bytes(self) -> int:
-        """Of one version on a machine."""
+        """Memory of one version on a machine."""
         return sum(item.total_bytes for item in self.items)
 
     @cached_property
     def ours(self) -> CachePlan:
-        """Of hotrow's cache."""
+        """The plan for hotrow's cache."""
         return self._plan(lambda table: table.ours)
 
     @cached_property
     def lru(self) -> CachePlan:
-        """Of an LRU cache in the same memory."""
+        """The plan for an LRU cache in the same memory."""
         return self._plan(lambda table: table.lru)
 
     @cached_property
@@ -256,7 +256,7 @@ def _plan_rows(report: SizingReport) -> Iterator[tuple[str, str, HitRates]]:
 
 @dataclass(frozen=True)
 class HitRates:
-    """Of one cache size."""
+    """The hit rates of one cache size."""
 
     lru: float
     ours: float

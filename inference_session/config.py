@@ -29,7 +29,7 @@ def _choice(*allowed: str) -> Callable[[Any], str]:
 
 
 _MAX_THREADS = 1024
-"""Of one pool. A number mistyped by a few digits would take every thread that the machine has, from all processes."""
+"""The most threads of one pool. A number mistyped by a few digits would take all threads that the machine allows."""
 _MAX_BATCH = 1 << 24
 _MAX_TIME = 10**9
 """In seconds or milliseconds. Threads and sockets cannot wait for all numbers that are longer."""

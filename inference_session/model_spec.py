@@ -144,7 +144,7 @@ class RankingSpec:
     may_pad: bool = True
     """No answer depends on the other samples of its batch: rows that only fill up a block do no harm."""
     multiply_adds_fraction: float = 0.0
-    """Of the multiply-adds of one candidate, those that are done once per context instead."""
+    """The fraction of a candidate's multiply-adds that are done once per context instead."""
     lookups_fraction: float = 0.0
     """The same of the rows that are looked up."""
     bytes_fraction: float = 0.0
@@ -453,7 +453,7 @@ def _check_columns(lookup: LookupSpec, spec: ModelSpec) -> None:
 
 
 _LARGEST_FLOAT = 3.4028234663852886e38
-"""Of float32."""
+"""The largest number of float32."""
 
 
 def _check_table(table: TableSpec) -> None:

@@ -25,7 +25,7 @@ from inference_session.dense_engine.parts import names_read
 _COLUMNS = 8
 """Added to v, of which one is used: GPUs multiply matrices of such sizes fastest."""
 _LEAST_RATIO = 2
-"""Of the width of x to that of v: where v is not much narrower, its columns cost what is saved."""
+"""The least ratio of the widths of x and v: where v is not much narrower, its columns cost what is saved."""
 
 
 class _Product(NamedTuple):

@@ -32,7 +32,7 @@ from inference_session.platform.bounded_memory import BoundedMemory
 
 _MAX_GRAPHS = 16
 _PLACES_PER_SHAPE = 8
-"""Of inputs of the same shapes, in how many places they are bound: requests at once are in different ones."""
+"""Places that are bound for inputs of the same shapes: requests at the same time use different ones."""
 _MAX_FIXED = 1024
 _NO_GRAPH = "-1"
 _NOTHING_HELD = contextlib.nullcontext()
@@ -49,7 +49,7 @@ Runtime copies them from host memory in each run, which it frees at the end of t
 _NO_MEMORY = re.compile(r"(?:CUDA failure 2|CUBLAS failure 3): [^;]*|Failed to allocate memory[^;]*")
 """What ONNX Runtime says of a device that has too little memory for a network: numbers of the libraries, or words."""
 _TYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(int64)": np.int64}
-"""Of outputs that can be written to pinned memory."""
+"""Types of outputs that can be written to pinned memory."""
 _GRAPH_TOLERANCE = 1e-3
 """Between a graph and a plain run, of the largest value or of 1; what a wrong graph answers is further away."""
 _log = logging.getLogger(__name__)
@@ -355,7 +355,7 @@ class CudaEngine(OnnxEngine):
         return results
 
     def _predicted_shapes(self, inputs: Mapping[str, Any], outputs: Sequence[str]) -> dict[str, tuple[int, ...]]:
-        """Of the outputs whose open dimensions are the inputs'."""
+        """Shapes of the outputs whose open dimensions are the inputs'."""
         sizes: dict[Any, int | None] = {}
         for name, array in inputs.items():
             for symbol, size in zip(self._input_shapes[name], array.shape, strict=False):

@@ -32,7 +32,7 @@ class Division(NamedTuple):
     row_shapes: dict[str, tuple[int, ...]]
     """By input of `layers`: the fixed sizes behind the samples."""
     inputs: tuple[str, ...]
-    """Of the whole network."""
+    """The inputs of the whole network."""
     outputs: tuple[str, ...]
     num_products: int
     """Matrix products in `layers`."""
@@ -125,7 +125,7 @@ class _Network:
         return [self.row_shape(name) or () for name in node.input if name and name not in self.constants]
 
     def constant_ranks(self, node: NodeProto) -> list[int] | None:
-        """Of the constants that a node reads: how many dimensions each has behind leading ones; None: not known."""
+        """For each constant that a node reads, its number of dimensions after leading ones; None: not known."""
         ranks = []
         for name in node.input:
             if name and name in self.constants:
@@ -197,7 +197,7 @@ def _is_product(network: _Network, node: NodeProto) -> bool:
 
 
 def _is_gemm(network: _Network, node: NodeProto) -> bool:
-    """Of values with a matrix that is constant, and a bias that is the same for all samples."""
+    """Whether it multiplies values by a constant matrix, and adds a bias that is the same for all samples."""
     ranks = network.constant_ranks(node)
     return (
         _reads_first_only(network, node)
@@ -248,7 +248,7 @@ def _follows_axis(default: int) -> Callable[[_Network, NodeProto], bool]:
 
 
 def _follows_axes(position: int) -> Callable[[_Network, NodeProto], bool]:
-    """Of operators whose axes are an attribute, or from some version on the input at `position`."""
+    """The rule for operators whose axes are an attribute, or from some version on the input at `position`."""
 
     def check(network: _Network, node: NodeProto) -> bool:
         found = [list(item.ints) for item in node.attribute if item.name == "axes"]

@@ -95,7 +95,7 @@ class OpenVinoEngine(DenseEngine):
         self._row_shapes = list(division.row_shapes.items())
         layer_outputs = () if division.layers is None else division.layers.graph.output
         self._places = {value.name: i for i, value in enumerate(layer_outputs)}
-        """Of the outputs of the layers."""
+        """The position of each output of the layers."""
         self._idle: list[Any] = []
         """OpenVINO's requests that no thread uses."""
         self._closed = False

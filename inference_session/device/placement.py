@@ -16,29 +16,29 @@ Shard: TypeAlias = Literal["auto", "rows", "none"]
 
 
 def vectors_bytes(table: TableSpec) -> int:
-    """Of a table's vectors, on the device or in pinned host memory."""
+    """Bytes of a table's vectors, on the device or in pinned host memory."""
     return table.num_rows * table.row_bytes
 
 
 def shard_bytes(table: TableSpec, num_devices: int) -> int:
-    """Of the largest part of a table's vectors that one of this many GPUs has."""
+    """Bytes of the largest part of a table's vectors that one of this many GPUs has."""
     return -(-table.num_rows // num_devices) * table.row_bytes
 
 
 def index_bytes_on_device(table: TableSpec) -> int:
-    """Of the index of a table with keys, on the device wherever the vectors are; one in twenty is a little larger."""
+    """Bytes of a table's index, which is on the device wherever the vectors are; one in twenty is a little larger."""
     if table.keys == "row_number" or not table.num_rows:
         return 0
     return index_bytes(buckets_for_all(table.num_rows), marks=False, numbers=True)
 
 
 def bytes_on_device(table: TableSpec) -> int:
-    """Of a table that lies there with its index."""
+    """Bytes of a table that is on the device with its index."""
     return vectors_bytes(table) + index_bytes_on_device(table)
 
 
 def bytes_on_each(tables: Sequence[TableSpec], places: Sequence[Place], num_devices: int) -> int:
-    """Of all tables in these places on one GPU, indexes included; of shards, the largest."""
+    """Bytes of all tables in these places on one GPU, with indexes, and the largest shards."""
     return sum(
         index_bytes_on_device(table) + _vectors_on_each(table, place, num_devices)
         for table, place in zip(tables, places, strict=True)

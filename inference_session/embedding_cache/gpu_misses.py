@@ -29,7 +29,7 @@ from inference_session.kernels.records import Lookup, PoolingCode, VectorCode, a
 _BEYOND_ALL_ROWS = np.iinfo(np.int64).max
 _KEY_BYTES, _FLOAT_BYTES = 8, 4
 _MOST_BYTES = 1 << 28
-"""Of device memory for the vectors of bags that have missing keys; a single look-up may need more."""
+"""Device memory for the vectors of bags that have missing keys; a single look-up may need more."""
 
 
 def parts_within(lookup: Lookup, dims: NDArray[np.int64]) -> Sequence[NDArray[np.intp]]:

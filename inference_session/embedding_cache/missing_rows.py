@@ -58,7 +58,7 @@ class MissingRows:
         self._keys = np.empty(len(positions), np.int64)
         self._found = np.zeros(len(positions), np.bool_)
         self.rows = np.empty(len(positions), np.int64)
-        """Of each position, the row of its key among those of its table."""
+        """For each position, the row of its key among those of its table."""
         self.records = empty_tables(dims)
         self.records["num_buckets"] = num_buckets
         self.records["index_address"] = address_of(self._buckets) + BUCKET_BYTES * buckets_before
@@ -66,7 +66,7 @@ class MissingRows:
         collect_keys(segments, counts, positions, self.records, self.rows)
         self.parts = self._allocate(dims)
         self.moment = -1
-        """Of the write log, before the vectors were fetched; -1: not fetched yet."""
+        """The write log's moment before the vectors were fetched; -1: not fetched yet."""
 
     @property
     def is_fetched(self) -> bool:

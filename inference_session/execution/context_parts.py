@@ -34,7 +34,7 @@ class ContextParts:
     inputs: tuple[str, ...]
     """Inputs of the context that the candidates' part reads as well."""
     outputs: tuple[str, ...]
-    """Of the network, those that the context alone has."""
+    """Outputs of the network that depend on the context alone."""
     has_candidates: bool
     """Whether it has others."""
 
@@ -46,7 +46,7 @@ class _Division:
     model: ModelProto
     context: set[str]
     sizes: set[str] = field(default_factory=set)
-    """Of these values, those that follow from shapes: they are no rows."""
+    """Values among these that follow from shapes: they are no rows."""
     candidates: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:

@@ -55,7 +55,7 @@ class Source(NamedTuple):
 
     input: int
     row_elements: int
-    """Of a sample in the input."""
+    """Elements of a sample in the input."""
     first: int
     num: int
 
@@ -70,7 +70,7 @@ class _Target(NamedTuple):
     """Places, and what they hold in all batches of these sizes."""
     num_blocks: int
     num_rows: int
-    """Of all blocks."""
+    """Rows of all blocks."""
     places: NDArray[np.int64] | None
     """See JoinedBatch.places."""
 

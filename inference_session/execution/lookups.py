@@ -26,7 +26,7 @@ class Block:
     members: tuple[int, ...]
     joined: bool
     dtype: np.dtype[Any]
-    """Of the vectors: float32, or float16."""
+    """The type of the vectors: float32, or float16."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Geometry:
     num_keys: NDArray[np.int64]
     """Per look-up; 0 where bags are ragged."""
     shapes: tuple[tuple[int, ...], ...]
-    """Of the array of each block."""
+    """The shape of each block's array."""
     bare: tuple[bool, ...]
     """Which blocks' keys have no first dimension: they were given one, which goes again."""
 
@@ -81,7 +81,7 @@ class ModelLookups:
         self._table_specs = [spec.tables[i] for i in self._table_positions]
         self.blocks = _blocks(spec.lookups, narrow_inputs)
         self.block_of = np.empty(len(spec.lookups), np.intp)
-        """Of each look-up, the number of its block."""
+        """For each look-up, the number of its block."""
         for number, block in enumerate(self.blocks):
             self.block_of[list(block.members)] = number
         self.key_names = [lookup.dense_input if lookup.bags else lookup.keys for lookup in spec.lookups]

@@ -82,7 +82,7 @@ def _network_specs(spec: ModelSpec) -> list[ModelSpec]:
 
 
 def _open_all_engines(version: VersionDirectory, config: SessionConfig, thread: DeviceThread) -> list[_Engines]:
-    """Of each network, on the thread's device."""
+    """The engines of each network, on the thread's device."""
     files = (DENSE_FILE, KEYS_FILE), (RANKING_FILE, RANKING_KEYS_FILE)
     pairs = zip(_network_specs(version.spec), files, strict=False)
     return [_open_engines(version.path, spec, config, thread, names) for spec, names in pairs]

@@ -44,7 +44,7 @@ class Network:
         self.dense = dense
         position = {table.folder: i for i, table in enumerate(spec.tables)}
         self.tables = np.array([position[lookup.table] for lookup in spec.lookups], np.intp)
-        """Of each look-up, the number of its table."""
+        """For each look-up, the number of its table."""
         self.keys = keys
         lookups = ModelLookups(
             spec,

@@ -79,7 +79,7 @@ class Replica:
 
     network: Network
     ranking: Network
-    """Of requests that rank candidates; the same where the model has no other for them."""
+    """The network for requests that rank candidates; the same where the model has no other for them."""
     thread: DeviceThread
     staged: StagedModel | StagedRankingModel | GatheredModel | None = None
     """What stages arrays of requests for the network; None: nothing does."""

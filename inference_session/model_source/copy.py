@@ -35,7 +35,7 @@ class CopyReport:
     num_files: int
     num_bytes: int
     num_resumed_bytes: int
-    """Of these, bytes that an earlier run had written."""
+    """Bytes among these that an earlier run had written."""
 
 
 class Copy:

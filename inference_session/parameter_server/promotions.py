@@ -36,7 +36,7 @@ class Promotion(NamedTuple):
     vectors: NDArray[np.float32]
     """[n, embedding_dim]"""
     moment: int
-    """Of the write log, when the fetch began."""
+    """The write log's moment when the fetch began."""
 
     def rows(self, which: NDArray[np.bool_]) -> Promotion:
         """Some of them."""
@@ -70,7 +70,7 @@ class Touch(NamedTuple):
     keys: NDArray[np.int64]
     """[n]"""
     moment: int
-    """Of the write log, when the fetch began."""
+    """The write log's moment when the fetch began."""
 
 
 class UnverifiedPromotion(NamedTuple):
@@ -80,7 +80,7 @@ class UnverifiedPromotion(NamedTuple):
     """Where they are now."""
     promotion: Promotion
     moment: int
-    """Of the log of this process's own writes, when they were promoted."""
+    """The moment of the log of this process's own writes when they were promoted."""
 
 
 class PendingPromotions:

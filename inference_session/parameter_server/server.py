@@ -65,7 +65,7 @@ class _WantedRows:
     left: NDArray[np.int64]
     """Positions of the keys not found in any tier so far, without those remembered as unknown."""
     moment: int
-    """Of the write log, when the fetch began."""
+    """The write log's moment when the fetch began."""
 
     def missing(self) -> FetchRequest:
         """A request for the keys that are left, straight to their place as long as these are all."""
@@ -112,7 +112,7 @@ class ParameterServer:
         self._on_store_failure = on_store_failure
         self._retirement = retirement
         self.log = WriteLog()
-        """Of the rows of all tables, by their folders."""
+        """Writes to the rows of all tables, by their folders."""
         self._unknown = UnknownKeys(self.log)
         self._writing = threading.Lock()  # held while rows are written
         self._written = KeysByTable(MAX_WRITTEN_KEYS)  # under `_writing`

@@ -35,7 +35,7 @@ class PushReport:
     num_rows: int
     """Rows of the table."""
     num_resumed: int
-    """Of these, rows that an earlier push had written already."""
+    """Rows among these that an earlier push had written already."""
 
 
 class TablePush:

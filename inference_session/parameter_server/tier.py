@@ -69,11 +69,11 @@ class Tier:
     failure: str | None = None
     """Why the tier is left out at the moment; None: it is in use."""
     last_error: str = ""
-    """Of its last failure."""
+    """The message of its last failure."""
     is_suspect: bool = False
     """It refused a call. Whether it refuses all, as after a change of passwords, must be checked."""
     incarnation: str | None = None
-    """Of the store, before its first write, and at its last check; None: nothing was written."""
+    """The store's incarnation before its first write, and at its last check; None: nothing was written."""
     holds_earlier_writes: bool = False
     """Other processes, or this one's predecessors, have written rows to it; the keys are unknown."""
     back_since: float = -math.inf

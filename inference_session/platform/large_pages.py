@@ -34,7 +34,7 @@ class LargePageWriter:
         self._buffer = bytearray(LARGE_PAGE_BYTES)
         self._num_held = 0
         self._page_offset = file.tell() % LARGE_PAGE_BYTES
-        """Of the first byte that is held, in its page."""
+        """The offset of the first held byte in its page."""
 
     def write(self, data: Any) -> None:
         """Append anything that is contiguous in memory."""

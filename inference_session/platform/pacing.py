@@ -18,7 +18,7 @@ MAX_REST_S = 0.2
 _REST_S = 50e-6
 """Long enough for a thread that waits for the interpreter to wake up and take it."""
 _MAX_RESTS_SHARE = 0.25
-"""Of the time: on a machine that is busy with other things every rest may take many milliseconds."""
+"""The largest share of the time: on a machine that is busy with other things every rest may take many milliseconds."""
 _NICENESS = 5
 """A third of the weight of others: where the processor is saturated, loading at 10 has been seen to take a minute."""
 

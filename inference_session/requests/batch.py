@@ -48,11 +48,11 @@ class CheckedRequest(NamedTuple):
     shapes: Hashable
     """Requests with equal shapes may be joined."""
     num_candidates: NDArray[np.int64] | None = None
-    """Of each context, where inputs of the context are given once for several samples."""
+    """For each context, where inputs of the context are given once for several samples."""
 
     @property
     def num_contexts(self) -> int:
-        """Of a model with context inputs: an ordinary request has one for each of its samples."""
+        """Contexts of a request to a model with context inputs: an ordinary request has one for each of its samples."""
         return self.num_samples if self.num_candidates is None else len(self.num_candidates)
 
 
@@ -93,7 +93,7 @@ class JoinedBatch:
         return all(isinstance(part, (np.ndarray, RaggedBags)) for parts in self._parts.values() for part in parts)
 
     def in_order(self, outputs: Answer) -> Answer:
-        """Of outputs with a row for each row of the batch, the rows of its samples."""
+        """The rows of the batch's samples, from outputs with a row for each row of the batch."""
         if self.places is None:
             return outputs
         return {name: array[self.places] for name, array in outputs.items()}

@@ -34,7 +34,7 @@ class RowStats:
 
     @classmethod
     def on_devices(cls, parts: Sequence[RowStats]) -> RowStats:
-        """Of one model's rows on several devices, each with its own cache: the counts of caches added up."""
+        """The counts of one model's rows on several devices: those of their caches are added up."""
         caches = [part.cache for part in parts if part.cache is not None]
         dropped = [part.dropped_inserts for part in parts if part.dropped_inserts is not None]
         return replace(

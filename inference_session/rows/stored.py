@@ -61,7 +61,7 @@ class StoredRows(Rows):
         self._specs = specs
         self._row_numbers = RowNumbers(specs) if cache.device is HOST else None
         self.cache = cache
-        """Of the hottest rows; filled by this object and its writer only."""
+        """The cache of the hottest rows; only this object and its writer fill it."""
         self.server = server
         """The source of missing rows."""
         self._defaults = [np.full(spec.embedding_dim, spec.default_vector, np.float32) for spec in specs]

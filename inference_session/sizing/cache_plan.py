@@ -31,7 +31,7 @@ class TracedTable:
     num_keys: int
     num_distinct: int
     least_rows: int
-    """Of smaller caches the curve says little."""
+    """The curve says little about caches with fewer rows."""
     curve: HitRateCurve
 
 
@@ -51,7 +51,7 @@ class CachePlan:
         """Enough for every key of the trace."""
 
     def hit_rate(self, cache_bytes: int) -> float:
-        """Of all keys of the trace, 0 to 1."""
+        """The fraction of the trace's keys that hit, 0 to 1."""
         if cache_bytes < self.least_bytes or not self._num_keys:
             return 0.0
         rows = rows_held(self._dims, cache_bytes, self._num_rows)

@@ -14,7 +14,7 @@ from inference_session.kernels.cpu.stack_distances import count_stack_distances
 from inference_session.sizing.key_sample import KeySample
 
 _ROUND_SIZES = (10, 15, 20, 30, 50, 70)
-"""Of every decade the cache sizes that are simulated; hit rates in between are interpolated."""
+"""The cache sizes of every decade that are simulated; hit rates in between are interpolated."""
 _SMALLEST_PART = 2000
 """The smallest simulated cache holds one row in this many."""
 _LEAST_SAMPLED_ROWS = 64

@@ -31,12 +31,12 @@ class MemoryItem(NamedTuple):
     """`page cache`: mapped files, which all processes of a machine share, and that are read again after memory was
     short. `shared memory`: /dev/shm."""
     each_bytes: int
-    """Of one copy."""
+    """Bytes of one copy."""
     copies: int
 
     @property
     def total_bytes(self) -> int:
-        """Of all copies on the machine."""
+        """Bytes of all copies on the machine."""
         return self.each_bytes * self.copies
 
 

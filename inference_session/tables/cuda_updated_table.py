@@ -24,7 +24,7 @@ from inference_session.tables.base import UpdatedRows
 
 _REFUSED = EVENTS.index("refused")
 _BYTES_AT_ONCE = 16 << 20
-"""Of rows written within one request of the device: few enough not to delay others that wait for it."""
+"""Bytes of rows written within one request of the device: few enough not to delay others that wait for it."""
 
 
 class CudaUpdatedTable:

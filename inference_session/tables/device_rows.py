@@ -39,7 +39,7 @@ class Shards(NamedTuple):
     this: int
     """Which of them lies on the GPU that looks up."""
     num_rows: int
-    """Of all."""
+    """The number of all rows."""
 
 
 class BaseRows:

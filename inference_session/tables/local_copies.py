@@ -24,13 +24,13 @@ from inference_session.kernels.cuda.records import BUCKET_BYTES, EVENTS, MAX_SAM
 from inference_session.kernels.records import VectorCode
 
 _LEAST_SAMPLED = MAX_SAMPLED // 8
-"""Of fewer keys, it is not known which are hot."""
+"""With fewer sampled keys, it is not known which are hot."""
 _LEAST_TIMES = 4
 """How often a hot key is noted, and how many times as often as it would be if all rows were equally hot."""
 _LEAST_SHARE = 1 / 32
-"""Of the noted keys, those of hot rows, so that copies gain something."""
+"""The least share of hot rows among sampled keys for copies to gain something."""
 _ROWS_AT_ONCE = 1 << 12
-"""Copied while a request waits: well below a millisecond."""
+"""Rows copied while a request waits: well below a millisecond."""
 _PART = 16
 """Copies take at most one byte for this many bytes of a shard: skewed traffic asks mostly for few rows."""
 _NOTED_BYTES = 8 * (1 + MAX_SAMPLED)

@@ -29,7 +29,7 @@ from inference_session.tables.table_file import TableFile
 
 _log = logging.getLogger(__name__)
 _FREE_FRACTION = 0.8
-"""Of the free device memory, what tables may take where no setting says: the network and requests need some too."""
+"""The share of free device memory for tables where no setting gives it: the network and requests need some too."""
 
 
 def open_cuda_tables(

@@ -36,7 +36,7 @@ class Refusal(NamedTuple):
     """A message that is not (or not wholly) applied."""
 
     position: int
-    """Of the message among those decoded."""
+    """The position of the message among those decoded."""
     reason: str
     """One of REASONS."""
     text: str

@@ -58,7 +58,7 @@ DISCOVERY_S = 1.0
 MAX_MESSAGES = 500
 """Taken from the client library at once."""
 _BYTES_AT_ONCE = 256 << 10
-"""Of messages that are taken at once, about."""
+"""Bytes of messages that are taken at once, about."""
 TAKES = 8
 """After this many, the messages taken are applied: stores take rows faster in larger batches."""
 _POLL_S = 0.05

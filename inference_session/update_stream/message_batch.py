@@ -21,9 +21,9 @@ class MessageBatch:
         self.contents: list[Message] = []
         """Without those that were published too early."""
         self.partitions: list[int] = []
-        """Of each of the contents."""
+        """The partition of each of the contents."""
         self.offsets: list[int] = []
-        """Of each of the contents."""
+        """The offset of each of the contents."""
         self.num_messages = 0
         self._last: dict[int, Any] = {}
         """By partition, its last message."""

@@ -27,7 +27,7 @@ class LastMessage(NamedTuple):
 
     @classmethod
     def of(cls, message: Any) -> LastMessage:
-        """Of a message of the client library."""
+        """The position and fingerprint of a message of the client library."""
         digest = hashlib.blake2b(str(message.timestamp()[1]).encode(), digest_size=12)
         for part in (message.key(), message.value()):
             digest.update(b"-" if part is None else b"%d:" % len(part))
@@ -39,7 +39,7 @@ class AppliedPosition(NamedTuple):
     """How far a partition is applied, and by what its topic is recognised."""
 
     offset: int
-    """Of the next message."""
+    """The offset of the next message."""
     topic_id: str = ""
     """Empty: the broker gives none."""
     last: LastMessage | None = None
@@ -92,9 +92,9 @@ class Positions:
         self.topic_ids: Mapping[str, str] = {}
         """By topic, as the broker reported last; a topic without an id is not in it."""
         self._applied: dict[Partition, AppliedPosition | None] = {}
-        """Of the partitions followed; None: nothing is applied."""
+        """Positions of the partitions followed; None: nothing is applied."""
         self._left: dict[Partition, AppliedPosition] = {}
-        """Of partitions that the brokers do not list at present."""
+        """Positions of partitions that the brokers do not list at present."""
         self._unproved: set[Partition] = set()
         """Partitions that are read from the last message applied, to see whether it is still the same."""
         self._unassigned: set[Partition] = set()
@@ -121,7 +121,7 @@ class Positions:
         return not self._unproved and not self._unassigned
 
     def offset(self, one: Partition) -> int:
-        """Of the next message to be applied; 0 where nothing is."""
+        """The offset of the next message to be applied; 0 where none has been."""
         applied = self._applied[one]
         return 0 if applied is None else applied.offset
 

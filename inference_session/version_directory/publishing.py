@@ -50,7 +50,7 @@ class PublishReport:
     spec: ModelSpec
     copied_bytes: int
     shared_bytes: int
-    """Of files that other versions of the model have too."""
+    """Bytes of files that other versions of the model have too."""
 
 
 class PublishedFiles:

@@ -30,7 +30,7 @@ from inference_session.version_directory import manifest
 from inference_session.version_directory.publishing import link_file
 
 _CHUNK_BYTES = 512 << 10
-"""Of the float32 vectors that are in memory at a time: what the arithmetic reads again stays in a processor's cache."""
+"""Bytes of float32 vectors that are in memory at a time: what is read again stays in a processor's cache."""
 
 
 class QuantizedVersion(NamedTuple):

@@ -14,7 +14,7 @@ from triton_backend.client.probe import PROBE_PARAMETER
 
 _MAX_ORDERS = 64
 PlainArrays: TypeAlias = "tuple[list[NDArray[Any]], Collection[str]]"
-"""Of several requests: views of shared memory, request after request, in the order of the model's inputs; and the
+"""Several requests: views of shared memory, request after request, in the order of the model's inputs; and the
 outputs that each of them asks for.
 """
 

@@ -135,7 +135,7 @@ class _Replacement:
         self._add("Div", [total, self._add("Max", [count, self._float(1.0)])], output)
 
     def _maximum(self, rows: str, factor: str | None, mask: str | None, output: str) -> None:
-        """Of a bag of padding alone, zeros."""
+        """The maximum of each bag; zeros for a bag of padding alone."""
         weighted = rows if factor is None else self._add("Mul", [rows, self._behind(factor)])
         if mask is None:
             self._reduce("ReduceMax", weighted, output)

@@ -175,7 +175,7 @@ class _Import:
     min_rows: int
     progress: Progress | None
     places: Mapping[str, TablePlace] = field(default_factory=dict)
-    """Of tables that are not called as their initializers."""
+    """Places of tables whose names are not those of their initializers."""
     context: tuple[str, ...] = ()
     """The inputs that are given once per context."""
 

@@ -52,9 +52,9 @@ class Lookup:
     pooling: Pooling = "none"
     weights: str | None = None
     bags: tuple[str, str] | None = None
-    """Of pooled keys that are one list: the values that say where each bag begins and ends in it."""
+    """For pooled keys that are one list: the values that say where each bag begins and ends in it."""
     columns: tuple[int, int] | None = None
-    """Of a matrix of keys, those from the first up to, not including, the second."""
+    """Columns of a matrix of keys: from the first up to, not including, the second."""
     matrix: str | None = None
     """The value that several look-ups fill together."""
 

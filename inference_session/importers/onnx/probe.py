@@ -32,7 +32,7 @@ _TOLERANCE = 1e-5
 _REACHES = ((0.0, 1.0), (-3.0, 3.0), (0.0, 0.0), (-1000.0, 1000.0), (-1e6, 0.0))
 """Floats that samples are held against each other with: a branch may be taken for some of them only."""
 _JOINED_SIZES = ((2, 3), (1, 1), (3, 1), (1, 8), (16, 16), (2, 40))
-"""Of two requests and the batch they make; several, because a dependence may show under some values only."""
+"""Sizes of two requests that are joined; several pairs, because a dependence may show under some values only."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Findings:
     batched: bool
     joinable: bool
     shapes: tuple[tuple[int, ...], ...] | None
-    """Of the outputs, -1 where a size varies; None where the model could not be run."""
+    """Shapes of the outputs, -1 where a size varies; None where the model could not be run."""
     notes: tuple[str, ...] = ()
     feeds: tuple[Arrays, ...] = ()
     """Inputs that the model accepts."""

@@ -30,9 +30,9 @@ from inference_session.model_spec import (
 
 NUM_CANDIDATES = 500
 _OPEN_SIZE = 50
-"""What a size that the model leaves open, e.g. the number of clicks, is taken to be."""
+"""The assumed value of a size that the model leaves open, e.g. the number of clicks."""
 _SECONDS_PER_KEY = 1e-8
-"""Of a look-up."""
+"""The assumed processor time of a look-up per key."""
 _ROUNDS = 5
 _LEAST_SECONDS = 2e-4
 """A request that takes less is not measured: a difference would be that of the measurement."""
@@ -91,7 +91,7 @@ class _Run:
         self._lookup_seconds = _SECONDS_PER_KEY * sum(math.prod(values[each.keys].shape) for each in spec.lookups)
 
     def seconds(self) -> float:
-        """Of the network, which runs in this thread, and of its look-ups."""
+        """Processor time of the network, which runs in this thread, and of its look-ups."""
         begin = time.thread_time()
         self._dense.run(self._feeds, self._outputs)
         return time.thread_time() - begin + self._lookup_seconds

@@ -21,8 +21,8 @@ from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT, ModelSpec
 from inference_session.requests.blocks import arrange
 
 TOLERANCE = 4e-7
-"""Of the largest number of an output, or of 1: less than half of what is promised, since other requests may differ by
-more than those that are tried.
+"""Relative to the largest number of an output, or to 1: less than half of what is promised, since other requests may
+differ by more than those that are tried.
 """
 LARGEST_INPUTS = (6.0, 10.0, 15.0, 25.0, 40.0, 60.0, 100.0, 300.0, 1000.0, 6000.0, 1e5, 1e8)
 """What requests are limited to, step by step. Numbers with a mean of 0 and a deviation of 1 are within the first."""
@@ -35,7 +35,7 @@ _NUM_LEAST, _NUM_MORE, _SECONDS = len(_COUNTS) * len(_OPEN_SIZES), 33, 10.0
 by ten times as much as all others.
 """
 _DEVIATIONS, _SHARE, _NARROW = 4, 0.5, 0.02
-"""Of three requests, one has numbers around 0, the largest of them this many deviations away; one has numbers between 0
+"""One of three requests has numbers around 0, the largest of them this many deviations away; one has numbers between 0
 and this share of the largest; and one has them within this share below the largest.
 """
 

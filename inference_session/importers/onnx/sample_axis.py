@@ -23,7 +23,7 @@ from onnx import GraphProto, NodeProto, helper
 from inference_session.importers.onnx.graph import BROADCASTING, UNARY, bodies, reads
 
 Shapes = tuple[tuple[int, ...], ...]
-"""Of one value, in each run."""
+"""Shapes of one value, in each run."""
 
 _NO_END = 2**31 - 1
 
@@ -204,7 +204,7 @@ class _Step:
         return len(self.shape(position))
 
     def shape(self, position: int = 0) -> tuple[int, ...]:
-        """Of an operand, in the first run; ValueError where it is not known."""
+        """The shape of an operand in the first run; ValueError where it is not known."""
         shapes = self.observed.shapes(self.node.input[position])
         if shapes is None:
             raise ValueError(f"{self.node.input[position]!r} has no known shape")

@@ -156,7 +156,7 @@ class SymbolicLoop:
         return [rule(node, values)]
 
     def _computed(self, node: NodeProto, values: Sequence[Value]) -> Sequence[Value]:
-        """Of numbers alone."""
+        """The results of a node whose operands are numbers."""
         if node.op_type.startswith("Random") or node.op_type in ("Bernoulli", "Multinomial"):
             raise NotABagError
         feeds = {name: value for name, value in zip(node.input, values, strict=True) if name}

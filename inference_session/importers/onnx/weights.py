@@ -40,7 +40,7 @@ class Weight:
 
     @property
     def num_bytes(self) -> int:
-        """Of the raw values."""
+        """Bytes of the raw values."""
         return tensor_bytes(self.elem_type, self.dims)
 
     @property

@@ -25,11 +25,11 @@ class Command(Protocol):
 
     @property
     def name(self) -> bytes:
-        """Of a hash, by which the server is found; others that are concerned lie on the same server."""
+        """The name of a hash, by which the server is found; all hashes of a command are on the same server."""
 
     @property
     def num_bytes(self) -> int:
-        """Of rows that are sent or answered."""
+        """Bytes of rows that are sent or answered."""
 
     def payload(self) -> bytes | memoryview:
         """The bytes to send."""

@@ -27,7 +27,7 @@ _NUMBER = re.compile(rb"-?\d{1,19}")
 _MAX_REPLY_BYTES = 512 << 20
 """Redis allows no longer strings. Memory is allocated by the length that a reply states."""
 _MAX_DEPTH = 8
-"""Of lists within lists; no reply that we ask for has more than three."""
+"""Levels of lists within lists; no reply that we ask for has more than three."""
 PASSING_CODES = frozenset(
     ("LOADING", "READONLY", "OOM", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "BUSY", "MISCONF", "NOREPLICAS")
 )

@@ -34,7 +34,7 @@ _ARRAY, _HMGET, _BEFORE_KEY, _LINE_END = (
     np.frombuffer(text, np.uint8) for text in (b"*", b"\r\n$5\r\nHMGET\r\n", b"$8\r\n", b"\r\n")
 )
 _MAX_HEAD_BYTES = 64
-"""Of an HMGET, what comes before the name."""
+"""Bytes of an HMGET before the name, at most."""
 
 
 class Partitioning(NamedTuple):

@@ -37,7 +37,7 @@ _MAX_PARTITIONS = 1 << 16
 _PROBE_FIELDS = 32
 _PROBE_INTERVAL_S = 2.0
 _MAX_MISPLACED = 0.1
-"""Of the keys from which a table's partitioning is inferred: others may have written to our hashes."""
+"""The accepted fraction of misplaced keys when a table's partitioning is inferred: others may write to our hashes."""
 _GLOB = re.compile(r"[*?\[\]^\\-]")
 """Characters that mean something in a pattern of Redis."""
 

@@ -40,7 +40,7 @@ _KEYS_PER_MULTIGET = 2048
 """More of them are sorted first, because then neighbours in the files are often read together; and few enough that
 their rows are still in the processor's cache when they are copied."""
 _BYTES_PER_BATCH = 8 << 20
-"""Of rows that are sorted together."""
+"""Bytes of rows that are sorted together."""
 _BYTES_PER_WRITE = 64 << 10
 """While RocksDB writes, no other thread of this process runs Python; they may between two writes."""
 _NO_SPACE = "No space left on device"

@@ -16,8 +16,8 @@ from inference_session.importers.onnx.weights import Weight
 
 _ROUNDING = 2.0**-24
 _MAX_ERROR = 2e-5
-"""Of one element of a product, by being taken apart, in the worst case; what is usual is a hundredth of it, and the
-import tries it out."""
+"""The largest error of an element of a product that is taken apart, in the worst case. Usually it is a hundredth of
+that, and the import tries it out."""
 _BOUNDED = frozenset({"Sigmoid", "HardSigmoid", "Tanh", "Softsign", "Softmax", "Sin", "Cos", "Erf", "Sign"})
 _KEEPING = frozenset({
     "Abs", "Dropout", "Expand", "Gather", "Identity", "Neg", "ReduceMax", "ReduceMean", "ReduceMin",
@@ -142,7 +142,7 @@ class Bounds:
         return length * float(np.linalg.norm(weights.astype(np.float64), 2)) + bias
 
     def _norms(self, table: str) -> _Norms:
-        """Of a table, which is read through once."""
+        """The norms of a table, which is read through once."""
         if table not in self._tables:
             self._tables[table] = _norms(self._work.weights[table])
         return self._tables[table]
@@ -159,10 +159,10 @@ class Bounds:
 
 
 class _Norms(NamedTuple):
-    """Of the rows of a table."""
+    """The norms of a table's rows."""
 
     length: float
-    """Of the longest row."""
+    """The length of the longest row."""
     largest: float
     """The largest element."""
 

@@ -43,7 +43,7 @@ class _Columns(NamedTuple):
 
     from_end: int
     number: int
-    """Of the part."""
+    """The position of the part."""
     begin: int
     end: int
 
@@ -166,7 +166,7 @@ class _Delay:
     def _columns(
         self, name: str, constant: NDArray[np.generic], given: Concatenation, columns: _Columns, builder: Builder
     ) -> _Operand | None:
-        """Of a constant, the columns of a part, unless it is the same for all."""
+        """The columns of a constant that belong to a part; the constant itself if all columns are the same."""
         axis = constant.ndim - columns.from_end
         if axis < 0 or constant.shape[axis] == 1:
             return _Operand(name, None) if constant.ndim <= columns.from_end + given.axis else None

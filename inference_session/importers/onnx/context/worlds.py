@@ -43,7 +43,7 @@ class Worlds:
     row_context: str
     _content: dict[str, frozenset[str]] = field(default_factory=dict)
     _world: dict[str, str | None] = field(default_factory=dict)
-    """Of each value; None: of neither, made wherever it is needed."""
+    """The world of each value; None: of neither, made wherever it is needed."""
     _made_by: dict[str, NodeProto] = field(default_factory=dict)
     _new: list[NodeProto] = field(default_factory=list)
     _tiles: dict[str, str] = field(default_factory=dict)
