@@ -91,7 +91,7 @@ def ask(rows: Rows, keys: NDArray[np.int64], pooling: PoolingCode) -> Answer:
 
 
 def on_gpu(tables: Tables) -> StoredRows:
-    """With room for all hot rows."""
+    """Rows on a GPU, with room in the cache for all hot ones."""
     cache_bytes = gpu_budget.bytes_to_hold(tables.dims, tables.num_hot)
     cache = GpuEmbeddingCache(tables.dims, cache_bytes, CudaDevice(0), num_rows=tables.num_hot)
     return StoredRows(tables.specs, cache, ParameterServer([Tier("memory", tables.store)]))

@@ -56,7 +56,7 @@ from tests.testing.servers import RedisServer
 MODEL, TABLE = "m5", "item"
 DIM, FEATURES, SAMPLES, NUM_THREADS = 16, 8, 64, 4
 _MOST_SAMPLES = 1024
-"""In a request to Triton."""
+"""Samples of a request to Triton, at most."""
 _PUBLISH_S = 0.05
 _CONFIRM_S = 20.0
 """The longest wait for the broker before rows are published again."""

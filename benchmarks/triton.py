@@ -286,7 +286,7 @@ class Figures:
 
 
 def networks(rows_per_table: int) -> dict[str, Network]:
-    """By series."""
+    """The networks to serve, by series."""
     return {
         "packed": Network(rows_per_table),
         "separate": Network(rows_per_table, separate=True),
@@ -347,7 +347,7 @@ def main() -> None:
 
 
 def chosen_series(only: Sequence[str] | None, *, quick: bool) -> list[Series]:
-    """Those to be measured; `only`: by protocol and name."""
+    """The series to measure; `only`: those of these protocols and names."""
     chosen = [series for series in SERIES if only is None or f"{series.protocol}/{series.name}" in only]
     return [shortened(series) for series in chosen] if quick else chosen
 

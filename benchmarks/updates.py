@@ -178,7 +178,7 @@ def bench_live(version_dir: Path, url: str, rate: int, seconds: float, settings:
 
 
 def wait_for_rows(session: InferenceSession) -> None:
-    """Until the first rows of a publisher are served."""
+    """Wait until the first rows of a publisher are served."""
     before = session.stats()["updates"]["messages"]
     while session.stats()["updates"]["messages"] == before:
         time.sleep(0.01)

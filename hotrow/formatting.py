@@ -6,7 +6,7 @@ from rich.markup import escape
 
 
 def in_units(num_bytes: int) -> str:
-    """For example `1.50 GiB`."""
+    """A number of bytes as text, for example `1.50 GiB`."""
     size, unit = float(num_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:

@@ -51,7 +51,7 @@ _NO_MEMORY = re.compile(r"(?:CUDA failure 2|CUBLAS failure 3): [^;]*|Failed to a
 _TYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(int64)": np.int64}
 """Types of outputs that can be written to pinned memory."""
 _GRAPH_TOLERANCE = 1e-3
-"""Between a graph and a plain run, of the largest value or of 1; what a wrong graph answers is further away."""
+"""The largest difference of a graph from a plain run, relative to the largest value or 1; wrong graphs differ more."""
 _log = logging.getLogger(__name__)
 
 
@@ -60,7 +60,7 @@ class _Binding(NamedTuple):
 
     binding: Any
     options: Any
-    """To run with, among them which graph."""
+    """The run options, which name the graph."""
     inputs: Mapping[str, Any]
     results: Mapping[str, Any]
 
@@ -70,7 +70,7 @@ class _PlacedInput(NamedTuple):
 
     array: Any
     staged: NDArray[Any] | None
-    """Where the host has put it; None: it was on the device already."""
+    """The host memory that holds it; None: it was on the device already."""
 
     @property
     def is_copied(self) -> bool:
@@ -190,7 +190,7 @@ class CudaEngine(OnnxEngine):
                 raise refused(error) from error
 
     def _open_on_gpu(self, path: Path, content: bytes | None, num_threads: int, settings: dict[str, str]) -> None:
-        """With CUDA graphs, where all of the network can run on the GPU."""
+        """Open the network, with CUDA graphs where all of it can run on the GPU."""
         if _has_large_node(path, content):
             self._may_record = False
             self._open(path, content, num_threads, settings)

@@ -183,7 +183,7 @@ class CudaDevice(Device):
             self._memory.device.reset(device)
 
     def wait(self) -> None:
-        """Until all that was launched has ended; UnavailableError where the device has failed."""
+        """Wait until all that was launched has ended; UnavailableError where the device has failed."""
         try:
             self.stream.synchronize()
         except CUDARuntimeError as error:
@@ -275,7 +275,7 @@ class CudaDevice(Device):
 
 
 def _allocate_memory(number: int) -> _Memory:
-    """On the current device."""
+    """Allocate the memory of a request on the current device."""
     return _Memory(
         number,
         Arena(lambda num_bytes: pinned_empty((num_bytes,), np.uint8), _FIRST_ARENA_BYTES),

@@ -124,7 +124,7 @@ class GpuMisses(Misses):
         return MissingRows(self._dims, self._segments, counts, positions)
 
     def _row_numbers(self) -> NDArray[np.int64]:
-        """By position, segment after segment: the missing row, or one beyond all where nothing is missing."""
+        """For each position, segment after segment, the missing row, or one beyond all where nothing is missing."""
         numbers = self._device.pinned((int(self._num_keys.sum()),), np.int64)
         numbers[:] = _BEYOND_ALL_ROWS
         numbers[np.repeat(_begins(self._num_keys), self.rows.counts) + self.rows.positions] = self.rows.rows

@@ -75,7 +75,7 @@ def open_model(version: VersionDirectory, config: SessionConfig, devices: Sequen
 
 
 def _network_specs(spec: ModelSpec) -> list[ModelSpec]:
-    """For the model's network, and for the one that ranks candidates, if any."""
+    """The spec of the model's network, and that of the one that ranks candidates, if any."""
     if spec.ranking is None or spec.ranking.undivided:
         return [spec]
     return [spec, replace(spec, lookups=spec.ranking.lookups)]

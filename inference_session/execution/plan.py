@@ -207,7 +207,7 @@ class FreshPlan(ExecutionPlan):
     def _stage(
         self, batch: JoinedBatch, names: tuple[str, ...], array: NDArray[Any], *, by_column: bool = False
     ) -> int:
-        """Where the device reads an array, which is kept alive as long as the batch."""
+        """The address where the device reads an array, which is kept alive as long as the batch."""
         staged = self._device.stage(array.T).T if by_column else self._device.stage(array)
         return _kept(batch, names, staged)
 

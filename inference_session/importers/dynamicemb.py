@@ -80,7 +80,7 @@ class _Part:
 
     @property
     def num_rows(self) -> int:
-        """By the size of the keys' file."""
+        """The number of rows, by the size of the keys' file."""
         num_bytes = self.keys.stat().st_size
         if num_bytes % _KEY_BYTES:
             raise ModelFormatError(f"{self.keys}: {num_bytes} bytes are not a whole number of int64 keys")
@@ -96,7 +96,7 @@ class _DumpedTable:
 
     @property
     def embedding_dim(self) -> int:
-        """By the sizes of the files, which are a ModelFormatError where ranks differ."""
+        """The embedding_dim, by the sizes of the files; ModelFormatError where ranks differ."""
         dims: dict[int, Path] = {}
         for part in self.parts:
             num_bytes, num_rows = part.values.stat().st_size, part.num_rows

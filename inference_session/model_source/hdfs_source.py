@@ -31,9 +31,9 @@ except ImportError as missing:
 AUTHENTICATION = "HOTROW_HDFS_AUTH"
 TOKEN_FILE = "HOTROW_HDFS_TOKEN_FILE"  # noqa: S105  the name of a variable
 TIMEOUT_S = (5.0, 20.0)
-"""To connect; between two pieces of an answer."""
+"""Timeouts of connecting, and between two pieces of an answer."""
 PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0)
-"""Between attempts."""
+"""Pauses between attempts."""
 GIVE_UP_S = 45.0
 """No attempt begins later than this after the first."""
 MAX_DEPTH = 1000

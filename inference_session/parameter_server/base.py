@@ -19,7 +19,7 @@ from inference_session.tables.base import RowBatch
 Store = TypeVar("Store", bound="EmbeddingStore")
 
 ERASED_SUFFIX = "~erased"
-"""Behind a table's name: the table of the keys that were erased from its files (file_store.py). A store that may
+"""Suffix to a table's name, for the table of the keys that were erased from its files (file_store.py). A store that may
 hold only a limited number of rows evicts none of these: the rows of the files would reappear.
 """
 

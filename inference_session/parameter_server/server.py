@@ -105,7 +105,7 @@ class ParameterServer:
         found and counts them, `error` raises UnavailableError.
         """
         self.tiers = tuple(tiers)
-        """From the top."""
+        """The tiers, from the top."""
         for depth, tier in enumerate(self.tiers):
             tier.is_backed = any(below.store.keeps_rows for below in self.tiers[depth + 1 :])
         self._durable = next((tier for tier in self.tiers if tier.durable), None)

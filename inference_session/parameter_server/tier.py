@@ -99,7 +99,7 @@ class Tier:
     touched: int = 0
     """Rows marked as used."""
     _times_late: int = field(default=0, init=False, repr=False)
-    """In a row."""
+    """Late calls in a row."""
     _late_at: float = field(default=-math.inf, init=False, repr=False)
     """When that was last counted."""
     _reported: set[str] = field(default_factory=set, init=False, repr=False)
@@ -192,7 +192,7 @@ class Tier:
         return self.attempt(lambda store: self.trust(store.incarnation())) if self.incarnation is None else None
 
     def trust(self, incarnation: str) -> None:
-        """From now on only this incarnation answers, where a tier below has the rows."""
+        """Let only this incarnation answer from now on, if a tier below has the rows."""
         if self.is_backed:
             self.store.trust(incarnation)
         self.incarnation = incarnation

@@ -33,7 +33,7 @@ class RaggedBags(NamedTuple):
     ends: NDArray[np.int64]
     shape: tuple[int, ...]
     num_keys: int
-    """In all bags together."""
+    """Keys in all bags together."""
 
 
 Part: TypeAlias = "NDArray[Any] | RaggedBags"

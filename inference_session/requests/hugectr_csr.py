@@ -55,7 +55,7 @@ class Bags(NamedTuple):
     begins: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
     num_keys: int
-    """In all of them."""
+    """Keys in all of them."""
 
 
 class DecodedRequest(NamedTuple):

@@ -60,7 +60,7 @@ class CachePlan:
 
     @property
     def best_hit_rate(self) -> float:
-        """With every row in the cache: only the first use of each key is a miss."""
+        """The hit rate with every row in the cache: only the first use of each key is a miss."""
         return self.hit_rate(self.most_bytes)
 
     def points(self, num_points: int) -> list[CachePoint]:
@@ -83,7 +83,7 @@ class CachePlan:
         return CachePoint(cache_bytes, self.hit_rate(cache_bytes))
 
     def knee(self) -> CachePoint:
-        """Where the curve bends most: above it a byte adds less than the average byte does, below it more.
+        """The point where the curve bends most: above it a byte adds less than the average byte does, below it more.
 
         The point that is farthest above the straight line from no cache to a cache of all rows.
         """

@@ -32,11 +32,11 @@ def check_fetch(keys: NDArray[np.int64], out: NDArray[np.float32], embedding_dim
 
 
 class Placement(NamedTuple):
-    """Where tables lie that a GPU looks up."""
+    """The places of the tables that a GPU looks up, and their size."""
 
     device: str
     bytes: int
-    """On the device; of several, on each."""
+    """Bytes on the device, or on each of several."""
     on_host: Sequence[str]
     """Tables, by folder, that are read from host memory."""
     sharded: Sequence[str]

@@ -123,7 +123,7 @@ class CudaTables(DeviceTables):
             self._replace(table, self._holding(table, all_updated()))
 
     def _holding(self, table: int, updated: UpdatedRows) -> CudaUpdatedTable:
-        """Those rows, with room for as many more."""
+        """A table that holds these rows, and has room for as many more."""
         dim, num_rows = int(self._host_records[table]["embedding_dim"]), 2 * len(updated.keys)
         while not (rows := CudaUpdatedTable(self._cuda, dim, num_rows)).put(updated):
             num_rows += num_rows // 8 + 1

@@ -1,4 +1,4 @@
-"""Where the tables of a version lie that GPUs look up.
+"""Opens the tables of a version on the GPUs that look them up, and decides where each of them lies.
 
 They lie in device memory as far as `cache_bytes`, or else most of what is free, allows, smallest first. The largest may
 be divided among several GPUs, each of which reads the others' memory. The rest lies in pinned host memory.

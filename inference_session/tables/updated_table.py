@@ -110,7 +110,7 @@ def _held(arrays: UpdatedArrays) -> NDArray[np.bool_]:
 def _rows(
     keys: NDArray[np.int64], vectors: NDArray[np.float32], deleted: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.uint8]]:
-    """In arrays of the one kind that the kernels are compiled for."""
+    """The rows in arrays of the one kind that the kernels are compiled for."""
     return (
         np.require(keys, np.int64, ("C", "A", "W")),
         np.require(vectors, np.float32, ("C", "A", "W")),

@@ -239,7 +239,7 @@ def _refuse(rows: _Rows, allowed: NDArray[np.bool_], reason: str, text: str, ref
 
 
 def _last_of_each_key(rows: _Rows, refusals: list[Refusal]) -> Updates:
-    """In the order of the keys' bytes, in which stores keep them."""
+    """The last row of each key, in the order of the keys' bytes, in which stores keep them."""
     _, last = np.unique(rows.keys[::-1].byteswap().view(np.uint64), return_index=True)
     rows = rows.at(len(rows.keys) - 1 - last)
     if not rows.deleted.any():

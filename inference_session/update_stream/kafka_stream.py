@@ -111,7 +111,7 @@ class KafkaUpdateStream:
         self._is_beginning = True
         """Whether the partitions that there were at the beginning are not all known yet."""
         self._behind: set[Partition] = set()
-        """Those of them whose end has not been seen yet."""
+        """The partitions among them whose end has not been seen yet."""
         self._save_at = self._discover_at = 0.0
         self._num_at_once = 1
         self._rests, self._stats = Rests(), StreamStats(model)

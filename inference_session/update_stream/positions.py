@@ -88,7 +88,7 @@ class Positions:
 
     def __init__(self) -> None:
         self.topics: frozenset[str] = frozenset()
-        """Those followed."""
+        """The topics that are followed."""
         self.topic_ids: Mapping[str, str] = {}
         """By topic, as the broker reported last; a topic without an id is not in it."""
         self._applied: dict[Partition, AppliedPosition | None] = {}

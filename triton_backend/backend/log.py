@@ -21,7 +21,7 @@ class _Lines(logging.Formatter):
 
 
 def show_log(model: str, version: str) -> None:
-    """From now on show on stderr what our packages log, marked with this model and version."""
+    """Show on stderr what our packages log from now on, marked with this model and version."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Lines(_LINE, style="{", defaults={"model": model, "version": version}))
     for name in _PACKAGES:

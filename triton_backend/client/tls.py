@@ -73,7 +73,7 @@ class ServerTls:
             yield f"--grpc-root-cert={self.client_ca.absolute()}"
 
     def own_client(self) -> ClientTls:
-        """For the launcher, which trusts exactly this certificate of its server and presents it as its own."""
+        """The launcher's own client: it trusts exactly this certificate of its server, and presents it as its own."""
         return ClientTls(self.certificate, self.certificate, self.key, server_name=self._name())
 
     def _name(self) -> str | None:
@@ -105,7 +105,7 @@ def _context(protocol: int, certificate: Path | None, key: Path | None, ca: Path
 
 
 def _no_password() -> str:
-    """In place of a password prompt, which would wait without end."""
+    """Refuse an encrypted key in place of a password prompt, which would wait without end."""
     raise ValueError("the key is encrypted; tritonserver needs an unencrypted key")
 
 

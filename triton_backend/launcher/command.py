@@ -49,7 +49,7 @@ class ServerOptions:
     front: bool = False
     """Let nginx listen on the HTTP and gRPC ports, and tritonserver on local ports of this machine (front.py)."""
     inner_ports: tuple[int, int] = (0, 0)
-    """Those ports, of HTTP and gRPC; chosen with the others."""
+    """The local ports of HTTP and gRPC behind nginx, chosen with the others."""
     verbose: bool = False
     """Show the server's informational log lines too."""
     extra_flags: tuple[str, ...] = ()

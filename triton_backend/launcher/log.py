@@ -49,7 +49,7 @@ class ServerLog:
         self._thread.start()
 
     def server_is_ready(self) -> None:
-        """From now on show failed loads; during the start they become the reason of its failure."""
+        """Show failed loads from now on; during the start they become the reason of its failure."""
         self._starting = False
 
     def finish(self) -> None:

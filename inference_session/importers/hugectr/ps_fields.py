@@ -273,7 +273,7 @@ class PsJson:
         return {name: value for name, value in settings.items() if name in acting_settings()}
 
     def _update_filters(self) -> tuple[str, ...]:
-        """Those of all tiers that are switched on: what one of them takes is followed."""
+        """The filters of all tiers that are switched on: topics that match one of them are followed."""
         tiers: tuple[VolatileStore | PersistentStore, ...] = (self.volatile, self.persistent)
         found = [pattern for tier in tiers if tier.kind != "disabled" for pattern in tier.update_filters]
         return tuple(dict.fromkeys(found or self.volatile.update_filters))

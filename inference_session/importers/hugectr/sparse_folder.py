@@ -38,7 +38,7 @@ class SparseFolder:
 
     @property
     def num_rows(self) -> int:
-        """By the sizes of both files, which are a ModelFormatError where they do not fit each other."""
+        """The number of rows, by the sizes of both files; ModelFormatError where they do not fit each other."""
         key_bytes, vector_bytes = _size(self.path / KEY_FILE), _size(self.path / VECTOR_FILE)
         num_rows, rest = divmod(key_bytes, _KEY_BYTES)
         if rest:

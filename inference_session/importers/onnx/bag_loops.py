@@ -233,7 +233,7 @@ class _Replacement:
         return self._add(op_type, [value, self._constant(np.array([1]))], output, keepdims=keepdims)
 
     def _behind(self, value: str) -> str:
-        """With a last dimension of one."""
+        """The value with a last dimension of one."""
         opset = next(int(item.version) for item in self.model.opset_import if item.domain in ("", "ai.onnx"))
         if opset < _AXES_INPUT_OPSETS["ReduceSum"]:
             name = self.names.fresh("bags_unsqueeze")

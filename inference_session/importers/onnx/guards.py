@@ -110,7 +110,7 @@ class _Empty:
         return self._graph
 
     def _recurrent(self) -> list[str]:
-        """For no steps, an empty sequence and the initial state as the last one; for no samples, empty outputs."""
+        """Outputs without steps: an empty sequence and the initial state; without samples: empty outputs."""
         steps, samples = (self._dim(self._node.input[0], axis) for axis in (0, 1))
         num_directions = 2 if _text(self._node, "direction") == "bidirectional" else 1
         directions, width = (self._constant([n]) for n in (num_directions, attribute(self._node, "hidden_size", 0)))

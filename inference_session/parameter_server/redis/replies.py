@@ -111,7 +111,7 @@ def _copy(source: int, target: int, num_bytes: int) -> None:
 
 @kernel
 def _skip(begin: int, num_bytes: int, skip_bytes: int) -> tuple[int, int]:
-    """Where to read on, and how many bytes are left to skip."""
+    """The place to continue reading at, and the number of bytes left to skip."""
     skipped = min(skip_bytes, num_bytes - begin)
     return begin + skipped, skip_bytes - skipped
 

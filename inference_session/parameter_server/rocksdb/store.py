@@ -359,7 +359,7 @@ def list_rocksdb_tables(path: Path) -> list[StoredTable]:
 
 
 def _order_in_files(keys: NDArray[np.int64]) -> NDArray[np.intp]:
-    """By the bytes of the keys, the first one first; equal ones stay as they are."""
+    """The order of keys by their bytes, in which files hold them; equal keys stay in their order."""
     return np.argsort(_by_first_byte(keys), kind="stable")
 
 

@@ -48,7 +48,7 @@ class StatisticsSource(Protocol):
     """The source of running statistics."""
 
     def take(self, layer: Layer, width: int) -> Statistics:
-        """Those of the next BatchNorm layer."""
+        """The statistics of the next BatchNorm layer."""
 
 
 class Builder:
