@@ -226,7 +226,9 @@ def _network_on_gpu() -> Finding:
 def _cuda() -> Finding:
     # In a separate process: CUDA, once initialized here, would hold GPU memory, and a broken CUDA may crash.
     code = "import cupy; print(cupy.cuda.runtime.getDeviceCount(), int(cupy.arange(3).sum()))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    # Python imports from its working directory first, where other users may have put files.
+    program = [sys.executable, "-c", code]
+    result = subprocess.run(program, cwd="/", capture_output=True, text=True, timeout=120, check=False)
     if result.returncode == 0:
         return Finding("CUDA", "ok", f"{result.stdout.split()[0]} usable")
     reason = (result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[-1]

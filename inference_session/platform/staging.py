@@ -18,14 +18,17 @@ MAX_VERSION = 2**63 - 1
 """The highest version number that Triton can read."""
 ABANDONED_S = 60.0
 """Seconds without a change after which a folder that no process holds counts as abandoned, where several make them."""
+ABANDONED_VERSION_S = 3600.0
+"""The same for a staged version. On network file systems the locks of other machines may be invisible."""
 
 
 @contextmanager
 def stage_version(repository: Path, model: str, version: int | None = None) -> Iterator[tuple[Path, Path]]:
     """Yield an empty folder to write a version into, and what it becomes: `<repository>/<model>/<version>`.
 
-    Without `version` it is the one after the highest, 1 in an empty folder. After an error nothing is left. The
-    remains of a killed writer are replaced; a writer that is still at work is not disturbed.
+    Without `version` it is the one after the highest, 1 in an empty folder. After an error nothing is left. What
+    killed writers left of this version is replaced, and what they left of others an hour ago is removed; a writer that
+    is still at work is not disturbed.
 
     Raises:
         ConfigurationError: the version exists already, or the names cannot be folders.
@@ -48,6 +51,7 @@ def stage_version(repository: Path, model: str, version: int | None = None) -> I
     _refuse_existing(target)
     with _locked_folder(staging):
         try:
+            remove_abandoned(folder, r"\.tmp-[0-9]+", abandoned_s=ABANDONED_VERSION_S)
             yield staging, target
             flush_tree(staging)
             _refuse_existing(target)
@@ -109,22 +113,26 @@ def remove_abandoned(parent: Path, pattern: str, *, abandoned_s: float = 0.0) ->
     Args:
         parent: the folder where they are.
         pattern: a regular expression of their whole names.
-        abandoned_s: how long a folder must not have changed, in seconds.
+        abandoned_s: how long a folder, and all in it, must not have changed, in seconds.
     """
     for folder in [path for path in parent.iterdir() if re.fullmatch(pattern, path.name)]:
         with suppress(OSError):  # of another user, not a folder, or gone
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                is_old = time.time() - os.fstat(handle).st_mtime >= abandoned_s
-                if is_old and _lock(handle):
+                if time.time() - _last_change(folder) >= abandoned_s and _lock(handle):
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(handle)
 
 
+def _last_change(folder: Path) -> float:
+    """When a folder or anything in it was last written, in seconds as `time.time()`."""
+    return max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
+
+
 def next_version(folder: Path) -> int:
     """The version after the highest one in a model's folder."""
-    versions = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()]
+    versions = [int(path.name) for path in folder.iterdir() if re.fullmatch("[0-9]+", path.name)]
     return max(versions, default=0) + 1
 
 

@@ -12,6 +12,8 @@ import os
 import time
 from pathlib import Path
 
+from inference_session.platform.user_cache import make_private
+
 _MAGIC = b"hotrow state 1\n"
 _DIGEST_BYTES = 32
 _ABANDONED_S = 3600
@@ -22,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 def write_state(path: Path, content: bytes) -> None:
     """Write a file and flush it to the disk, then rename it into place; OSError where that fails."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_private(path.parent)
     for staged in path.parent.glob(f".tmp-*-{path.name}"):
         with contextlib.suppress(FileNotFoundError):  # its writer has just renamed it
             if time.time() - staged.stat().st_mtime > _ABANDONED_S:
@@ -30,8 +32,10 @@ def write_state(path: Path, content: bytes) -> None:
     # Several processes may write the same state: each renames its own file.
     staged = path.with_name(f".tmp-{os.getpid()}-{path.name}")
     try:
-        staged.touch(0o600)  # keys may identify people
-        with staged.open("wb") as file:
+        staged.unlink(missing_ok=True)
+        # Keys may identify people. Where others may write to the folder, a link of theirs must not be followed.
+        handle = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "wb") as file:
             file.write(_MAGIC + hashlib.sha256(content).digest())
             file.write(content)
             file.flush()

@@ -26,6 +26,17 @@ def state_folder(repository: Path) -> Path:
     return (Path(chosen) if chosen else user_cache_folder()) / "state" / name
 
 
+def make_private(folder: Path) -> Path:
+    """Make a folder, and those above it that are missing, which no other user may enter, whatever the umask allows.
+
+    A folder that exists stays as it is. Returns the folder; OSError where it cannot be made.
+    """
+    for path in reversed((folder, *folder.parents)):
+        if not path.exists():
+            path.mkdir(0o700, exist_ok=True)
+    return folder
+
+
 @contextmanager
 def lock_file(folder: Path) -> Iterator[int]:
     """A file in the folder, which is made, for flock; never removed, so that all lock the same one.
@@ -34,8 +45,7 @@ def lock_file(folder: Path) -> Iterator[int]:
         ConfigurationError: the folder cannot be written.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        handle = os.open(make_private(folder) / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise ConfigurationError(
             f"{folder}: files cannot be written there ({error.strerror}); set HOTROW_CACHE_DIR to a writable folder"

@@ -26,6 +26,7 @@ from inference_session.model_spec import KEY_FILE, VECTOR_FILE, ModelSpec
 from inference_session.platform.large_pages import open_for_writing
 from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_folder
+from inference_session.platform.user_cache import make_private
 from inference_session.rows.base import Rows
 
 _ROWS_PER_CHUNK = 1 << 16
@@ -79,8 +80,7 @@ def _written_locally(target: str | Path) -> Iterator[Path]:
         with stage_folder(Path(target).absolute()) as staging:
             yield staging
         return
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache_folder(), prefix="dump-") as folder:
+    with tempfile.TemporaryDirectory(dir=make_private(cache_folder()), prefix="dump-") as folder:
         yield Path(folder)
         with Copy(folder, target) as copy:
             copy.run()

@@ -21,7 +21,7 @@ import tritonclient.utils.shared_memory as system_memory
 from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException
 
-from tests.testing.served import NUMPY_1, Serve, Served
+from tests.testing.served import NUMPY_1, Serve, Served, shared_memory
 from tests.testing.served_requests import DENSE, IDS, ask, is_unregistered, post, settled
 from tests.testing.servers import wait_until
 from tests.testing.triton_models import NUM_ROWS, TABLE, ctr_answer, flat_answer, write_types
@@ -46,6 +46,14 @@ def test_answers_are_those_of_numpy(served: Served, protocol: str) -> None:
     np.testing.assert_array_equal(answer.as_numpy("OUTPUT0"), expected)
     np.testing.assert_array_equal(answer.as_numpy("click"), expected[:, :1])
     np.testing.assert_array_equal(answer.as_numpy("like"), expected[:, 1:])
+
+
+def test_other_users_cannot_read_requests(served: Served) -> None:
+    """They pass through shared memory, which Triton lets all users read."""
+    memory = shared_memory(served.process.pid)
+
+    assert memory
+    assert [path for path in memory if path.stat().st_mode & 0o077] == []
 
 
 def test_answers_plain_json(served: Served) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import subprocess
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -25,7 +28,7 @@ def test_a_version_appears_when_it_is_complete(tmp_path: Path) -> None:
 
 def test_the_next_version_follows_the_highest(tmp_path: Path) -> None:
     """Gaps and other folders do not count."""
-    for name in ("1", "7", "notes", ".tmp-9"):
+    for name in ("1", "7", "notes", "٩", ".tmp-9"):
         (tmp_path / "ctr" / name).mkdir(parents=True)
     assert next_version(tmp_path / "ctr") == 8
 
@@ -108,6 +111,41 @@ def test_what_a_killed_writer_left_is_taken_over(tmp_path: Path) -> None:
     assert tmp_path.is_dir()
 
 
+WRITER = """
+import sys, pathlib
+from inference_session.platform.staging import stage_version
+with stage_version(pathlib.Path(sys.argv[1]), "ctr", int(sys.argv[2])) as (staging, _):
+    (staging / "tables").mkdir()
+    (staging / "tables" / "key").write_bytes(b"half")
+    print("writing", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_what_killed_writers_left_of_other_versions_is_removed(tmp_path: Path) -> None:
+    """After an hour without a change: not before, as other machines may write too, and not of a writer that lives."""
+    command = [sys.executable, "-c", WRITER, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with ExitStack() as stack:
+        writers = [stack.enter_context(subprocess.Popen([*command, str(n)], **pipes)) for n in (5, 6, 7)]  # type: ignore[call-overload]
+        for writer in writers:
+            assert writer.stdout.readline() == b"writing\n"
+        for writer in writers[:2]:
+            writer.kill()
+            writer.wait()
+        for path in [
+            path for n in (5, 7) for path in (tmp_path / f"ctr/.tmp-{n}", *tmp_path.glob(f"ctr/.tmp-{n}/**/*"))
+        ]:
+            os.utime(path, (0, 0))
+        os.utime(tmp_path / "ctr/.tmp-6", (0, 0))
+
+        with stage_version(tmp_path, "ctr", 9):
+            assert sorted(path.name for path in (tmp_path / "ctr").iterdir()) == [".tmp-6", ".tmp-7", ".tmp-9"]
+        writers[2].communicate(b"")
+
+    assert (tmp_path / "ctr/7/tables/key").read_bytes() == b"half"
+
+
 def test_a_writer_at_work_is_not_disturbed(tmp_path: Path) -> None:
     """Its folder is locked for as long as it lives."""
     busy = tmp_path / "ctr/.tmp-1"
@@ -161,7 +199,8 @@ def test_a_working_folder_is_removed_at_the_end_or_by_the_next(tmp_path: Path) -
     names = ("work-old", "work-new", "work-held", "other")
     for name in names:
         (tmp_path / name / "part").mkdir(parents=True)
-        os.utime(tmp_path / name, (0, 0) if name != "work-new" else None)
+        for path in (tmp_path / name, tmp_path / name / "part"):
+            os.utime(path, (0, 0) if name != "work-new" else None)
     (tmp_path / "work-link").symlink_to(tmp_path / "other")
     held = os.open(tmp_path / "work-held", os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)

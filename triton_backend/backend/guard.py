@@ -22,14 +22,14 @@ from pathlib import Path
 POLL_S = 1.0
 LINGER_S = 5.0
 """How long the server is watched after its process was killed: both may have been killed together."""
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where the Python backend keeps its tensors
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where the Python backend keeps its tensors
 
 
 def main() -> None:
     """Guard until the process or its server has ended."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the server
-    process, server, memory = int(sys.argv[1]), int(sys.argv[2]), _SHARED_MEMORY / sys.argv[3]
+    process, server, memory = int(sys.argv[1]), int(sys.argv[2]), SHARED_MEMORY / sys.argv[3]
     # A process that was forked from ours may hold the pipe open, so waiting for the pipe's end is not enough.
     while not (readable := select.select([sys.stdin], [], [], POLL_S)[0]) and os.getppid() == process:
         if _parent(process) not in (server, None):

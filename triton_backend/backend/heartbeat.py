@@ -1,4 +1,4 @@
-"""Lets a backend process be watched: it beats, and a guard ends it when its server is gone.
+"""Protects a backend process: it beats, a guard ends it when its server is gone, and others cannot read its memory.
 
 If `hotrow serve` names a folder for it, a thread writes the time into a file of its process. A process that is
 stopped, or whose interpreter hangs, stops beating; a session that computes does not, as computing releases the
@@ -36,6 +36,7 @@ class Heartbeat:
     def __init__(self) -> None:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="hotrow-heartbeat", daemon=True)
+        hide_memory()
         self._guard = start_guard()
         self._thread.start()
 
@@ -74,15 +75,31 @@ def _open_file() -> int | None:
     return None
 
 
+def hide_memory() -> None:
+    """Let no other user open the shared memory through which requests and answers pass.
+
+    Triton lets all users read it, whatever the umask. No request has come yet.
+    """
+    if memory := _memory_name():
+        with suppress(OSError):  # it is not there on servers that keep it elsewhere
+            (guard.SHARED_MEMORY / memory).chmod(0o600)
+
+
+def _memory_name() -> str | None:
+    """The name of this process's shared memory, its argument 2; None if this is no backend process."""
+    names = Path("/proc/self/cmdline").read_bytes().split(b"\0")[2:3]
+    return names[0].decode() if names and b"/" not in names[0] else None
+
+
 def start_guard() -> subprocess.Popen[bytes] | None:
-    """A guard for this process; None if this is no backend process. Its argument 2 names its shared memory."""
-    memory = Path("/proc/self/cmdline").read_bytes().split(b"\0")[2:3]
-    if not memory:
+    """A guard for this process; None if this is no backend process."""
+    memory = _memory_name()
+    if memory is None:
         return None
     python = sys.executable or shutil.which("python3") or "python3"
     try:
         return subprocess.Popen(
-            [python, "-I", "-S", guard.__file__, str(os.getpid()), str(_SERVER), memory[0].decode()],
+            [python, "-I", "-S", guard.__file__, str(os.getpid()), str(_SERVER), memory],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

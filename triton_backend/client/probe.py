@@ -70,9 +70,14 @@ def find_key(url: str) -> str | None:
         return None
     with suppress(OSError, ValueError):
         found = _key_file(Path(tempfile.gettempdir(), f"{SERVE_FOLDER_PREFIX}*"), int(port))
-        newest = max(Path("/").glob(str(found.relative_to("/"))), key=lambda path: path.stat().st_mtime_ns)
-        return newest.read_text(encoding="ascii")
+        ours = [path for path in Path("/").glob(str(found.relative_to("/"))) if _is_ours(path.parent)]
+        return max(ours, key=lambda path: path.stat().st_mtime_ns).read_text(encoding="ascii")
     return None
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether our user made a folder; others may make one of this name, with anything in it."""
+    return folder.lstat().st_uid == os.geteuid()
 
 
 def _key_file(folder: Path, grpc_port: int) -> Path:

@@ -11,6 +11,7 @@ from inference_session.errors import ConfigurationError
 from inference_session.model_source import create_source, is_url
 from inference_session.model_source.fetch import cache_folder, fetch, link_tree
 from inference_session.platform.progress import Progress
+from inference_session.platform.user_cache import make_private
 
 
 @contextmanager
@@ -29,8 +30,7 @@ def local_repository(place: str | Path, models: Sequence[str] = (), progress: Pr
         return
     url = str(place).rstrip("/")
     parts = _parts(url, models)
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache_folder(), prefix="repository-") as folder:
+    with tempfile.TemporaryDirectory(dir=make_private(cache_folder()), prefix="repository-") as folder:
         for part in parts:
             target = Path(folder) / part
             target.parent.mkdir(exist_ok=True)

@@ -18,6 +18,7 @@ from inference_session.model_source import is_url
 from inference_session.model_source.create import split_place
 from inference_session.model_source.fetch import cache_folder, fetch, forget, link_tree
 from inference_session.platform.progress import Progress
+from inference_session.platform.user_cache import make_private
 
 
 @contextmanager
@@ -32,8 +33,7 @@ def local_model(place: str | Path, progress: Progress | None = None) -> Iterator
         yield Path(place)
         return
     folder, name = split_place(place)
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    together = Path(tempfile.mkdtemp(dir=cache_folder(), prefix="onnx-"))
+    together = Path(tempfile.mkdtemp(dir=make_private(cache_folder()), prefix="onnx-"))
     try:
         model = together / name
         link_tree(fetch(place, progress), model)
