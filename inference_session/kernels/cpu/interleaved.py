@@ -31,6 +31,12 @@ _TILE_BYTES, _MIN_TILE, _MAX_TILE = 24 << 10, 16, 512
 """What is asked for in one go: bytes of vectors, and the least and the largest number of keys."""
 _ENOUGH_KEYS = 512
 """Segments with at most this many keys are looked up together; with more, a tile would have fewer rows."""
+_MANY_ROWS = 64
+"""Of so many rows or more, the number of segments that are looked up together does not depend on how many."""
+_SHORT_ROW_BYTES, _FEW_CELLS = 128, 4
+"""Long segments are looked up together if their vectors are at most so long, and one by one if they have fewer cells:
+writing short vectors column by column touches every row of the matrix once for each column.
+"""
 _ENTRIES = 4096
 """Of a ring, a power of 2: the keys of all rows between the farthest that is asked for and the one that is written."""
 
@@ -58,18 +64,32 @@ def new_ring() -> np.ndarray[Any, Any]:
 
 
 @kernel
-def end_of_interleaved(segments: Any, first: int, last: int) -> int:
+def end_of_interleaved(tables: Any, segments: Any, first: int, last: int) -> int:
     """The segment up to which those from `first` on, below `last`, are looked up together; `first`: none is."""
     num_cells, s = 0, first
-    while s < last and num_cells * segments[first].num_rows < _ENOUGH_KEYS:
+    while s < last and num_cells * min(segments[first].num_rows, _MANY_ROWS) < _ENOUGH_KEYS:
         segment = segments[s]
-        num_cells += segment.keys_per_row
         is_even = segment.pooling == _NONE and segment.begins_address == 0
-        is_long = segment.num_rows * segment.keys_per_row >= MIN_STREAM_KEYS
-        if not is_even or is_long or segment.num_rows != segments[first].num_rows or num_cells > MAX_CELLS:
+        is_stream = _is_long(segment) and not _is_scattered(tables[segment.table], segment)
+        has_room = num_cells + segment.keys_per_row <= MAX_CELLS
+        if not is_even or is_stream or segment.num_rows != segments[first].num_rows or not has_room:
             break
+        num_cells += segment.keys_per_row
         s += 1
-    return s
+    return first if s > first and num_cells < _FEW_CELLS and _is_long(segments[first]) else s
+
+
+@kernel
+def _is_long(segment: Any) -> Any:
+    return segment.num_rows * segment.keys_per_row >= MIN_STREAM_KEYS
+
+
+@kernel
+def _is_scattered(table: Any, segment: Any) -> Any:
+    """Whether short vectors, found by row numbers, go to rows of a matrix that is wider than they are."""
+    if table.index_address != 0 or table.vector_code != _FLOAT32 or table.row_bytes > _SHORT_ROW_BYTES:
+        return False
+    return segment.output_stride > segment.keys_per_row * table.row_bytes
 
 
 @kernel

@@ -225,7 +225,7 @@ def look_up_range(
     num_missing = np.int64(0)  # a plain 0 is a type of its own, for which all below would be compiled as well
     whole = Span(segment, row, last_segment, last_row)
     while segment < last_segment or (segment == last_segment and row < last_row):
-        end = end_of_interleaved(segments, segment, last_segment) if row == 0 else segment
+        end = end_of_interleaved(tables, segments, segment, last_segment) if row == 0 else segment
         if end > segment:
             part = Span(segment, row, end, 0)
             missing = look_up_interleaved(
