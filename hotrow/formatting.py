@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from rich.markup import escape
-
 
 def in_units(num_bytes: int) -> str:
     """A number of bytes as text, for example `1.50 GiB`."""
@@ -27,4 +25,6 @@ def printable(text: str) -> str:
 
 def as_cell(text: str) -> str:
     """The text for a cell of a rich table, or any other text that rich parses for markup."""
+    from rich.markup import escape  # loaded where it is needed: not every command shows tables
+
     return escape(printable(text))

@@ -30,7 +30,7 @@ from inference_session.model_spec import (
     VECTOR_FILE,
     ModelSpec,
 )
-from inference_session.platform.large_pages import large_page_fraction, large_page_setting
+from inference_session.platform.mapped_large_pages import large_page_fraction, large_page_setting
 from inference_session.platform.memory import available_bytes
 from inference_session.sizing.memory import PROCESS_BYTES, MemoryItem, bytes_in, memory_items
 from triton_backend.launcher.installation import (

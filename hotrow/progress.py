@@ -1,66 +1,44 @@
-"""Progress bars for long work, drawn only on a terminal."""
+"""Progress of long work on a terminal. Where stderr is none, nothing is shown, and rich is not loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from typing import Any
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-    TransferSpeedColumn,
-)
-from rich.text import Text
+Advance = Callable[[int], None]
+"""To be called with the amount done since the last call."""
 
 
-@contextmanager
-def byte_progress(title: str, total_bytes: int | None = None) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr; yields the function to call with the bytes done since the last call."""
-    with _progress(title, total_bytes, DownloadColumn(), TransferSpeedColumn()) as advance:
-        yield advance
+def byte_progress(title: str, total_bytes: int | None = None) -> AbstractContextManager[Advance]:
+    """A bar; yields the function to call with the bytes done since the last call."""
+    return _shown("bytes_bar", title, total_bytes)
 
 
-@contextmanager
-def row_progress(title: str, total_rows: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr; yields the function to call with the rows done since the last call."""
-    rows = TextColumn("{task.completed:,.0f}/{task.total:,.0f} rows")
-    with _progress(title, total_rows, rows, _RowsPerSecond()) as advance:
-        yield advance
+def row_progress(title: str, total_rows: int) -> AbstractContextManager[Advance]:
+    """A bar; yields the function to call with the rows done since the last call."""
+    return _shown("rows_bar", title, total_rows)
 
 
-@contextmanager
-def waiting(title: str) -> Iterator[None]:
-    """An activity indicator on stderr, with the elapsed time."""
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        progress.add_task(title, total=None)
-        yield
+def key_progress(title: str, total_keys: int | None = None) -> AbstractContextManager[Advance]:
+    """A bar; yields the function to call with the keys done since the last call."""
+    return _shown("keys_bar", title, total_keys)
 
 
-@contextmanager
-def key_progress(title: str, total_keys: int | None = None) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr; yields the function to call with the keys done since the last call."""
-    with _progress(title, total_keys, TextColumn("{task.completed:,.0f} keys")) as advance:
-        yield advance
+def waiting(title: str) -> AbstractContextManager[Any]:
+    """An activity indicator, with the elapsed time."""
+    return _shown("activity", title)
 
 
-@contextmanager
-def _progress(title: str, total: int | None, *columns: ProgressColumn) -> Iterator[Callable[[int], None]]:
-    console = Console(stderr=True)
-    all_columns = (TextColumn("{task.description}"), BarColumn(), *columns, TimeElapsedColumn())
-    with Progress(*all_columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(title, total=total)
-        yield lambda amount: progress.advance(task, amount)
+def _shown(kind: str, *arguments: Any) -> AbstractContextManager[Any]:
+    """What progress_bars.py has under this name."""
+    if not sys.stderr.isatty():
+        return nullcontext(_ignore)
+    bar: AbstractContextManager[Any] = getattr(import_module("hotrow.progress_bars"), kind)(*arguments)
+    return bar
 
 
-class _RowsPerSecond(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(f"{task.speed or 0:,.0f} rows/s")
+def _ignore(amount: int) -> None:
+    """Shows nothing."""

@@ -20,8 +20,6 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-import numpy as np
-
 from inference_session.errors import ModelFormatError, TableNotFoundError
 
 FORMAT = 1
@@ -49,6 +47,11 @@ Pooling = Literal["none", "sum", "mean", "max"]
 VectorType = Literal["float32", "float16", "int8"]
 SCALE_AND_BIAS_BYTES = 8
 """Behind the elements of an int8 row: a float32 each."""
+_ELEMENT_BYTES: Mapping[VectorType, int] = {"float32": 4, "float16": 2, "int8": 1}
+_USUAL_TYPES = frozenset(
+    ("bool", "float16", "float32", "float64", "int8", "int16", "int32", "int64", "object", "uint8", "uint32", "uint64")
+)
+"""Of inputs and outputs. NumPy is loaded for others only: it takes as long as the rest of `hotrow serve`."""
 KeyKind = Literal["row_number", "stored"]
 
 
@@ -98,7 +101,7 @@ class TableSpec:
 
 def bytes_per_row(embedding_dim: int, dtype: VectorType) -> int:
     """Size of one row of `emb_vector`."""
-    return embedding_dim * np.dtype(dtype).itemsize + SCALE_AND_BIAS_BYTES * (dtype == "int8")
+    return embedding_dim * _ELEMENT_BYTES[dtype] + SCALE_AND_BIAS_BYTES * (dtype == "int8")
 
 
 @dataclass(frozen=True)
@@ -414,8 +417,12 @@ def _check_tensors(tensors: tuple[TensorSpec, ...]) -> None:
 
 def _is_type_name(text: str) -> bool:
     """Whether NumPy has a type of that name. NumPy may take other texts for a list of types, and evaluate them."""
+    if text in _USUAL_TYPES:
+        return True
     if not text.isidentifier():
         return False
+    import numpy as np
+
     try:
         np.dtype(text)
     except (TypeError, ValueError):

@@ -19,7 +19,7 @@ from inference_session.errors import ConfigurationError
 from inference_session.model_spec import INDEX_FILE, TABLES_FOLDER, VECTOR_FILE, ModelSpec, RankingSpec, TensorSpec
 from inference_session.parameter_server.create import list_tables
 from inference_session.parameter_server.namespace import StoredTable, split_tag
-from inference_session.platform.large_pages import large_page_fraction
+from inference_session.platform.mapped_large_pages import large_page_fraction
 from inference_session.urls.store_url import OPTIONS as URL_OPTIONS
 from inference_session.urls.store_url import StoreUrl
 from inference_session.version_directory import manifest

@@ -7,7 +7,6 @@ at a multiple of 2 MiB. Smaller or shifted writes leave pages of 4 KiB as long a
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,15 +14,10 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 LARGE_PAGE_BYTES = 2 << 20
 _COPY_BYTES = 8 * LARGE_PAGE_BYTES
-_MAX_SAMPLES = 256
 _FICLONE = 0x40049409
 """Lets a file share the blocks of another, on file systems that can do that."""
-_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 class LargePageWriter:
@@ -104,42 +98,3 @@ def write_zeros(path: Path, num_bytes: int) -> None:
     with open_for_writing(path) as file:
         for begin in range(0, num_bytes, LARGE_PAGE_BYTES):
             file.write(memoryview(zeros)[: num_bytes - begin])
-
-
-def large_page_fraction(path: Path) -> float | None:
-    """How much of a file the kernel maps in large pages, judged by up to 256 of them; None: it is smaller than one.
-
-    Pages that are not in memory are read: one at each of these places, and those that the kernel reads ahead.
-    """
-    num_pages = path.stat().st_size // LARGE_PAGE_BYTES
-    if not num_pages:
-        return None
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        content = np.frombuffer(mapped, np.uint8)
-        pages = np.unique(np.linspace(0, num_pages - 1, min(num_pages, _MAX_SAMPLES)).astype(np.int64))
-        content[pages * LARGE_PAGE_BYTES].sum()  # maps them
-        fraction = mapped_large_bytes(content) / (len(pages) * LARGE_PAGE_BYTES)
-        del content  # else the mapping could not be closed
-    return min(fraction, 1.0)
-
-
-def large_page_setting() -> str:
-    """The value of `transparent_hugepage`; empty: the kernel lacks it."""
-    try:
-        text = _SETTING.read_text(encoding="ascii")
-    except OSError:
-        return ""
-    return text.partition("[")[2].partition("]")[0]
-
-
-def mapped_large_bytes(array: NDArray[np.uint8]) -> int:
-    """Of the mapping that an array begins."""
-    begins, is_it = f"{array.ctypes.data:x}-", False
-    with Path("/proc/self/smaps").open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            name, _, value = line.partition(":")
-            if " " in name:  # the head of a mapping: its range and rights
-                is_it = line.startswith(begins)
-            elif is_it and name == "FilePmdMapped":
-                return int(value.split()[0]) << 10
-    return 0

@@ -295,6 +295,12 @@ def test_help_is_light() -> None:
     assert _printed(LOAD_ALL) == ["[]"]
 
 
+def test_serve_is_light() -> None:
+    """The launcher starts the server before it loads a large package: its backend processes load what they need."""
+    loaded = "import sys, hotrow.commands.serve; print([name for name in ('numpy', 'rich') if name in sys.modules])"
+    assert _printed(loaded) == ["[]"]
+
+
 def test_completion_loads_no_command() -> None:
     """The tab key completes names of commands without their modules."""
     assert _printed(COMPLETE) == ["['publish-version', 'push', 'publish']", "[]"]

@@ -10,15 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_session.platform import large_pages
 from inference_session.platform.large_pages import (
     LARGE_PAGE_BYTES,
     LargePageWriter,
     copy_file,
-    large_page_fraction,
     open_for_writing,
     write_zeros,
 )
+from inference_session.platform.mapped_large_pages import large_page_fraction, mapped_large_bytes
 
 SIZES = st.lists(
     st.one_of(
@@ -69,7 +68,7 @@ def keeps_large_pages(tmp_path: Path) -> bool:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         content = np.frombuffer(mapped, np.uint8)
         content[::4096].sum()
-        found = large_pages.mapped_large_bytes(content)
+        found = mapped_large_bytes(content)
         del content
     return found == 4 * LARGE_PAGE_BYTES
 

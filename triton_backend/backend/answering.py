@@ -18,9 +18,10 @@ from inference_session.versions import VersionManager
 from triton_backend.backend.errors import triton_error
 from triton_backend.backend.packed import packed_response
 from triton_backend.backend.plain_requests import PlainRequests
+from triton_backend.backend.probe_request import probe_request
 from triton_backend.backend.tensors import read_array, tensor_writer, write_tensor
 from triton_backend.backend.tracing import RequestTracer
-from triton_backend.client.probe import is_probe, probe_request
+from triton_backend.client.probe import is_probe
 
 TritonRequest: TypeAlias = Any
 """`pb_utils.InferenceRequest`, which exists inside the server's stub only."""

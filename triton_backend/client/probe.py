@@ -5,6 +5,8 @@ It is as small as the model's inputs allow: each open size 1, all values 0. Not 
 a request that they generate. The parameter's value is a key that each `hotrow serve` draws at its start: its backend
 processes get it in their environment, and `hotrow health` reads it from a file that only the same user can read. A
 client that sends the parameter without the key gets the answer to its own request.
+
+`hotrow serve` loads this module, and it loads no NumPy: probe_inputs.py makes the inputs.
 """
 
 from __future__ import annotations
@@ -19,33 +21,27 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from inference_session.model_spec import ModelSpec, TensorSpec
-
 PROBE_PARAMETER = "hotrow_probe"
 KEY_VARIABLE = "HOTROW_PROBE_KEY"
 """Environment variable with the key, of the server and its backend processes."""
 SERVE_FOLDER_PREFIX = "hotrow-serve-"
 """Prefix of the temporary folders in which servers work, one per launcher, readable only by its user."""
-DATATYPES = {
-    "BOOL": np.bool_,
-    "UINT8": np.uint8,
-    "UINT16": np.uint16,
-    "UINT32": np.uint32,
-    "UINT64": np.uint64,
-    "INT8": np.int8,
-    "INT16": np.int16,
-    "INT32": np.int32,
-    "INT64": np.int64,
-    "FP16": np.float16,
-    "FP32": np.float32,
-    "FP64": np.float64,
-    "BF16": np.float32,
+_NUM_BYTES = {
+    "BOOL": 1,
+    "UINT8": 1,
+    "UINT16": 2,
+    "UINT32": 4,
+    "UINT64": 8,
+    "INT8": 1,
+    "INT16": 2,
+    "INT32": 4,
+    "INT64": 8,
+    "FP16": 2,
+    "FP32": 4,
+    "FP64": 8,
+    "BF16": 2,
+    "BYTES": 4,
 }
-"""By the names of the inference protocol; BF16 is sent as FP32."""
-_NUM_BYTES = {**{name: np.dtype(of).itemsize for name, of in DATATYPES.items()}, "BF16": 2, "BYTES": 4}
 """Bytes of one element when sent."""
 
 
@@ -84,20 +80,6 @@ def _key_file(folder: Path, grpc_port: int) -> Path:
     return folder / f"probe-key-{grpc_port}"
 
 
-def probe_inputs(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str, NDArray[Any]] | None:
-    """The request for inputs of these names, types and shapes; None where one has a type that cannot be sent."""
-    inputs: dict[str, NDArray[Any]] = {}
-    for name, datatype, shape in tensors:
-        sizes = [max(size, 1) for size in shape]
-        if datatype == "BYTES":
-            inputs[name] = np.full(sizes, b"", object)
-        elif datatype in DATATYPES:
-            inputs[name] = np.zeros(sizes, DATATYPES[datatype])
-        else:
-            return None
-    return inputs
-
-
 def encode_probe(tensors: Iterable[Mapping[str, Any]], key: str) -> tuple[dict[str, str], bytes]:
     """The request over HTTP for inputs as a model's metadata describes them, with the server's key: headers and body.
 
@@ -112,25 +94,3 @@ def encode_probe(tensors: Iterable[Mapping[str, Any]], key: str) -> tuple[dict[s
         inputs.append({**tensor, "shape": shape, "parameters": {"binary_data_size": num_bytes}})
     header = json.dumps({"inputs": inputs, "parameters": {PROBE_PARAMETER: key}}).encode()
     return {"Inference-Header-Content-Length": str(len(header))}, header + values
-
-
-def probe_request(spec: ModelSpec) -> dict[str, NDArray[Any]]:
-    """One sample that a model of hotrow's takes."""
-    # Imported here: it takes a second to load, and a probe's command should not wait for it.
-    from inference_session.requests.hugectr_csr import DENSE, HPS_COUNTS, HPS_KEYS, KEYS, OFFSETS
-
-    if spec.takes_hugectr_requests:
-        options = spec.layout_options
-        return {
-            DENSE: np.zeros(options["dense_dim"], np.float32),
-            KEYS: np.zeros(sum(options["slots"]), options["key_type"]),
-            OFFSETS: np.concatenate([np.arange(slots + 1, dtype=np.int32) for slots in options["slots"]]),
-        }
-    if spec.answers_vectors:
-        return {HPS_KEYS: np.zeros(len(spec.tables), np.int64), HPS_COUNTS: np.ones(len(spec.tables), np.int32)}
-    return {tensor.name: _zeros(tensor) for tensor in spec.inputs}
-
-
-def _zeros(tensor: TensorSpec) -> NDArray[Any]:
-    shape = [max(size, 1) for size in tensor.shape]
-    return np.full(shape, "", object) if tensor.dtype == "object" else np.zeros(shape, tensor.dtype)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import ModelFormatError
-from triton_backend.client.probe import DATATYPES
+from triton_backend.client.probe_inputs import DATATYPES
 
 Arrays = Mapping[str, NDArray[Any]]
 

@@ -15,15 +15,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
-
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from inference_session.errors import ConfigurationError, HotrowError, UnavailableError
-from triton_backend.client.probe import PROBE_PARAMETER, find_key, probe_inputs
+from triton_backend.client.probe import PROBE_PARAMETER, find_key
 from triton_backend.client.tls import ClientTls
 from triton_backend.repository.chosen_versions import with_versions, without_choice
 from triton_backend.repository.servable import IN_PLACE_BACKENDS
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 CALL_TIMEOUT_S = 10.0
 """Timeout of a query to the server; loads have no limit."""
@@ -175,6 +176,8 @@ class RemoteServer:
         If no request can be generated for it, the server's report that it is ready counts. A server of another machine
         or user does not recognize the request as a probe, and may refuse it, which is an answer too.
         """
+        from triton_backend.client.probe_inputs import probe_inputs  # as tritonclient above: NumPy is loaded here
+
         metadata = self._call("get_model_metadata", model, timeout_s=timeout_s / 2)
         inputs = probe_inputs((tensor.name, tensor.datatype, tuple(tensor.shape)) for tensor in metadata.inputs)
         if inputs is None:
