@@ -17,11 +17,13 @@ import stat
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numba
-from numba.core.caching import FunctionCache, IndexDataCacheFile
+from llvmlite import binding as llvm
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile, NullCache
 from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 
@@ -33,8 +35,6 @@ SHIPPED_FOLDER = "HOTROW_SHIPPED_KERNELS"
 _CHECKSUM_BYTES = 16
 
 _log = logging.getLogger(__name__)
-
-rtsys.initialize(cpu_target.target_context)  # what machine code from the disk calls; compiling would do it itself
 
 
 class _Files(IndexDataCacheFile):
@@ -70,11 +70,38 @@ def _checksum(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=_CHECKSUM_BYTES).digest()
 
 
+class _Overloads(CompileResultCacheImpl):
+    """What is kept of a compiled function: its machine code, and LLVM bitcode for functions that will call it.
+
+    Numba parses the bitcode of each function that it loads, which takes five times as long as all else. Here it is
+    parsed when a function is compiled that calls this one.
+    """
+
+    def rebuild(self, target_context: Any, payload: Any) -> Any:
+        (name, kind, (machine_code, bitcode)), description, *others = payload
+        engine = target_context.codegen()._engine
+        # Numba learns from the bitcode which functions the machine code has.
+        engine._defined_symbols.update((description.llvm_func_name, description.llvm_cpython_wrapper_name))
+        payload = (name, kind, (machine_code, _no_bitcode())), description, *others
+        overload = super().rebuild(target_context, payload)
+        library = overload.library
+        library._shared_module = None
+        library._get_module_for_linking = functools.cache(lambda: llvm.parse_bitcode(bitcode))
+        return overload
+
+
+@functools.cache
+def _no_bitcode() -> bytes:
+    return bytes(llvm.parse_assembly("").as_bitcode())
+
+
 class _MachineCode(FunctionCache):
     """On disk. Numba would import all of its compiler before it loads any, which takes longer than everything else
     that a process does before it serves, and 20 MiB; compiling imports it where nothing was found. And it would fail
     where files are damaged, as by a loss of power, or the disk is full.
     """
+
+    _impl_class = _Overloads
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
@@ -97,6 +124,38 @@ class _MachineCode(FunctionCache):
             super().save_overload(sig, data)
 
 
+class KeptCode(NullCache):
+    """The machine code of a function, which is looked for when it is first asked for.
+
+    Most functions are only called by other compiled functions, whose machine code contains them.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    @cached_property
+    def files(self) -> Any:
+        """As Numba sees them; none where it finds no folder that it may write to, or that others may write to."""
+        with suppress(RuntimeError):  # a read-only image without a home: each process compiles
+            kept = _MachineCode(self._function)
+            if _is_ours(Path(kept.cache_path)):
+                return kept
+        return NullCache()
+
+    @property
+    def cache_path(self) -> Any:
+        return self.files.cache_path
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        return self.files.load_overload(sig, target_context)
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        self.files.save_overload(sig, data)
+
+    def flush(self) -> None:
+        self.files.flush()
+
+
 def compiled(function: Callable[..., Any], signature: str | None = None, **options: Any) -> Any:
     """As `numba.njit`, kept on disk where there is a folder for it.
 
@@ -104,11 +163,9 @@ def compiled(function: Callable[..., Any], signature: str | None = None, **optio
     """
     _unpack_shipped()
     dispatcher: Any = numba.njit(**options)(function)
-    # Where Numba finds no folder that it may write to (a read-only image without a home), each process compiles.
-    with suppress(RuntimeError):
-        kept = _MachineCode(function)
-        if _is_ours(Path(kept.cache_path)):
-            dispatcher._cache = kept
+    if options.get("_nrt", True):  # machine code from the disk calls it; compiling would initialize it
+        rtsys.initialize(cpu_target.target_context)
+    dispatcher._cache = KeptCode(function)
     if signature is not None:
         dispatcher.compile(signature)
         dispatcher.disable_compile()

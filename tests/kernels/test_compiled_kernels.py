@@ -138,6 +138,19 @@ def test_an_index_of_something_else_is_compiled_anew(content: bytes, modules: Pa
     assert run(modules, compiled)[0] == [20, 1]
 
 
+def test_a_loaded_kernel_is_compiled_into_another(modules: Path, compiled: Path) -> None:
+    """Its LLVM bitcode is kept beside its machine code for that."""
+    for file in compiled.rglob("outer.*"):
+        file.unlink()
+    environment = {"PYTHONPATH": f"{modules}:{ROOT}", "NUMBA_CACHE_DIR": str(compiled)}
+    program = f"import inner; print(inner.inner(1), sum(inner.inner.stats.cache_hits.values())); {RUN}"
+    for num_found in (0, 1):
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.stdout.split() == ["2", "1", "20", str(num_found)], done.stderr
+
+
 @pytest.mark.slow
 def test_processes_that_compile_for_different_types_at_once_keep_both_apart(tmp_path: Path) -> None:
     """Both read the empty index; then one writes its entry, the other all that it has, and the first its code."""
@@ -150,10 +163,10 @@ def test_processes_that_compile_for_different_types_at_once_keep_both_apart(tmp_
         assert done.returncode == 0, done.stderr.decode()
         return done.stdout.decode()
 
-    other = "import outer; outer.outer._cache._cache_file._load_index = dict; outer.outer(3)"
+    other = "import outer; outer.outer._cache.files._cache_file._load_index = dict; outer.outer(3)"
     run_program(
         "import outer, subprocess, sys\n"
-        "files = outer.outer._cache._cache_file\n"
+        "files = outer.outer._cache.files._cache_file\n"
         "save = files._save_data\n"
         f"other = [sys.executable, '-c', {other!r}]\n"
         "files._save_data = lambda *given: (subprocess.run(other, check=True), save(*given))\n"
