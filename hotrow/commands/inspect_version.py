@@ -17,7 +17,6 @@ from hotrow.formatting import as_cell
 from hotrow.progress import byte_progress
 from inference_session.errors import ConfigurationError
 from inference_session.model_spec import INDEX_FILE, TABLES_FOLDER, VECTOR_FILE, ModelSpec, RankingSpec, TensorSpec
-from inference_session.parameter_server.create import list_tables
 from inference_session.parameter_server.namespace import StoredTable, split_tag
 from inference_session.platform.mapped_large_pages import large_page_fraction
 from inference_session.urls.store_url import OPTIONS as URL_OPTIONS
@@ -60,6 +59,8 @@ def command(target: Path | StoreUrl, as_json: bool, verify: bool) -> None:
 
 
 def _inspect_store(url: StoreUrl, *, as_json: bool) -> None:
+    from inference_session.parameter_server.create import list_tables  # imports Numba
+
     tables = list_tables(url)
     if as_json:
         click.echo(json.dumps({"store": str(url), "tables": [_stored_table(table) for table in tables]}, indent=1))

@@ -10,7 +10,6 @@ import click
 
 from hotrow.progress import byte_progress, row_progress
 from inference_session.model_spec import ModelSpec
-from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.urls.store_url import StoreUrl
 from inference_session.version_directory import manifest
@@ -61,7 +60,9 @@ def command(version_dir: Path, store_url: str, verify: bool, verify_sample: int 
     Example:
       hotrow push model_repository/ctr/1 --to redis://127.0.0.1:6379/0 --verify
     """
-    from inference_session.parameter_server.table_push import TablePush  # imports Numba, which takes seconds
+    # These import Numba, which takes seconds.
+    from inference_session.parameter_server.create import create_store
+    from inference_session.parameter_server.table_push import TablePush
 
     spec = ModelSpec.read(version_dir)
     total_bytes = sum(entry.num_bytes for entry in manifest.read_manifest(version_dir))

@@ -48,8 +48,15 @@ PLACES = {"hotrow/imports", "hotrow/sources", "hotrow/state", "HOTROW_CACHE_DIR/
 """Folders of the machine and images: these are no files of the repository."""
 FOREIGN = {
     # tritonserver
-    *("--backend-config", "--disable-auto-complete-config", "--http-max-input-size", "--model-control-mode"),
-    *("--strict-readiness", "default_queue_policy", "max_queue_delay_microseconds", "max_queue_size", "response_cache"),
+    *("--backend-config", "--disable-auto-complete-config", "--exit-on-error", "--http-max-input-size"),
+    *(
+        "--model-control-mode",
+        "--strict-readiness",
+        "default_queue_policy",
+        "max_queue_delay_microseconds",
+        "max_queue_size",
+        "response_cache",
+    ),
     *("nv_inference_compute_infer_duration_us", "nv_inference_pending_request_count"),
     # docker, hdfs fetchdt, mv, pip, requests, bash and click
     *("--build-arg", "--restart", "--print", "--exchange", "--no-deps", "REQUESTS_CA_BUNDLE"),
