@@ -88,8 +88,10 @@ def test_how_a_file_is_mapped(tmp_path: Path, keeps_large_pages: bool) -> None:
 
     assert written.read_bytes() == copied.read_bytes() == small.read_bytes() == data.tobytes()
     assert zeros.read_bytes() == bytes(3 * LARGE_PAGE_BYTES)
-    expected = 1.0 if keeps_large_pages else 0.0
-    assert [large_page_fraction(path) for path in (written, copied, zeros, small)] == [expected] * 3 + [0.0]
+    assert large_page_fraction(small) == 0.0
+    # Where the kernel had no large page for the probe, it may have some for these files by now.
+    at_least = 1.0 if keeps_large_pages else 0.0
+    assert all(at_least <= (large_page_fraction(path) or 0.0) <= 1.0 for path in (written, copied, zeros))
 
 
 def test_appending(tmp_path: Path) -> None:
