@@ -23,21 +23,17 @@ from numpy.typing import NDArray
 
 from inference_session.errors import HotrowError, SessionClosedError, StoreError, UnavailableError
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
-from inference_session.parameter_server.keys_by_table import KeysByTable
 from inference_session.parameter_server.known_incarnation import KnownIncarnation
 from inference_session.parameter_server.promotions import Promotion, Touch
 from inference_session.parameter_server.retirement import Retirement
 from inference_session.parameter_server.tier import Tier, TierStats
 from inference_session.parameter_server.unknown_keys import UnknownKeys
 from inference_session.parameter_server.upkeep import Upkeep
-from inference_session.parameter_server.write_log import WriteLog
+from inference_session.parameter_server.write_log import TierWrites
 from inference_session.tables.base import RowBatch
 from inference_session.tables.ordered_keys import contains
 
 OnStoreFailure = Literal["default_vector", "error"]
-
-MAX_WRITTEN_KEYS = 1 << 18
-"""Different keys of a table that are remembered for the case that a volatile store loses what was written to it."""
 
 
 @dataclass(frozen=True)
@@ -111,16 +107,15 @@ class ParameterServer:
         self._durable = next((tier for tier in self.tiers if tier.durable), None)
         self._on_store_failure = on_store_failure
         self._retirement = retirement
-        self.log = WriteLog()
-        """Writes to the rows of all tables, by their folders."""
+        self._writes = TierWrites()
+        self.log = self._writes.log
+        """See TierWrites."""
         self._unknown = UnknownKeys(self.log)
-        self._writing = threading.Lock()  # held while rows are written
-        self._written = KeysByTable(MAX_WRITTEN_KEYS)  # under `_writing`
         self._lock = threading.Lock()  # of the counter
         self._degraded_keys = 0
         self._closed = False
         self._known = known or KnownIncarnation()
-        self.upkeep = Upkeep(self.tiers, self.log, self._writing, self._written, self._known)
+        self.upkeep = Upkeep(self.tiers, self._writes, self._known)
         """The work in the background."""
 
     def fetch(
@@ -175,7 +170,7 @@ class ParameterServer:
         Fetches go on. What others write to a store that shows it at once is still seen.
         """
         self.refresh()
-        with self._writing:
+        with self._writes.lock:
             yield
 
     def scan(self, table: str) -> Iterator[RowBatch]:
@@ -310,7 +305,7 @@ class ParameterServer:
         if tiers is None and not keepers:
             raise StoreError(f"table {table!r} cannot be written to: {self!r} has no writable store")
         failures: dict[Tier, HotrowError] = {}
-        with self._writing:
+        with self._writes.lock:
             try:
                 for tier in reversed(self.tiers if tiers is None else tiers):
                     error = self._write_to(tier, table, keys, write, is_news=tiers is None)
@@ -321,9 +316,9 @@ class ParameterServer:
                 # before it must not be remembered as unknown.
                 self.log.add(table, keys)
                 self._unknown.forget(table, keys)
-                self._written.add(table, keys)
+                self._writes.keys.add(table, keys)
             if tiers is None and not failures:
-                self.upkeep.own_writes.add(table, keys)
+                self._writes.own.add(table, keys)
         if tiers is None and all(tier in failures for tier in keepers):
             raise failures[keepers[-1]]
 

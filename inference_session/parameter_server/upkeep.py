@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from inference_session.errors import HotrowError, StoreError, UnavailableError
 from inference_session.parameter_server.base import ERASED_SUFFIX
-from inference_session.parameter_server.keys_by_table import KeysByTable
 from inference_session.parameter_server.known_incarnation import KnownIncarnation
 from inference_session.parameter_server.promotions import (
     PendingPromotions,
@@ -32,7 +31,7 @@ from inference_session.parameter_server.promotions import (
     joined,
 )
 from inference_session.parameter_server.tier import Tier
-from inference_session.parameter_server.write_log import WriteLog
+from inference_session.parameter_server.write_log import TierWrites
 from inference_session.platform.pacing import rest_after
 
 ROUND_INTERVAL_S = 0.5
@@ -55,25 +54,13 @@ _log = logging.getLogger(__name__)
 class Upkeep:
     """Does the work in its own thread, until closed. All methods may be called from any thread."""
 
-    def __init__(
-        self,
-        tiers: Sequence[Tier],
-        log: WriteLog,
-        writing: threading.Lock,
-        written: KeysByTable,
-        known: KnownIncarnation,
-    ) -> None:
-        """`writing`: held while rows are written, and then added to `log` and `written`."""
-        self.own_writes = WriteLog()
-        """Log of the rows that this process has written to all tiers. Unlike `log` it counts no rows of others."""
+    def __init__(self, tiers: Sequence[Tier], writes: TierWrites, known: KnownIncarnation) -> None:
         self.promotions = PendingPromotions()
         self.touches = PendingTouches()
         self.on_drop: Callable[[str, NDArray[np.int64] | None], None] = _ignore_drop
         """Called with rows that a cache may have read too old: their table and keys, None for all of its rows."""
         self._tiers = tiers
-        self._log = log
-        self._writing = writing
-        self._written = written
+        self._writes = writes
         self._known = known
         self._closing = threading.Event()
         for tier in tiers:
@@ -129,16 +116,16 @@ class Upkeep:
     def _insert(self, promotions: Sequence[Promotion]) -> None:
         if not promotions:
             return
-        with self._writing:
+        with self._writes.lock:
             current = joined([part for part in map(self._not_written_since, promotions) if len(part.keys)])
             inserted = [(tier, part) for part in current for tier in part.tiers if self._insert_into(tier, part)]
-            moment = self.own_writes.moment
+            moment = self._writes.own.moment
         self.promotions.keep(
             [UnverifiedPromotion(tier, part, moment) for tier, part in inserted if part.source.store.is_shared]
         )
 
     def _not_written_since(self, promotion: Promotion) -> Promotion:
-        return promotion.rows(~self._log.written(promotion.table, promotion.keys, promotion.moment))
+        return promotion.rows(~self._writes.log.written(promotion.table, promotion.keys, promotion.moment))
 
     @staticmethod
     def _insert_into(tier: Tier, promotion: Promotion) -> bool:
@@ -153,9 +140,9 @@ class Upkeep:
         if not touches:
             return
         keys: defaultdict[tuple[Tier, str], list[NDArray[np.int64]]] = defaultdict(list)
-        with self._writing:
+        with self._writes.lock:
             for touch in touches:
-                written = self._log.written(touch.table, touch.keys, touch.moment)
+                written = self._writes.log.written(touch.table, touch.keys, touch.moment)
                 keys[touch.tier, touch.table].append(touch.keys[~written])
             for (tier, table), parts in keys.items():
                 used = np.concatenate(parts)
@@ -174,7 +161,7 @@ class Upkeep:
         # Also the tiers that lag: one of them may hold which rows of the files were erased.
         read = [tier for tier in self._tiers if tier in sources or tier.store.lags]
         failures = [tier.attempt(lambda store: store.refresh()) for tier in read]
-        with self._writing:
+        with self._writes.lock:
             for one in inserted:
                 promotion = one.promotion
                 outdated = promotion if any(failures) else promotion.rows(~promotion.are_current())
@@ -186,7 +173,7 @@ class Upkeep:
         """
         tier, promotion, moment = outdated
         if len(promotion.keys):
-            rewritten = self.own_writes.written(promotion.table, promotion.keys, moment)
+            rewritten = self._writes.own.written(promotion.table, promotion.keys, moment)
             rewritten |= promotion.are_replaced_in(tier)
             tier.drop(promotion.table, promotion.keys[~rewritten])
 
@@ -198,7 +185,7 @@ class Upkeep:
                 if is_out:
                     tier.store.check()
                     is_out = tier.is_suspect = False
-                with self._writing if tier.store.lags else contextlib.nullcontext():
+                with self._writes.lock if tier.store.lags else contextlib.nullcontext():
                     tier.store.refresh()
                 self._look_for_losses(tier)
             elif time.monotonic() >= tier.retry_at:
@@ -216,7 +203,7 @@ class Upkeep:
         tier.is_returning = True
         end = time.monotonic() + BRING_BACK_S
         while time.monotonic() < end and not self._closing.wait(_REST_S):
-            with self._writing:
+            with self._writes.lock:
                 if not tier.unwritten:
                     self._say_that_it_has_all(tier)
                     return tier.end_outage()
@@ -227,7 +214,7 @@ class Upkeep:
         """Note it for sessions that are opened later, where this one writes. UnavailableError where it must not be
         noted: another process misses writes there, or the store refuses the note that says that this one does.
         """
-        if self._written:
+        if self._writes.keys:
             with contextlib.nullcontext() if self._known.misses_writes else contextlib.suppress(HotrowError):
                 self._known.save(tier.incarnation or "")
         elif self._known.misses_writes:
@@ -241,7 +228,7 @@ class Upkeep:
             return
         if noted := self._known.read():
             tier.incarnation, tier.holds_earlier_writes = noted, True
-        if tier.incarnation is None and not self._written:
+        if tier.incarnation is None and not self._writes.keys:
             return
         incarnation = tier.store.incarnation()
         if tier.incarnation and incarnation and incarnation != tier.incarnation:
@@ -253,8 +240,8 @@ class Upkeep:
 
     def _drop_all_written(self, tier: Tier) -> None:
         """Make the tier drop all that was written. Keys that other processes wrote are unknown: then all tables."""
-        with self._writing:
-            written = self._written.as_dict()
+        with self._writes.lock:
+            written = self._writes.keys.as_dict()
             if tier.holds_earlier_writes:
                 written |= dict.fromkeys(table for table in tier.store.tables if not table.endswith(ERASED_SUFFIX))
             for table, keys in written.items():

@@ -12,10 +12,15 @@ context may be computed from the cache between the two.
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_session.parameter_server.keys_by_table import KeysByTable
+
+MAX_WRITTEN_KEYS = 1 << 18
+"""Different keys of a table that are remembered for the case that a volatile store loses what was written to it."""
 _PLACE_BITS = 20
 _NUM_PLACES = 1 << _PLACE_BITS
 """Keys of all tables share these, 8 MiB: an unwritten row may seem written, but never the reverse."""
@@ -72,3 +77,17 @@ class WriteLog:
     def any_written(self, places: NDArray[np.int64], since: int) -> bool:
         """Whether any of the rows may have been written since a moment."""
         return bool(len(places)) and (self._all_written_at > since or int(self._written_at[places].max()) > since)
+
+
+@dataclass(frozen=True)
+class TierWrites:
+    """The writes to the tiers of a parameter server."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while rows are written and added to the following."""
+    log: WriteLog = field(default_factory=WriteLog)
+    """Writes to the rows of all tables, by their folders."""
+    own: WriteLog = field(default_factory=WriteLog)
+    """The writes among these that this process has made to all tiers."""
+    keys: KeysByTable = field(default_factory=lambda: KeysByTable(MAX_WRITTEN_KEYS))
+    """The keys that were written since the server was made."""
