@@ -52,7 +52,7 @@ Inputs = dict[str, NDArray[np.generic]]
 
 @dataclass(frozen=True)
 class User:
-    """What is known about a user; zeros and empty names for unknown values."""
+    """The facts about a user; zeros and empty names for unknown values."""
 
     age: int = 0
     gender: str = ""
@@ -83,7 +83,7 @@ class Ratings:
         return Ratings(self.users[rows], self.movies[rows], self.stars[rows], self.times[rows])
 
     def of(self, user: int) -> Ratings:
-        """Those that one user gave."""
+        """The ratings of one user."""
         return self[self.users == user]
 
 

@@ -153,7 +153,7 @@ class Outcome:
     liked: list[NDArray[np.float32]] = field(default_factory=list)
     scores: dict[str, list[NDArray[np.float32]]] = field(default_factory=lambda: {way: [] for way in WAYS})
     delays_s: list[float] = field(default_factory=list)
-    """From the end of a step to its rows being served."""
+    """Seconds from the end of a step until its rows were served."""
 
     def auc(self, way: str, num_batches: int | None = None) -> float:
         """Over the first batches, or all."""

@@ -25,7 +25,7 @@ console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
 
 
 def show_recommendations(data: MovieLens, users: Sequence[int], client: Client) -> None:
-    """For each user, the movies not rated when training ended that the model thinks they will like most."""
+    """Show for each user the movies, not rated when training ended, that the model ranks highest."""
     past, later = data.ratings[slice(data.num_train)], data.ratings[slice(data.num_train, None)]
     for user in users:
         own = past.of(user)

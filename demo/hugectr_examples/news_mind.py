@@ -27,7 +27,7 @@ WIDTH = 16
 
 
 def build(folder: Path) -> hugectr.Model:
-    """What was clicked, averaged, against the item: news and their categories."""
+    """A model of the averaged clicks and the item: news and their categories."""
     solver = hugectr.CreateSolver(
         model_name="news", max_eval_batches=20, batchsize_eval=BATCH_SIZE, batchsize=1024, lr=0.003, i64_input_key=True
     )

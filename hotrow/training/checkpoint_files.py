@@ -187,7 +187,7 @@ class _File(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """Where the next byte is read from."""
+        """The position from which the next byte is read."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:

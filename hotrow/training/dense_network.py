@@ -42,7 +42,7 @@ _ELEM_TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
 
 @dataclass(frozen=True)
 class TableFile:
-    """Where a table has been written."""
+    """The place where a table has been written."""
 
     table: Table
     num_rows: int

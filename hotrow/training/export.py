@@ -201,7 +201,7 @@ class _Rows:
 
     count: int
     first_row: int
-    """Of its shard, in the whole table."""
+    """The first row of its shard in the whole table."""
     unknown_vector: tuple[float, ...]
     """The answer to unknown keys of this shard."""
 
@@ -400,7 +400,7 @@ def _unknown_vectors(table: Table, parts: list[_Rows | None]) -> list[tuple[floa
 
 
 def _default_vector(table: Table, parts: list[_Rows | None]) -> tuple[float, ...]:
-    """What look-ups answer for unknown ids; where each shard has its own answer, the network puts it in place."""
+    """The vector for unknown ids; where each shard has its own answer, the network puts it in place."""
     if table.shards_of is not None:
         return (table.unknown_mark,) * table.embedding_dim
     return _unknown_vectors(table, parts)[0]

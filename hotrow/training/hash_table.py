@@ -41,7 +41,7 @@ class _PendingGradients(NamedTuple):
 
 
 class HashTable(nn.Module):
-    """What `HashEmbedding` and `HashEmbeddingBag` have in common: rows by keys."""
+    """The common part of `HashEmbedding` and `HashEmbeddingBag`: rows by keys."""
 
     def __init__(
         self,

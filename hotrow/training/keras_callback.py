@@ -67,7 +67,7 @@ class KerasCallback(keras.callbacks.Callback):
         self._tables: list[_LayerTable] = []
         self._num_steps = 0
         self.versions: list[int] = []
-        """Those that were published, in order."""
+        """The versions that were published, in order."""
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Connect to the brokers, unless an earlier `fit` did. Raises UnavailableError if no broker answers.

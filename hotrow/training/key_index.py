@@ -38,7 +38,7 @@ class KeyIndex(Protocol):
 
 
 class HashIndex:
-    """On the processor: the hash index of the served tables, in compiled code."""
+    """A hash index on the processor: that of the served tables, in compiled code."""
 
     def __init__(self, capacity: int = _MIN_CAPACITY) -> None:
         """`capacity`: rows that there is room for at first."""
@@ -98,7 +98,7 @@ class HashIndex:
 
 
 class DeviceIndex:
-    """On a GPU: a hash index in device memory, by kernels."""
+    """A hash index on a GPU, in device memory, by kernels."""
 
     def __init__(self, device: torch.device, capacity: int = _MIN_CAPACITY) -> None:
         """`capacity`: rows that there is room for at first."""
@@ -159,7 +159,7 @@ class DeviceIndex:
 
 
 class SortedIndex:
-    """On any device, by torch's operators: sorted keys, and the newest keys apart, which are merged now and then."""
+    """An index on any device, by torch's operators: sorted keys, and apart from them the newest, merged at times."""
 
     def __init__(self, device: torch.device) -> None:
         self.num_rows = 1

@@ -37,7 +37,7 @@ class Changes(NamedTuple):
 
 @dataclass
 class OutboxStats:
-    """What has been done so far."""
+    """The counts of an outbox so far."""
 
     num_rows: int = 0
     """Confirmed by the brokers."""

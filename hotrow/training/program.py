@@ -36,7 +36,7 @@ from inference_session.version_directory.publishing import share_unchanged
 
 _WEIGHTS, _CONFIG, _SAMPLES = "data/weights/", "_weights_config.json", "data/sample_inputs/"
 _DAMAGE = (zipfile.BadZipFile, zlib.error, KeyError, NotImplementedError, EOFError)
-"""What reading a damaged archive raises."""
+"""Errors that reading a damaged archive raises."""
 _LOOKUPS = ("aten.embedding", "aten.embedding_bag", "aten._embedding_bag")
 
 
@@ -88,7 +88,7 @@ def import_program(
 
 
 class _Payload(NamedTuple):
-    """Where a weight's values are in the archive."""
+    """The place of a weight's values in the archive."""
 
     entry: str
     shape: tuple[int, ...]

@@ -111,7 +111,7 @@ class ServedFeatures(KeyedJaggedTensor):
         return torch.cat([feature.values() for feature in self._joined()])
 
     def lengths(self) -> Tensor:
-        """Of all lists, feature after feature."""
+        """The lengths of all lists, feature after feature."""
         return torch.cat([feature.lengths() for feature in self._joined()])
 
     def lengths_or_none(self) -> Tensor | None:

@@ -90,7 +90,7 @@ class EmbeddingTable:
 
     @property
     def columns(self) -> list[Tensor]:
-        """What is saved of each row, by rows: keys, vectors, states."""
+        """The saved columns, by rows: keys, vectors, states."""
         return [self.keys, self.weight, *self.states]
 
     def keeps(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:

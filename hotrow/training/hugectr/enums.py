@@ -173,7 +173,7 @@ class MetricsType(Enum):
 
 
 class MetricsRawType(Enum):
-    """What metrics are computed from; without effect."""
+    """The input of metrics; without effect."""
 
     Loss = "Loss"
     Pred = "Pred"

@@ -46,7 +46,7 @@ from inference_session.importers.hugectr.json_file import JsonFile, read_json
 
 @dataclass
 class _Design:
-    """What was added."""
+    """The parts that were added to a model."""
 
     data: Input | None = None
     embeddings: list[SparseEmbedding] = field(default_factory=list)

@@ -129,4 +129,4 @@ OPERATORS: Mapping[str, Callable[[Attributes, Constants], Function]] = {
     "Tile": _tile,
     "Transpose": _transpose,
 }
-"""Those that compute the same in training and evaluation."""
+"""Operators that compute the same in training and evaluation."""

@@ -90,7 +90,7 @@ def save_snapshot(trainer: Trainer, prefix: str, iteration: int, params: DataSou
 
 
 def _staging(folder: str, names: SnapshotNames) -> AbstractContextManager[Path]:
-    """Where the files of a snapshot wait: in the folder where they go to, or on this machine."""
+    """A folder for the files of an unfinished snapshot: in the folder where they go to, or on this machine."""
     if "://" in folder:
         return working_folder(Path(tempfile.gettempdir()), "hotrow-snapshot-", abandoned_s=ABANDONED_S)
     Path(folder).mkdir(parents=True, exist_ok=True)
