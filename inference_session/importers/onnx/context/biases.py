@@ -38,7 +38,7 @@ class _Layer:
 
 
 def carry_biases(work: Work) -> None:
-    """Change the graph."""
+    """Carry biases in columns of the products before them."""
     readers: dict[str, list[NodeProto]] = {}
     for node in work.graph.node:
         for name in dict.fromkeys(node.input):

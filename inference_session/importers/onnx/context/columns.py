@@ -57,7 +57,7 @@ class _Product:
 
 
 def cut_products(work: Work, *, sums: bool) -> None:
-    """Change the graph.
+    """Cut products into the columns of the context and those of the candidate.
 
     Args:
         sums: take sums in front of a product apart as well, where their rounding allows it.

@@ -57,7 +57,7 @@ class _Operand(NamedTuple):
 
 
 def delay_concatenations(work: Work) -> None:
-    """Change the graph."""
+    """Move Concats behind the operators that can work on their parts."""
     _Delay(work).run()
 
 

@@ -35,7 +35,7 @@ def _drop(work: Work, node: NodeProto, position: int, source: str) -> None:
 
 
 def broadcast_elementwise(work: Work) -> None:
-    """Change the graph."""
+    """Let elementwise operators read a context's value once per block."""
     work.replace_each(_by_blocks)
 
 

@@ -23,7 +23,7 @@ _MOVING = frozenset({
 
 
 def divide_pairs(work: Work) -> None:
-    """Change the graph."""
+    """Compute products of pairs of context vectors once per context."""
     positions = {name: i for i, node in enumerate(work.graph.node) for name in node.output}
     replaced: dict[int, list[NodeProto]] = {}
     for node in work.graph.node:

@@ -14,7 +14,7 @@ from inference_session.importers.onnx.graph import attribute, axes_of
 
 
 def reduce_by_parts(work: Work) -> None:
-    """Change the graph."""
+    """Reduce the parts of a Concat one by one."""
     work.replace_each(_divided)
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 from inference_session.importers.onnx.context.biases import carry_biases
 from inference_session.importers.onnx.context.columns import cut_products
 from inference_session.importers.onnx.context.concatenations import delay_concatenations
-from inference_session.importers.onnx.context.contractions import contract_sums
 from inference_session.importers.onnx.context.elementwise import broadcast_elementwise, drop_expansions
-from inference_session.importers.onnx.context.folding import answer_shapes, fold_constants, write_plainly
 from inference_session.importers.onnx.context.pairs import divide_pairs
-from inference_session.importers.onnx.context.products import multiply_blocks
+from inference_session.importers.onnx.context.products import contract_sums, multiply_blocks
 from inference_session.importers.onnx.context.reductions import reduce_by_parts
-from inference_session.importers.onnx.context.sharing import share_equal_nodes
 from inference_session.importers.onnx.context.siblings import multiply_siblings
+from inference_session.importers.onnx.context.simplification import (
+    answer_shapes,
+    fold_constants,
+    share_equal_nodes,
+    write_plainly,
+)
 from inference_session.importers.onnx.context.work import Work
 
 

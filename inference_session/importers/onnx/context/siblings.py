@@ -15,7 +15,7 @@ from inference_session.importers.onnx.graph import reads, set_nodes
 
 
 def multiply_siblings(work: Work) -> None:
-    """Change the graph."""
+    """Multiply rows that share a matrix in one product."""
     groups: dict[tuple[str, tuple[int, ...]], list[NodeProto]] = {}
     for node in work.graph.node:
         if _is_row_times_matrix(work, node):

@@ -50,7 +50,7 @@ class Worlds:
     _copies: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def divide(self) -> None:
-        """Change the graph."""
+        """Compute the context's values once per context, and tile them where candidates read them."""
         self._made_by = producers(self.graph)
         self._find_content()
         self._assign()

@@ -1,16 +1,19 @@
-"""Folds constants, and infers shapes without values, so that the rewrites see plain operators.
+"""Simplifies the graph before the rewrites, so that they see plain operators, and after them.
 
-Exporters write constants as casts and sums of others, and read a large value only for its number of samples.
+Exporters write constants as casts and sums of others, and read a large value only for its number of samples. The
+rewrites compute several times what is the same: shapes of blocks, and a context's value for each block.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from onnx import NodeProto, numpy_helper
+from onnx import NodeProto, TensorProto, numpy_helper
 
 from inference_session.importers.onnx.context.work import Builder, Work
-from inference_session.importers.onnx.graph import make_node
+from inference_session.importers.onnx.graph import copied, make_node, replace_reads
 from inference_session.model_spec import ROW_CONTEXT
+
+_SHARED = frozenset({"Concat", "Expand", "Gather", "Reshape", "Shape", "Slice", "Transpose"})
 
 
 def fold_constants(work: Work) -> None:
@@ -63,3 +66,42 @@ def _plain(work: Work, node: NodeProto) -> list[NodeProto] | None:
     if slope is None or slope.size != 1:
         return None
     return [make_node("LeakyRelu", [node.input[0]], node.output[0], alpha=float(slope.ravel()[0]))]
+
+
+def share_equal_nodes(work: Work) -> None:
+    """Change the graph: of nodes, and of small constants, that differ only in their names, keep one."""
+    replace_reads(work.graph, _equal_constants(work))
+    outputs = {value.name for value in work.graph.output}
+    first: dict[bytes, str] = {}
+    shared: dict[str, str] = {}
+    for node in work.graph.node:
+        node.input[:] = [shared.get(name, name) for name in node.input]
+        if node.op_type in _SHARED and not node.domain and node.output[0] not in outputs:
+            known = first.setdefault(_content(node), node.output[0])
+            if known != node.output[0]:
+                shared[node.output[0]] = known
+    replace_reads(work.graph, shared)
+    work.drop_unused()
+    work.refresh()
+
+
+def _equal_constants(work: Work) -> dict[str, str]:
+    """The first of equal constants, by the names of the others."""
+    first: dict[bytes, str] = {}
+    found: dict[str, str] = {}
+    for tensor in work.graph.initializer:
+        copy = TensorProto()
+        copy.CopyFrom(tensor)
+        copy.name = ""
+        known = first.setdefault(copy.SerializeToString(), tensor.name)
+        if known != tensor.name:
+            found[tensor.name] = known
+    return found
+
+
+def _content(node: NodeProto) -> bytes:
+    """All but the names of the node and its outputs."""
+    copy = copied(node)
+    copy.name = ""
+    del copy.output[:]
+    return bytes(copy.SerializeToString())
