@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hotrow.training.kernels import device_rows
@@ -17,14 +18,14 @@ def gather(table: Tensor, rows: Tensor) -> Tensor:
     if not _is_here(table):
         return table.index_select(0, rows)
     output = table.new_empty((len(rows), table.shape[1]))
-    compiled.gather(table.data_ptr(), table.shape[1], rows.numpy(), output.data_ptr())
+    compiled.gather(_array(table), rows.numpy(), _array(output))
     return output
 
 
 def scatter(table: Tensor, rows: Tensor, vectors: Tensor) -> None:
     """Write vectors [n, dim] to rows, each of which is named once."""
     if _is_here(table):
-        compiled.scatter(table.data_ptr(), table.shape[1], rows.numpy(), vectors.contiguous().data_ptr())
+        compiled.scatter(_array(table), rows.numpy(), _array(vectors.contiguous()))
     else:
         table.index_copy_(0, rows, vectors)
 
@@ -46,13 +47,19 @@ def add_up(
         places = rows.numpy() if sources is None else sources.numpy()
         scales = _NO_FACTORS if factors is None else factors.contiguous().numpy()
         of_bags = sources is not None
-        compiled.add_up(sums.data_ptr(), sums.shape[1], rows.numpy(), vectors.data_ptr(), of_bags, places, scales)
+        compiled.add_up(_array(sums), rows.numpy(), _array(vectors), of_bags, places, scales)
         return sums
     if device_rows.can_run(vectors.device):
         device_rows.add_up(sums, rows, vectors, sources, factors)
         return sums
     added = vectors if sources is None else vectors[sources]
     return sums.index_add_(0, rows, added if factors is None else added * factors[:, None])
+
+
+def _array(tensor: Tensor) -> NDArray[np.float32]:
+    """The same memory, float32 and contiguous, for compiled code."""
+    array: NDArray[np.float32] = tensor.detach().numpy()
+    return array
 
 
 def _is_here(table: Tensor) -> bool:

@@ -1,0 +1,43 @@
+"""Rows of tensors by their numbers are read, written and added up as by torch's operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hotrow.training.row_access import add_up, gather, scatter  # noqa: E402
+
+pytestmark = [pytest.mark.training]
+
+
+def strided(num_rows: int, dim: int, device: str) -> Any:
+    """Random vectors that are not contiguous."""
+    return torch.randn(dim, num_rows, device=device).T
+
+
+@pytest.mark.parametrize(("num_rows", "dim"), [(0, 3), (1, 1), (3, 5), (200, 16), (3000, 64)])
+def test_rows_are_read_and_written_as_by_operators(num_rows: int, dim: int, device: str) -> None:
+    """Vectors with gaps are copied first, and the copy lives until the rows are written."""
+    vectors, rows = strided(num_rows, dim, device), torch.randperm(num_rows, device=device) + 1
+    for _ in range(10):
+        table = torch.zeros(num_rows + 1, dim, device=device)
+        scatter(table, rows, vectors)
+
+        assert torch.equal(table[rows], vectors)
+        assert torch.equal(gather(table, rows), vectors)
+        assert not table[0].any()
+
+
+def test_vectors_are_added_up_as_by_operators(device: str) -> None:
+    """Also those that are added to several rows, or with factors."""
+    vectors, factors = strided(50, 7, device), torch.randn(100, device=device)[::2]
+    rows, sources = torch.randint(0, 9, (50,), device=device), torch.randint(0, 50, (50,), device=device)
+    expected = torch.zeros(9, 7, device=device).index_add_(0, rows, vectors[sources] * factors[:, None])
+
+    assert torch.allclose(add_up(9, rows, vectors, sources, factors), expected, atol=1e-5)
+    assert torch.allclose(
+        add_up(9, rows, vectors), torch.zeros(9, 7, device=device).index_add_(0, rows, vectors), atol=1e-5
+    )
