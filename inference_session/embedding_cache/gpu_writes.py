@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from inference_session.device.cuda import CudaDevice
 from inference_session.device.pinned import is_pinned, pinned_empty
 from inference_session.errors import InvalidRequestError, UnavailableError
+from inference_session.kernels.threads import run_parts
 
 _STAGED_BYTES = 1 << 24
 """Of one piece from the host: half a millisecond of the device's time."""
@@ -177,8 +178,8 @@ class _PinnedBuffers:
         if num_parts == 1:
             _copy((copies, vectors))
         else:
-            parts = zip(np.array_split(copies, num_parts), np.array_split(vectors, num_parts), strict=True)
-            list(self._threads.map(_copy, parts))
+            parts = list(zip(np.array_split(copies, num_parts), np.array_split(vectors, num_parts), strict=True))
+            run_parts(lambda part: _copy(parts[part]), num_parts, self._threads)
         return copied_keys, copies
 
 

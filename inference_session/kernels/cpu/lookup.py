@@ -31,6 +31,7 @@ from inference_session.kernels.cpu.rows import bag_length
 from inference_session.kernels.cpu.stream import RING, is_stream, look_up_stream
 from inference_session.kernels.cpu.vectors import CHUNK
 from inference_session.kernels.records import SEGMENT, TABLE, Lookup
+from inference_session.kernels.threads import run_parts
 
 PART_BYTES = 256 << 10
 """Output a further thread must have to write before it is worth waking."""
@@ -138,8 +139,7 @@ def _lookup_parts(
         begin, end = (segment, row), (last_segment, last_row)
         return _lookup_range(tables, segments, begin, end, counts[part], positions)
 
-    others = [_threads(os.getpid()).submit(run, part) for part in range(1, len(counts))]
-    missing = [run(0), *(other.result() for other in others)]
+    missing = run_parts(run, len(counts), _threads(os.getpid()))
     missing_counts[:] = counts.sum(axis=0)
     if len(missing_positions):
         _close_gaps(missing_positions, missing, cuts[:, 2].tolist())
