@@ -17,7 +17,7 @@ from numba.core import cgutils
 from numba.np import arrayobj
 from numpy.typing import NDArray
 
-from inference_session.kernels.cpu.intrinsics import intrinsic, kernel, load
+from inference_session.kernels.cpu.intrinsics import intrinsic, kernel, load, pointer_to
 from inference_session.kernels.records import address_of
 
 Result = TypeVar("Result")
@@ -55,12 +55,12 @@ def array_at(_context: Any, _arguments: Any, _number: Any, kind: Any) -> Any:
     def build(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         address, number, _ = values
         word = ir.IntType(32)
-        pair = builder.gep(builder.inttoptr(address, _PAIR.as_pointer()), [number])
+        pair = builder.gep(pointer_to(builder, address, _PAIR), [number])
         begin, length = (builder.load(builder.gep(pair, [word(0), word(i)])) for i in range(2))
         element = context.get_data_type(kind.dtype)
         size = cgutils.intp_t(context.get_abi_sizeof(element))
         made = context.make_array(array)(context, builder)
-        data = builder.inttoptr(begin, element.as_pointer())
+        data = pointer_to(builder, begin, element)
         arrayobj.populate_array(made, data=data, shape=[length], strides=[size], itemsize=size, meminfo=None)  # type: ignore[no-untyped-call]
         return made._getvalue()
 

@@ -49,13 +49,21 @@ def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
     return cast("Callable[..., Any]", numba_intrinsic(function))
 
 
-def _pointer(builder: Any, address: Any, pointee: Any) -> Any:
+def pointer_to(builder: Any, address: Any, pointee: Any) -> Any:
+    """A pointer to what is at an address, for instructions of a kernel.
+
+    Numba optimizes a kernel, and again what it was compiled into. In between, LLVM may have split `base + offset` into
+    a pointer with the address `offset` and a distance `base` from it. For LLVM, no memory is at a distance from the
+    pointer 0. So it would take code that reads at offset 0 for code that never runs, and drop it or the test before it:
+    it has compiled loops that read a key behind the last one. Unless a function says that the pointer 0 is valid.
+    """
+    set.add(builder.function.attributes, "null_pointer_is_valid")  # which llvmlite does not know, but LLVM does
     return builder.inttoptr(address, pointee.as_pointer())
 
 
 def _element(context: Any, builder: Any, kind: Any, address: Any, index: Any) -> Any:
     # An indexed pointer, not a sum of integers, is what lets LLVM vectorise loops over the elements.
-    return builder.gep(_pointer(builder, address, context.get_data_type(kind.dtype)), [index])
+    return builder.gep(pointer_to(builder, address, context.get_data_type(kind.dtype)), [index])
 
 
 @intrinsic
@@ -93,7 +101,7 @@ def _prefetcher(locality: int) -> Callable[..., Any]:
                 builder.module, declared, "llvm.prefetch.p0"
             )
             for_reading, data = word(0), word(1)
-            builder.call(function, [_pointer(builder, arguments[0], byte.pointee), for_reading, word(locality), data])
+            builder.call(function, [pointer_to(builder, arguments[0], byte.pointee), for_reading, word(locality), data])
             return context.get_dummy_value()
 
         return types.none(types.int64), build
@@ -114,7 +122,7 @@ def _copier(num_floats: int) -> Callable[..., Any]:
     @intrinsic
     def copy(_context: Any, _target: Any, _source: Any) -> Any:
         def build(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            target, source = (_pointer(builder, address, floats) for address in arguments)
+            target, source = (pointer_to(builder, address, floats) for address in arguments)
             builder.store(builder.load(source, align=1), target, align=1)
             return context.get_dummy_value()
 
@@ -133,7 +141,7 @@ def copy_bytes(_context: Any, _target: Any, _source: Any, _count: Any) -> Any:
 
     def build(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         byte = ir.IntType(8)
-        target, source = (_pointer(builder, address, byte) for address in arguments[:2])
+        target, source = (pointer_to(builder, address, byte) for address in arguments[:2])
         cgutils.raw_memcpy(builder, target, source, arguments[2], 1)  # type: ignore[no-untyped-call]
         return context.get_dummy_value()
 
@@ -149,7 +157,7 @@ def write_line(_context: Any, _target: Any, _source: Any) -> Any:
     line = ir.VectorType(ir.FloatType(), 16)
 
     def build(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        target, source = (_pointer(builder, address, line) for address in arguments)
+        target, source = (pointer_to(builder, address, line) for address in arguments)
         written = builder.store(builder.load(source, align=64), target, align=64)
         yes = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
         written.set_metadata("nontemporal", yes)
@@ -175,7 +183,7 @@ def match_bytes(_context: Any, _address: Any, _value: Any) -> Any:
 
     def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         address, value = arguments
-        found = builder.load(_pointer(builder, address, _VECTOR16), align=16)
+        found = builder.load(pointer_to(builder, address, _VECTOR16), align=16)
         single = builder.insert_element(ir.Constant(_VECTOR16, ir.Undefined), value, ir.IntType(32)(0))
         lanes = ir.Constant(ir.VectorType(ir.IntType(32), 16), [0] * 16)
         wanted = builder.shuffle_vector(single, ir.Constant(_VECTOR16, ir.Undefined), lanes)
