@@ -370,8 +370,10 @@ def _check(spec: ModelSpec) -> None:
         if table.folder in folders:
             raise ValueError(f"two tables have the folder {table.folder!r}")
         folders.add(table.folder)
-    for lookup in (*spec.lookups, *(spec.ranking.lookups if spec.ranking else ())):
-        _check_lookup(lookup, spec, folders)
+    for lookups in (spec.lookups, spec.ranking.lookups if spec.ranking else ()):
+        for lookup in lookups:
+            _check_lookup(lookup, spec, folders)
+        _check_shared(lookups)
     _check_ranking(spec)
 
 
@@ -395,6 +397,9 @@ def _check_ranking(spec: ModelSpec) -> None:
     largest = spec.ranking.largest_input
     if largest is not None and (type(largest) not in (int, float) or not largest > 0):
         raise ValueError(f"field 'ranking': largest_input must be a number above 0, found {largest!r}")
+    contexts = {(lookup.dense_input, lookup.keys in spec.context) for lookup in spec.ranking.lookups}
+    if len(contexts) > len({name for name, _ in contexts}):
+        raise ValueError("field 'ranking': lookups of the context and of candidates fill one input of the network")
     if not spec.batched or not spec.has_own_inputs or CANDIDATES in names:
         raise ValueError(
             f"field 'ranking': the model must be batched, have the layout 'tensors', and have no input {CANDIDATES!r}"
@@ -446,16 +451,27 @@ def _check_lookup(lookup: LookupSpec, spec: ModelSpec, folders: set[str]) -> Non
         _check_columns(lookup, spec)
 
 
+def _check_shared(lookups: tuple[LookupSpec, ...]) -> None:
+    """Refuse lookups that would write to one place: memory would be made for one of them."""
+    for first, second in itertools.pairwise(sorted(lookups, key=lambda lookup: lookup.dense_input)):
+        if first.dense_input == second.dense_input and not (first.joined and second.joined):
+            raise ValueError(f"several lookups fill {first.dense_input!r}: all of them must be joined")
+
+
 def _is_pair(names: object) -> bool:
     return isinstance(names, tuple) and len(names) == 2 and all(isinstance(name, str) for name in names)
 
 
 def _check_columns(lookup: LookupSpec, spec: ModelSpec) -> None:
     begin, end = lookup.columns or (0, 0)
-    shapes = [tensor.shape for tensor in spec.inputs if tensor.name == lookup.keys]
-    if not lookup.joined or not shapes or len(shapes[0]) != 2 or not 0 <= begin < end <= shapes[0][1]:
+    tensor = next((tensor for tensor in spec.inputs if tensor.name == lookup.keys), None)
+    if not lookup.joined or tensor is None or len(tensor.shape) != 2 or not 0 <= begin < end <= tensor.shape[1]:
         raise ValueError(
             f"lookup of {lookup.table!r}: columns {lookup.columns} of {lookup.keys!r} are not a valid range"
+        )
+    if tensor.dtype not in ("int64", "int32"):
+        raise ValueError(
+            f"lookup of {lookup.table!r}: columns of {lookup.keys!r} are {tensor.dtype}, not int64 or int32"
         )
 
 

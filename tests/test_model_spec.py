@@ -16,6 +16,7 @@ from inference_session.model_spec import (
     SESSION_FILE,
     LookupSpec,
     ModelSpec,
+    RankingSpec,
     TableSpec,
     TensorSpec,
     folder_names,
@@ -81,6 +82,15 @@ def _set(path: str, value: Any) -> Any:
     return change
 
 
+_COLUMNS = {
+    "table": "item",
+    "keys": "größe/π",
+    "dense_input": "vectors",
+    "columns": [0, 1],
+    "joined": True,
+}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -100,6 +110,8 @@ def _set(path: str, value: Any) -> Any:
         (_set("tables.1.default_vector", [1.0]), "default_vector"),
         (_set("lookups.0.table", "nowhere"), "nowhere"),
         (_set("lookups.0.pooling", "median"), "median"),
+        (_set("lookups.1.dense_input", "vectors"), "several lookups fill 'vectors': all of them must be joined"),
+        (_set("lookups", [_COLUMNS]), "columns of 'größe/π' are float32, not int64 or int32"),
         (_set("lookups.0.weights", "factors"), "weights 'factors' need pooling 'sum' or 'mean', found 'none'"),
         (_set("inputs.0.shape", [-2]), "shape"),
         (_set("inputs.0.name", 5), "name"),
@@ -133,6 +145,17 @@ def test_a_bad_field_is_named(tmp_path: Path, change: Any, message: str) -> None
     (tmp_path / SESSION_FILE).write_text(json.dumps(document))
 
     with pytest.raises(ModelFormatError, match=rf"session\.json: .*{message}"):
+        ModelSpec.read(tmp_path)
+
+
+def test_contexts_and_candidates_fill_inputs_of_their_own(tmp_path: Path) -> None:
+    """One has a row per context, the other a row per candidate: memory would be made for one of them."""
+    user, size = SPEC.inputs
+    lookups = tuple(LookupSpec("item", tensor.name, "vectors", joined=True) for tensor in SPEC.inputs)
+    mixed = replace(SPEC, inputs=(replace(user, context=True), size), ranking=RankingSpec(lookups))
+    mixed.write(tmp_path)
+
+    with pytest.raises(ModelFormatError, match="lookups of the context and of candidates fill one input"):
         ModelSpec.read(tmp_path)
 
 

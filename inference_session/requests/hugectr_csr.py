@@ -48,6 +48,17 @@ class RequestFormat:
     max_samples: int | None = None
     """Samples of one request; None: no limit."""
 
+    def __post_init__(self) -> None:
+        """Refuse what no model has: ValueError. Compiled code counts on it."""
+        numbers = (self.dense_dim, *self.slots, 0 if self.max_samples is None else self.max_samples - 1)
+        if not all(type(number) is int and number >= 0 for number in numbers) or not any(self.slots):
+            raise ValueError(
+                f"dense_dim {self.dense_dim!r}, slots {self.slots!r} and max_samples {self.max_samples!r} must be whole"
+                " numbers of at least 0, some slots and max_samples above 0"
+            )
+        if self.key_type not in _KEY_TYPES:
+            raise ValueError(f"key_type {self.key_type!r} is not one of {', '.join(_KEY_TYPES)}")
+
 
 class Bags(NamedTuple):
     """Bag i of a table is `keys[begins[i]:ends[i]]`; int64 [samples * slots], by sample, then slot."""

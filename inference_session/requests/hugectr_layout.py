@@ -36,8 +36,13 @@ class HugectrLayout(RequestLayout):
         try:
             self.dense_input = str(options.pop("dense_input"))
             self.format = RequestFormat(**{**options, "slots": tuple(options["slots"])})
-        except (KeyError, TypeError) as error:
-            raise ModelFormatError(f"layout_options {dict(spec.layout_options)!r} do not describe 'hugectr'") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise ModelFormatError(
+                f"layout_options {dict(spec.layout_options)!r} do not describe 'hugectr': {error}"
+            ) from error
+        expected = (DENSE, "float32"), (KEYS, self.format.key_type), (OFFSETS, "int32")
+        if (found := tuple((tensor.name, tensor.dtype) for tensor in spec.inputs)) != expected:
+            raise ModelFormatError(f"the layout 'hugectr' has inputs {expected}, found {found}")
         self.parts = [(f"{KEYS}/{table}", slots) for table, slots in enumerate(self.format.slots)]
         ends = itertools.accumulate(self.format.slots)
         self.columns = {n: slice(end - width, end) for (n, width), end in zip(self.parts, ends, strict=True)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from inference_session import InferenceSession, Request
-from inference_session.errors import HotrowError, InvalidRequestError
+from inference_session.errors import HotrowError, InvalidRequestError, ModelFormatError
+from inference_session.version_directory import manifest
 from tests.testing import bag_model
 
 Inputs = dict[str, NDArray[Any]]
@@ -158,3 +161,45 @@ def test_many_requests_at_once(session: InferenceSession, plain: InferenceSessio
     assert found is not None
     for answer, expected in zip(found, plain.run_many([Request(request) for request in requests]), strict=True):
         assert_same(answer, expected)
+
+
+def _with_small_offsets(document: dict[str, Any]) -> None:
+    document["inputs"][2]["dtype"] = "int8"
+
+
+def _with_other_order(document: dict[str, Any]) -> None:
+    document["inputs"].reverse()
+
+
+def _with(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda document: document["layout_options"].update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_with_small_offsets, "has inputs"),
+        (_with_other_order, "has inputs"),
+        (_with("key_type", "uint32"), "has inputs"),
+        (_with("key_type", "int16"), "key_type 'int16' is not one of"),
+        (_with("slots", [5, -3, 2]), "must be whole numbers"),
+        (_with("slots", [0, 0, 0]), "must be whole numbers"),
+        (_with("slots", [1.5, 1, 1]), "must be whole numbers"),
+        (_with("dense_dim", -1), "must be whole numbers"),
+        (_with("max_samples", 0), "must be whole numbers"),
+    ],
+)
+def test_descriptions_of_no_request_are_refused(
+    change: Callable[[dict[str, Any]], None], message: str, tmp_path: Path
+) -> None:
+    """Compiled code would read and write beyond the arrays of requests, and beyond the memory of bags."""
+    bag_model.write(tmp_path, "int64")
+    path = tmp_path / "session.json"
+    document = json.loads(path.read_text(encoding="utf-8"))
+    change(document)
+    path.write_text(json.dumps(document), encoding="utf-8")
+    (tmp_path / "MANIFEST.json").unlink()
+    manifest.write_manifest(tmp_path)
+
+    with pytest.raises(ModelFormatError, match=message):
+        InferenceSession.open(tmp_path)
