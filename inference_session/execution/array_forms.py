@@ -182,8 +182,10 @@ def _has_bags(spec: ModelSpec, layout: Any, dense: DenseEngine) -> bool:
 
 
 def is_readable(tensor: TensorSpec) -> bool:
-    """Whether compiled code reads arrays of this type and rank."""
-    return np.dtype(tensor.dtype) != object and 0 < len(tensor.shape) <= MAX_RANK
+    """Whether compiled code reads arrays of this type and rank. NumPy keeps the dtype objects of numbers for good, so
+    that the address of one means that type.
+    """
+    return np.dtype(tensor.dtype).kind in "biufc" and 0 < len(tensor.shape) <= MAX_RANK
 
 
 def _is_stageable(lookup: LookupSpec, tensors: Mapping[str, TensorSpec]) -> bool:

@@ -143,13 +143,13 @@ class Staging:
         return place
 
     def _make_room(self, num_requests: int) -> None:
-        self._counts = np.zeros(num_requests, np.int64)
-        self._segments = np.zeros(num_requests * len(self._lookups), SEGMENT)
-        self._num_keys = np.zeros(len(self._segments), np.int64)
+        counts = np.zeros(num_requests, np.int64)
+        segments = np.zeros(num_requests * len(self._lookups), SEGMENT)
+        num_keys = np.zeros(len(segments), np.int64)
+        # All of them together: after a MemoryError the old ones are still what compiled code uses.
+        self._stage = self._form.stage_into(self._blocks, self._open_sizes, counts, segments, num_keys)
+        self._counts, self._segments, self._num_keys = counts, segments, num_keys
         self._places: dict[int, _Place] = {}
-        self._stage = self._form.stage_into(
-            self._blocks, self._open_sizes, self._counts, self._segments, self._num_keys
-        )
 
     def _grow(self, num_requests: int) -> bool:
         """Make room for a batch that did not fit; False: it is too large."""

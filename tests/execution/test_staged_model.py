@@ -17,7 +17,9 @@ from inference_session import InferenceSession, Request
 from inference_session.dense_engine.onnx import OnnxEngine
 from inference_session.errors import HotrowError, InvalidRequestError
 from inference_session.execution import staged_model as staged
+from inference_session.execution.array_forms import is_readable
 from inference_session.kernels import array_headers
+from inference_session.model_spec import TensorSpec
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.table_push import TablePush
@@ -416,3 +418,46 @@ def test_what_passes_through_a_network_is_not_the_memory_that_it_was_in(tmp_path
         answers.append(run.run()[0])
     x[:] = 9
     np.testing.assert_array_equal(answers, np.repeat(np.arange(4), 5).reshape(4, 5))
+
+
+class _FullMemory:
+    """NumPy, whose `zeros` fails once, at the call of that number."""
+
+    def __init__(self, fails_at: int) -> None:
+        self._left = fails_at
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    def zeros(self, *arguments: Any) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise MemoryError
+        return np.zeros(*arguments)
+
+
+def test_requests_are_answered_after_a_lack_of_memory(
+    directory: Path, plain: InferenceSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever array there was no memory for, the next batch finds arrays that fit each other."""
+    rng = np.random.default_rng(1)
+    requests = [staged_model.inputs(1, rng) for _ in range(staged._FIRST_REQUESTS + 1)]
+    expected = plain.run_many([Request(request) for request in requests])
+    with InferenceSession.open(directory) as session:
+        for fails_at in range(3):
+            with monkeypatch.context() as patch:
+                patch.setattr(staged, "np", _FullMemory(fails_at))
+                with pytest.raises(MemoryError):
+                    session.run_arrays(arrays_of(requests), len(requests))
+        found = session.run_arrays(arrays_of(requests), len(requests))
+
+    assert found is not None
+    for answer, wanted in zip(found, expected, strict=True):
+        assert_same(answer, wanted)
+
+
+@pytest.mark.parametrize(("dtype", "readable"), [("int64", True), ("bool", True), ("object", False)])
+@pytest.mark.parametrize("unit", ["", "datetime64", "timedelta64"])
+def test_types_are_told_by_dtype_objects_that_stay(dtype: str, readable: bool, unit: str) -> None:
+    """Of times, NumPy makes a new one each time: another type's could get the address of one that was freed."""
+    assert is_readable(TensorSpec("x", unit or dtype, (-1,))) == (readable and not unit)
