@@ -225,3 +225,25 @@ def test_each_kind_of_change_is_noticed(session: InferenceSession) -> None:
     session.refresh()
     tables["users"][4] = row
     assert_score(session, tables, inputs)
+
+
+def test_inputs_that_change_meanwhile_change_no_other_answer(
+    imported: ImportReport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As memory that is shared with a client may: what is kept for a context was computed from its inputs."""
+    tables = {"users": table(ROWS, DIM, 1), "items": table(ROWS, DIM, 2)}
+    with InferenceSession.open(imported.version_dir, context_cache_bytes=1 << 20) as session:
+        kept = session._kept_contexts
+        assert kept is not None
+        changing, batch_of = ranking_of(1, 3), kept.batch_of
+
+        def changed(wanted: Any) -> Any:
+            changing["clicks"][...] = 0
+            return batch_of(wanted)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(kept, "batch_of", changed)
+            session.run(changing)
+
+        assert_score(session, tables, ranking_of(1, 3))
+        assert session.stats()["contexts_reused_total"] == 1

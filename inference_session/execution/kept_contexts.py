@@ -151,9 +151,13 @@ class KeptContexts:
             batch.add({name: parts[0] if len(parts) == 1 else np.concatenate(parts)})
 
     def _rows(self, request: CheckedRequest) -> list[dict[str, NDArray[Any]]]:
-        """The inputs of each context of a request."""
+        """The inputs of each context of a request.
+
+        A copy: in memory shared with a client they could change after the key was made of them, and what is kept for
+        that key would then be another context's.
+        """
         names = self.contexts.spec.context
-        arrays: dict[str, Any] = {name: request.inputs[name] for name in names}
+        arrays: dict[str, Any] = {name: np.array(request.inputs[name]) for name in names}
         return [{name: arrays[name][i : i + 1] for name in names} for i in range(len(arrays[names[0]]))]
 
     def _places(self, batch: JoinedBatch, num_rows: int) -> list[NDArray[np.int64]]:
