@@ -67,7 +67,8 @@ def test_a_bound_lookup_answers_whatever_its_records_say(  # noqa: PLR0917
     known = make_table(folder / "t", list(range(-25, 25)) if has_index else None, vectors)
     tables = np.array([known.file.record()], TABLE)
     longest = max(map(len, batches))
-    record = segment(np.zeros((1, 1), np.int64), np.zeros((1, dim), np.float32))
+    nothing, nowhere = np.zeros((0, 1), np.int64), np.zeros((0, dim), np.float32)
+    record = segment(nothing, nowhere)
     lookup = Lookup(record, np.zeros(1, np.int64), np.full(1, -7, np.int64))
     answer = BoundLookups(tables, threads).bind(lookup)
     for batch in batches:

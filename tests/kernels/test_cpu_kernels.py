@@ -242,8 +242,8 @@ def test_without_a_default_vector_unknown_keys_leave_the_output_alone(tmp_path: 
 def test_not_a_number_passes_through_a_maximum(tmp_path: Path) -> None:
     """A NaN in any vector of a bag is the bag's maximum, as in NumPy, wherever it stands."""
     known = make_table(tmp_path, [0, 1], np.array([[np.nan], [1.0]], np.float32))
-    output = np.zeros((2, 1), np.float32)
-    run([known.file], segment(np.array([[0, 1], [1, 0]]), output, pooling=PoolingCode.MAX))
+    keys, output = np.array([[0, 1], [1, 0]]), np.zeros((2, 1), np.float32)
+    run([known.file], segment(keys, output, pooling=PoolingCode.MAX))
     assert np.isnan(output).all()
 
 
