@@ -14,7 +14,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,7 +72,7 @@ class Upkeep:
     def look_after_all(self) -> None:
         """Bring tiers back that answer again, and let those in use see what others have written."""
         for tier in self._tiers:
-            self._survive(self._look_after, tier)
+            self._survive(partial(self._look_after, tier))
 
     def close(self) -> None:
         """End the work. May be called twice."""
@@ -86,30 +86,34 @@ class Upkeep:
         rest_s = TURN_INTERVAL_S
         while not self._closing.wait(rest_s):
             started_s = time.thread_time()
-            self._take_turn()
+            self._survive(self._take_turn)
             if time.monotonic() >= next_round:
-                self.look_after_all()
-                self._survive(self.drop_outdated, self.promotions.take_unverified())
+                self._survive(self._take_round)
                 next_round = time.monotonic() + ROUND_INTERVAL_S
             rest_s = max(TURN_INTERVAL_S, rest_after(time.thread_time() - started_s))
-        self._survive(self.drop_outdated, self.promotions.take_unverified())
+        self._survive(lambda: self.drop_outdated(self.promotions.take_unverified()))
         self.promotions.discard()
+
+    def _take_round(self) -> None:
+        """Look after all tiers, and verify what was promoted."""
+        self.look_after_all()
+        self.drop_outdated(self.promotions.take_unverified())
 
     def _take_turn(self) -> None:
         """Do a small piece of what requests have queued, and see what others have written since."""
         promotions = self.promotions.take()
-        self._survive(self._insert, promotions)
+        self._survive(lambda: self._insert(promotions))
         self.promotions.finish(len(promotions))
-        self._survive(self._touch, self.touches.take())
+        self._survive(lambda: self._touch(self.touches.take()))
         for tier in self._tiers:
             if tier.is_returning or (tier.store.lags and tier.failure is None):
-                self._survive(self._look_after, tier)
+                self._survive(partial(self._look_after, tier))
 
     @staticmethod
-    def _survive(work: Callable[[Any], None], item: object) -> None:
+    def _survive(work: Callable[[], None]) -> None:
         """Do a piece of work; an error in it must not end later work."""
         try:
-            work(item)
+            work()
         except Exception:  # noqa: BLE001 - any error is logged; the next piece does not depend on it
             _log.exception("background work of the parameter server failed")
 

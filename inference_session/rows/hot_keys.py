@@ -109,5 +109,8 @@ class HotKeysWriter:
         pause_s = INTERVAL_S
         while not self._closing.wait(pause_s):
             begin = time.thread_time()
-            self.write()
+            try:
+                self.write()
+            except Exception:  # noqa: BLE001 - any error is logged; the next attempt does not depend on it
+                _log.exception("hot keys could not be saved for the next start")
             pause_s = max(INTERVAL_S, (time.thread_time() - begin) / _MAX_LOAD)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,6 +24,8 @@ from inference_session.tables.row_numbers import stored_keys
 _KEYS_PER_REFRESH = 256
 """Few enough not to delay a request that meets them in a store, or waits for the interpreter meanwhile."""
 _CLOSE_S = 10.0
+
+_log = logging.getLogger(__name__)
 
 
 class StoredWriter(RowWriter):
@@ -136,9 +139,16 @@ class StoredWriter(RowWriter):
     def _refresh_often(self, interval_s: float) -> None:
         """A round takes half of the interval, or longer where it must; the other half is idle."""
         while not self._closing.wait(interval_s / 2):
-            # While a tier is down, which is logged elsewhere, the rows stay as they are.
-            with contextlib.suppress(UnavailableError):
-                self._refresh_all(over_s=interval_s / 2)
+            self._try_refresh(interval_s / 2)
+
+    def _try_refresh(self, over_s: float) -> None:
+        """Refresh; an error must not end later rounds. While a tier is down, which is logged elsewhere, rows stay."""
+        try:
+            self._refresh_all(over_s)
+        except UnavailableError:
+            pass
+        except Exception:  # noqa: BLE001 - any error is logged; the next round does not depend on it
+            _log.exception("cached rows could not be refreshed")
 
     def _refresh_all(self, over_s: float) -> None:
         """Read all cached rows again, while requests go on; see `paced`."""

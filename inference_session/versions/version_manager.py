@@ -110,8 +110,8 @@ class VersionManager:
             except BaseException:
                 self._num_failed_updates += 1
                 raise
-            self._activate(ModelVersion(session))
             self._served = served
+            self._activate(ModelVersion(session))
             return True
 
     def stats(self) -> dict[str, Any]:
@@ -179,11 +179,13 @@ class VersionManager:
             self._num_updates += 1
         old.retire()
         old.drain()
-        with self._lock:
-            ended = old.session.snapshot()
-            self._past = ended if self._past is None else added(self._past, ended)
-            self._draining = None
-        old.session.close()
+        try:
+            with self._lock:
+                self._draining = None
+                ended = old.session.snapshot()
+                self._past = ended if self._past is None else added(self._past, ended)
+        finally:
+            old.session.close()
 
     def _watch(self, interval_s: float) -> None:
         """Update whenever the manifest has changed; after a failure it tries again, at growing intervals."""

@@ -8,13 +8,16 @@ from numpy.typing import NDArray
 
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache
 from inference_session.embedding_cache.missing_rows import MissingRows
+from inference_session.errors import StoreError
 from inference_session.kernels.records import SEGMENT, address_of
 from inference_session.model_spec import TableSpec
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
 from inference_session.rows.stored_writer import StoredWriter
 from tests.testing.cache_lookups import look_up
+from tests.testing.faulty_stores import FaultStore
 from tests.testing.memory_store import MemoryStore
+from tests.testing.servers import wait_until
 
 NUM_ROWS, DIM = 10, 2
 SPEC = TableSpec("t", "t", NUM_ROWS, DIM, keys="row_number")
@@ -64,3 +67,24 @@ def test_a_row_that_was_written_since_is_not_cached(cache: CpuEmbeddingCache, wr
     writer.keep(cache, [fetched])
 
     assert cache.dump("t").tolist() == [5]
+
+
+def test_refreshes_go_on_after_any_error(cache: CpuEmbeddingCache) -> None:
+    """A round that runs out of memory, say, must not be the last: the cache would answer old rows without end."""
+    store = MemoryStore({"t": DIM})
+    store.insert("t", np.arange(NUM_ROWS), OLD)
+    errors: list[Exception] = [
+        MemoryError(),
+        StoreError("an answer that cannot be read"),
+        ValueError("a fault of ours"),
+    ]
+    faulty = FaultStore(store, lambda verb: errors.pop() if verb == "fetch_many" and errors else None)
+    server = ParameterServer([Tier("memory", faulty)])
+    writer = StoredWriter([SPEC], [cache], server, refresh_interval_s=0.01)
+    try:
+        cache.insert("t", np.array([3]), np.zeros((1, DIM), np.float32))
+        wait_until(lambda: bool((look_up(cache, {"t": np.array([3])}).vectors["t"] == OLD[3]).all()), "the refresh")
+    finally:
+        writer.close()
+        server.close()
+    assert errors == []
