@@ -169,7 +169,7 @@ class InferenceSession:
 
         Args:
             inputs: by name, all inputs of the model, in its shapes: arrays of its types, or lists that NumPy converts
-                to them.
+                to them. No other thread may reshape or resize the arrays before the call returns.
 
         Raises:
             InvalidRequestError: an input is missing, unknown or malformed.

@@ -6,7 +6,9 @@ import weakref
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from inference_session.kernels.cpu import bag_staging, staging
 from inference_session.kernels.cpu.arguments import Arguments
@@ -30,3 +32,10 @@ def test_the_first_call_of_a_kernel_reads_arguments_that_live(
     module.compile_kernels()
 
     assert lived == [True]
+
+
+@pytest.mark.parametrize("array", [np.zeros(6)[::2], np.zeros((2, 3)), np.array(0.0)])
+def test_arrays_of_other_forms_are_refused(array: NDArray[Any]) -> None:
+    """A kernel knows where an array begins, and how long it is."""
+    with pytest.raises(ValueError, match=r"contiguous \[n\]"):
+        Arguments(1, array)

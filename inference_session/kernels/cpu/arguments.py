@@ -29,6 +29,10 @@ class Arguments:
     """Whole numbers and contiguous arrays [n], in the order of a kernel's arguments. Keeps the arrays alive."""
 
     def __init__(self, *values: int | NDArray[Any]) -> None:
+        """ValueError for any other array: a kernel would read and write beyond it."""
+        for value in values:
+            if not isinstance(value, int) and (value.ndim != 1 or not value.flags.c_contiguous):
+                raise ValueError(f"arguments of kernels are contiguous [n], found {value.shape} {value.strides}")
         self._values = values
         pairs = [(value, 0) if isinstance(value, int) else (address_of(value), len(value)) for value in values]
         self._memory = np.array(pairs, np.int64)
