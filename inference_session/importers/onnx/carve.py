@@ -9,7 +9,7 @@ from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 
 from inference_session.importers.onnx.bags import pool_bags
 from inference_session.importers.onnx.columns import read_columns
-from inference_session.importers.onnx.empty_sums import correct_empty_sums
+from inference_session.importers.onnx.empty_lists import correct_empty_sums
 from inference_session.importers.onnx.graph import Names, needed_nodes, reads, sink_constants
 from inference_session.importers.onnx.hoisting import Hoister
 from inference_session.importers.onnx.joining import join_lookups, vectors_per_sample

@@ -19,9 +19,9 @@ from inference_session.errors import ConfigurationError, HotrowError, ModelForma
 from inference_session.importers.onnx.bag_loops import bags_instead_of_loops
 from inference_session.importers.onnx.canonical import to_canonical
 from inference_session.importers.onnx.carve import CarvedModel, carve, keep_whole
+from inference_session.importers.onnx.empty_lists import guard_empty_lists, may_meet_empty_lists
 from inference_session.importers.onnx.evaluation import open_network, save_network
 from inference_session.importers.onnx.graph import Names
-from inference_session.importers.onnx.guards import guard_empty_lists, may_meet_empty_lists
 from inference_session.importers.onnx.independence import samples_are_independent
 from inference_session.importers.onnx.probe import PRIME_SIZES, Arrays, Findings, Prober, close
 from inference_session.importers.onnx.ranking import RankingImport

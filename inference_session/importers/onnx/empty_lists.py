@@ -1,8 +1,11 @@
-"""Keeps ONNX Runtime from ending the process where a list is empty.
+"""Keeps ONNX Runtime from ending the process, or answering wrongly, where a list is empty.
 
 Its GRU and LSTM abort when they get no samples or no steps, its Einsum divides by zero; ONNX defines the result as
 empty, or zeros. Each such node moves into a branch that runs only where there is something to compute. Models
 that never get an empty list are not changed: CUDA graphs cannot hold branches.
+
+Reductions over axes that are counted from the end leave an empty axis unchanged. Products over an empty axis
+with a transposed matrix return uninitialized memory: ONNX Runtime fuses both steps, and the fused step writes nothing.
 """
 
 from __future__ import annotations
@@ -17,11 +20,15 @@ from inference_session.importers.onnx.graph import (
     all_graphs,
     all_nodes,
     attribute,
+    axes_of,
     copied,
     defined,
+    insert_before,
     make_node,
+    producers,
     replace_node,
 )
+from inference_session.importers.onnx.lookups import Surgery
 from inference_session.importers.onnx.types import ValueType
 
 _MIN_OPSET = 10
@@ -151,3 +158,39 @@ class _Empty:
         output = self._names.fresh(f"{next(filter(None, self._node.output))}_{op_type.lower()}")
         self._graph.node.append(make_node(op_type, inputs, output, **attributes))
         return output
+
+
+def correct_empty_sums(surgery: Surgery) -> None:
+    """Write reductions and products so that ONNX Runtime answers rightly, where ranks are known."""
+    for scope in all_graphs(surgery.graph):
+        made_by = producers(scope)
+        for node in list(scope.node):
+            if node.op_type.startswith("Reduce") and not node.domain:
+                _count_axes_from_front(surgery, node)
+            elif node.op_type == "MatMul" and not node.domain:
+                _keep_steps_apart(surgery, scope, made_by, node)
+
+
+def _count_axes_from_front(surgery: Surgery, node: NodeProto) -> None:
+    axes, rank = axes_of(surgery.graph, node), surgery.types.rank(node.input[0])
+    if not axes or not rank or min(axes) >= 0:
+        return
+    from_front = [axis % rank for axis in axes]
+    if len(node.input) > 1:
+        node.input[1] = surgery.constant(f"{node.output[0]}_axes", from_front)
+    else:
+        given = next(item for item in node.attribute if item.name == "axes")
+        given.ints[:] = from_front
+
+
+def _keep_steps_apart(surgery: Surgery, scope: GraphProto, made_by: dict[str, NodeProto], product: NodeProto) -> None:
+    """Put a Reshape that changes and costs nothing behind a Transpose, unless the sums are known not to be empty."""
+    shapes = [surgery.types.dims(name) for name in product.input]
+    if any(dims and isinstance(dims[max(axis, -len(dims))], int) for dims, axis in zip(shapes, (-1, -2), strict=True)):
+        return
+    for i, (name, dims) in enumerate(zip(list(product.input), shapes, strict=True)):
+        if dims and name in made_by and made_by[name].op_type == "Transpose":
+            apart = surgery.names.fresh(f"{name}_apart")
+            same = surgery.constant(f"{apart}_shape", [0] * len(dims))  # 0: as in the input
+            insert_before(scope, product, [make_node("Reshape", [name, same], apart)])
+            product.input[i] = apart
