@@ -6,9 +6,10 @@ import ctypes
 import mmap
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _POPULATE_READ = 22
 """MADV_POPULATE_READ, from Linux 5.14; older ones refuse it, and pages are mapped as they are read."""
