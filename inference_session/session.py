@@ -313,10 +313,10 @@ class InferenceSession:
         Returns:
             None where the caller must use `run_many`, which takes any request, and says what is wrong with it.
         """
-        return self._run_parts(arrays, num_requests, outputs, mark, num_requests=num_requests)
+        return self._run_parts(arrays, num_requests, outputs, mark, num_requests)
 
     def _run_parts(
-        self, arrays: Arrays, num_parts: int, outputs: Collection[str] | None, mark: Mark, *, num_requests: int
+        self, arrays: Arrays, num_parts: int, outputs: Collection[str] | None, mark: Mark, num_requests: int
     ) -> list[Answer] | None:
         """As `run_arrays`. The arrays are in `num_parts` parts: one for each request, or for each context of one."""
         if self._closed:
@@ -376,13 +376,13 @@ class InferenceSession:
     def _run_staged(self, requests: Sequence[Request], mark: Mark) -> list[Answer] | None:
         """As `run_arrays`, where all ask for the same outputs."""
         if arrays := self._arrays_of(requests):
-            return self.run_arrays(arrays, len(requests), requests[0].outputs, mark)
+            return self._run_parts(arrays, len(requests), requests[0].outputs, mark, len(requests))
         if len(requests) != 1 or not self.spec.is_divided:
             return None
         (request,) = requests
         arrays = contexts_apart(self.spec, request.inputs, self.layout.max_elements) or []
         num_contexts = len(arrays) // len(self._input_names)
-        return self._run_parts(arrays, num_contexts, request.outputs, mark, num_requests=1) if arrays else None
+        return self._run_parts(arrays, num_contexts, request.outputs, mark, 1) if arrays else None
 
     def _arrays_of(self, requests: Sequence[Request]) -> Arrays | None:
         """The argument of `run_arrays`; None where requests lack inputs, or ask for different outputs."""
