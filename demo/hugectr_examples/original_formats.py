@@ -41,10 +41,7 @@ class Rows:
         return self._part(0, cut), self._part(cut, len(self.labels))
 
     def _part(self, begin: int, end: int) -> Rows:
-        slots = []
-        for keys, offsets in self.slots:
-            own = offsets[begin : end + 1]
-            slots.append(Bags(keys[own[0] : own[-1]], own - own[0]))
+        slots = [bags.part(begin, end) for bags in self.slots]
         return Rows(self.labels[begin:end], self.dense[begin:end], slots, self.slot_sizes)
 
 

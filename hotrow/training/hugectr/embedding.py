@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from hotrow.training.hugectr.batch import DeviceBags
 from hotrow.training.hugectr.enums import Update_t
 from hotrow.training.hugectr.optimizers import table_rule
 from hotrow.training.hugectr.parameters import OptParamsPy
 from hotrow.training.hugectr.processes import Processes
-from hotrow.training.hugectr.readers.block import Bags
-from hotrow.training.key_index import HashIndex, distinct, mixed_bits
+from hotrow.training.key_index import create_index, distinct, mixed_bits
 
 _MIN_ROWS = 1024
 _LIMIT = 0.05
@@ -39,7 +39,7 @@ class BatchRows:
 
 
 class EmbeddingTable:
-    """Rows in device memory; their keys in host memory. Of several processes, each keeps the rows of its keys."""
+    """Rows, their keys and an index, all in device memory. Of several processes, each keeps the rows of its keys."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class EmbeddingTable:
         self._seed = seed
         self._processes = processes or Processes(0, 1, torch.device("cpu"))
         self._device = self._processes.device
-        self._rows = HashIndex()
+        self._rows = create_index(self._device)
         self._weight = torch.zeros((_MIN_ROWS, embedding_dim), device=self._device)
         self._states = [self._fresh(_MIN_ROWS) for _ in self.rule.state_names]
         self._gradient = torch.zeros_like(self._weight) if self._moves_all else None
@@ -98,37 +98,42 @@ class EmbeddingTable:
         kept: NDArray[np.bool_] = self._processes.owns(torch.from_numpy(np.array(keys))).numpy()
         return kept
 
-    def touch(self, bags: Bags) -> tuple[BatchRows, Tensor]:
-        """The rows of a batch, new ones made, and where each of its keys is among the distinct ones, int64 [keys].
+    def touch(self, keys: Tensor) -> tuple[BatchRows, Tensor]:
+        """The rows of a batch's keys, int64 [n], new ones made, and which of its distinct keys each is, int64 [n].
 
-        All processes call it with the same batch.
+        All processes call it with the same batch. On a GPU the host waits twice, for the number of distinct keys and
+        of rows.
         """
-        keys, places = distinct(torch.from_numpy(bags.keys))
+        keys, places = distinct(keys)
         kept = self._kept(keys)
-        rows = self._find_or_add(keys if kept is None else keys[kept]).to(self._device)
-        kept = None if kept is None else kept.to(self._device)
+        rows = self._find_or_add(keys if kept is None else keys[kept])
         vectors = self._vectors(rows, kept, len(keys))
-        return BatchRows(rows, kept, vectors.requires_grad_(self.is_trainable)), places.to(self._device)
+        return BatchRows(rows, kept, vectors.requires_grad_(self.is_trainable)), places
 
-    def pool(self, vectors: Tensor, places: Tensor, offsets: NDArray[np.int64]) -> Tensor:
-        """[bags, embedding_dim]: rows of `vectors` summed or averaged; zeros where a bag is empty."""
-        if len(places) == len(offsets) - 1 and (np.diff(offsets) == 1).all():
-            return functional.embedding(places, vectors)
-        ends = torch.from_numpy(offsets).to(self._device)
-        return functional.embedding_bag(places, vectors, ends, mode=self._combiner, include_last_offset=True)
+    def pool(self, vectors: Tensor, places: Tensor, bags: DeviceBags) -> Tensor:
+        """[lists, embedding_dim] of a process's own samples, summed or averaged; zeros where a list is empty.
 
-    def find(self, bags: Bags) -> tuple[Tensor, Tensor]:
-        """Vectors, [any, embedding_dim], and which of them each key of a batch has, int64 [keys].
+        Args:
+            vectors: [any, embedding_dim].
+            places: int64 [n], which vector each key of the batch has.
+        """
+        own = places[bags.own]
+        if bags.width == 1:
+            return functional.embedding(own, vectors)
+        if bags.width:
+            return functional.embedding_bag(own.view(-1, bags.width), vectors, mode=self._combiner)
+        return functional.embedding_bag(own, vectors, bags.offsets, mode=self._combiner, include_last_offset=True)
+
+    def find(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Vectors, [any, embedding_dim], and which of them each key of a batch, int64 [n], has, int64 [n].
 
         Keys that were never trained on have zeros, as serving answers them. All processes call it with the same batch.
         """
-        keys = torch.from_numpy(bags.keys)
         if self._processes.count == 1:
-            return self._weight[: self._rows.num_rows], self._rows.find(keys).to(self._device)
+            return self._weight[: self._rows.num_rows], self._rows.find(keys)
         keys, places = distinct(keys)
         kept = self._kept(keys)
-        rows = self._rows.find(keys[kept]).to(self._device)
-        return self._vectors(rows, kept.to(self._device), len(keys)), places.to(self._device)
+        return self._vectors(self._rows.find(keys[kept]), kept, len(keys)), places
 
     def update(self, touched: BatchRows, gradient: Tensor, lr: float) -> None:
         """One step of the optimizer, given the gradients of the batch's distinct keys, [keys, embedding_dim]."""
@@ -145,19 +150,19 @@ class EmbeddingTable:
 
     def load(self, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """Replace all rows by these, as far as this process keeps them; their states begin anew."""
-        self._rows = HashIndex()
+        self._rows = create_index(self._device)
         self._states = [self._fresh(len(self._weight)) for _ in self.rule.state_names]
         found, last = np.unique(keys[::-1], return_index=True)  # of rows with one key, the last is found when served
         order = np.sort(len(keys) - 1 - last)
         del found
-        self._rows.find_or_add(torch.from_numpy(np.ascontiguousarray(keys[order])))
+        rows = self._rows.find_or_add(torch.from_numpy(keys[order]).to(self._device))
         self._make_room()
-        self._weight[1 : len(order) + 1] = torch.from_numpy(np.ascontiguousarray(vectors[order]))
+        self._weight.index_copy_(0, rows, torch.from_numpy(vectors[order]).to(self._device))
         self.num_steps = 0
 
     def rows_of(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """int64 [n] to the rows that this process keeps, int64 [n]; 0 for other keys."""
-        return self._rows.find(torch.from_numpy(keys)).numpy()
+        return self._rows.find(torch.from_numpy(keys).to(self._device)).cpu().numpy()
 
     def set_state(self, number: int, rows: NDArray[np.int64], values: NDArray[np.float32]) -> None:
         """Set the state of that number of some rows, as `rows_of` gives them, to [n, embedding_dim]."""
@@ -191,12 +196,12 @@ class EmbeddingTable:
         end = self._rows.num_rows
         self._make_room()
         if end > begin:
-            self._weight[begin:end] = self._first_vectors(self._rows.keys[begin:end]).to(self._device)
+            self._weight[begin:end] = self._first_vectors(self._rows.keys[begin:end])
         return rows
 
     def _first_vectors(self, keys: Tensor) -> Tensor:
         """float32 [n, embedding_dim], from key and seed alone: the same on any number of processes."""
-        columns = torch.arange(1, self.embedding_dim + 1) * _ODD
+        columns = torch.arange(1, self.embedding_dim + 1, device=keys.device) * _ODD
         start = mixed_bits(torch.tensor(self._seed % 2**63))
         bits = mixed_bits(mixed_bits(keys + start)[:, None] + columns)
         fractions = (bits & ((1 << _FRACTION_BITS) - 1)).to(torch.float32) / (1 << _FRACTION_BITS)

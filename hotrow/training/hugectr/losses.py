@@ -67,11 +67,13 @@ def _several(layer: Layer, width: int) -> Callable[[Tensor, Tensor], Tensor]:
     raw = layer.parameters.get("target_weight") or [1.0] * width
     if len(raw) != width:
         layer.fail(f"{len(raw)} weights for {width} columns of the label", "target_weight")
-    weights = torch.tensor(raw, dtype=torch.float32)
+    moved: dict[torch.device, Tensor] = {}
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        if labels.device not in moved:
+            moved[labels.device] = torch.tensor(raw, dtype=torch.float32, device=labels.device)
         each = functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
-        return (each * weights.to(each.device) * (labels >= -0.5)).sum() / labels.numel()
+        return (each * moved[labels.device] * (labels >= -0.5)).sum() / labels.numel()
 
     return loss
 

@@ -116,10 +116,10 @@ class Model:
         self._trainer = Trainer(graph, inputs, params, self._opt_params, self._solver, self._processes)
         self._trainer.loss_weights = dict(zip(data.label_names, data.label_weights, strict=True))
         self._weight_losses(loss_names or (), loss_weights or ())
-        repeats = self._solver.repeat_dataset
+        options: dict[str, Any] = {"repeats": self._solver.repeat_dataset, "prepare": self._trainer.staging.ahead}
         self._readers = {
-            "train": DataReader(self._source(train=True), self._solver.batchsize, repeats=repeats),
-            "eval": DataReader(self._source(train=False), self._solver.batchsize_eval, repeats=repeats),
+            "train": DataReader(self._source(train=True), self._solver.batchsize, **options),
+            "eval": DataReader(self._source(train=False), self._solver.batchsize_eval, **options),
         }
 
     def summary(self) -> None:

@@ -34,6 +34,18 @@ class Rule(ABC):
     def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
         """One step in place, the first of which is number 1."""
 
+    def update_all(
+        self,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        states: Sequence[Sequence[Tensor]],
+        lr: float,
+        step: int,
+    ) -> None:
+        """As `update`, of several weights."""
+        for weight, gradient, own in zip(weights, gradients, states, strict=True):
+            self.update(weight, gradient, own, lr, step)
+
 
 class Adam(Rule):
     """Adam; HugeCTR adds epsilon to the root before bias correction."""
@@ -43,14 +55,25 @@ class Adam(Rule):
 
     def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
         """As `Rule`."""
-        m, v = states
-        params = self.params
+        self.update_all([weight], [gradient], [states], lr, step)
+
+    def update_all(
+        self,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        states: Sequence[Sequence[Tensor]],
+        lr: float,
+        step: int,
+    ) -> None:
+        """As `Rule`, in one pass over all of them."""
+        params, (m, v) = self.params, zip(*states, strict=True)
         # torch corrects the root before it adds epsilon, and compiles all of this into one pass.
         epsilon = params.epsilon / (1.0 - params.beta2**step) ** 0.5
         settings: dict[str, Any] = {"amsgrad": False, "weight_decay": 0.0, "maximize": False}
-        at = torch.tensor(float(step - 1), device=weight.device)
+        # Filled on the device: a number that is copied there would make the host wait.
+        steps = torch.full((len(weights),), float(step - 1), device=weights[0].device).unbind()
         adam(
-            [weight], [gradient], [m], [v], [], [at], foreach=False, fused=True,
+            list(weights), list(gradients), list(m), list(v), [], list(steps), foreach=False, fused=True,
             beta1=params.beta1, beta2=params.beta2, lr=lr, eps=epsilon, **settings,
         )  # fmt: skip
 

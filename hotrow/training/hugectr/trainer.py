@@ -10,13 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hotrow.training.hugectr.batch import Batch, DeviceBags, Staging
 from hotrow.training.hugectr.embedding import BatchRows, EmbeddingTable
 from hotrow.training.hugectr.losses import Loss, losses_of
 from hotrow.training.hugectr.network import TrainingNetwork
 from hotrow.training.hugectr.optimizers import Rule, dense_rule
 from hotrow.training.hugectr.parameters import OptParamsPy, Solver
 from hotrow.training.hugectr.processes import Processes
-from hotrow.training.hugectr.readers.block import Bags, Block
+from hotrow.training.hugectr.readers.block import Block
 from inference_session.importers.hugectr.graph import Graph
 
 
@@ -32,10 +33,21 @@ class DenseOptimizer:
     def step(self, weights: Sequence[Tensor], scaler: float, lr: float) -> None:
         """Change weights by their gradients, which are `scaler` times too large."""
         self.num_steps += 1
-        for weight, states in zip(weights, self.states, strict=True):
-            if weight.grad is not None:
-                self.rule.update(weight, weight.grad.div_(scaler), states, lr, self.num_steps)
-                weight.grad = None
+        pairs = zip(weights, self.states, strict=True)
+        chosen = [(weight, weight.grad, states) for weight, states in pairs if weight.grad is not None]
+        if not chosen:
+            return
+        changed, gradients, states = (list(column) for column in zip(*chosen, strict=True))
+        self.rule.update_all(changed, _unscaled(gradients, scaler), states, lr, self.num_steps)
+        for weight in changed:
+            weight.grad = None
+
+
+def _unscaled(gradients: list[Tensor], scaler: float) -> list[Tensor]:
+    if scaler != 1.0:
+        for gradient in gradients:
+            gradient.div_(scaler)
+    return gradients
 
 
 class Trainer:
@@ -65,6 +77,7 @@ class Trainer:
         """By label; 1 by default."""
         self.is_dense_trainable = True
         self._graph, self._solver, self.processes = graph, solver, processes
+        self.staging = Staging(processes)
         self._table_inputs = table_inputs
         rule = dense_rule(params)
         self.dense_optimizer = DenseOptimizer(
@@ -83,19 +96,19 @@ class Trainer:
         """Those of the dense network, in the order of the dense file."""
         return list(self.network.weights)
 
-    def train(self, batch: Block, lr: float) -> None:
+    def train(self, block: Block, lr: float) -> None:
         """One step."""
         self.network.train()
         self.network.requires_grad_(self.is_dense_trainable)
-        begin, end = self.processes.part(len(batch))
-        touched, tensors = [], self._dense(batch, begin, end)
-        for table, bags, name in self._lookups(batch):
-            rows, places = table.touch(bags)
+        batch = self.staging.take(block)
+        touched, tensors = [], {self._graph.dense_name: batch.dense}
+        for table, bags in self._lookups(batch):
+            rows, places = table.touch(bags.keys)
             touched.append((table, rows))
-            tensors[name] = _pooled(table, rows.vectors, places, bags, len(batch), begin, end)
+            tensors[table.name] = _pooled(table, rows.vectors, places, bags, batch)
         with self._precision():
             logits = self.network(tensors)
-        loss = self._total_loss(logits, self._labels(batch, begin, end))
+        loss = self._total_loss(logits, self._labels(batch))
         self._loss = loss.detach()
         if loss.requires_grad:
             (loss * self._scaler).backward()
@@ -107,22 +120,21 @@ class Trainer:
         self.processes.average([loss])
         return float(loss)
 
-    def evaluate(self, batch: Block) -> tuple[NDArray[np.float32], float]:
+    def evaluate(self, block: Block) -> tuple[NDArray[np.float32], float]:
         """Predictions, [samples, columns of all labels], and the loss."""
         self.network.eval()
-        begin, end = self.processes.part(len(batch))
-        part = batch.part(begin, end)
-        tensors = self._dense(part, 0, len(part))
+        batch = self.staging.take(block)
+        tensors = {self._graph.dense_name: batch.dense}
         with torch.no_grad():
-            for table, bags, name in self._lookups(batch):
-                tensors[name] = _pooled(table, *table.find(bags), bags, len(batch), begin, end)
+            for table, bags in self._lookups(batch):
+                tensors[table.name] = _pooled(table, *table.find(bags.keys), bags, batch)
             with self._precision():
                 logits = self.network(tensors)
-            loss = self._total_loss(logits, self._labels(part, 0, len(part)))
+            loss = self._total_loss(logits, self._labels(batch))
             self.processes.average([loss])
             found = self.network.predictions(logits)
         joined = torch.cat([found[label.name] for label in self.network.translated.outputs], dim=1)
-        return self.processes.gathered(joined, len(batch)).cpu().numpy(), float(loss)
+        return self.processes.gathered(joined, len(block)).cpu().numpy(), float(loss)
 
     def _learn(self, touched: Sequence[tuple[EmbeddingTable, BatchRows]], lr: float) -> None:
         rows = [(table, each) for table, each in touched if each.vectors.grad is not None]
@@ -133,7 +145,8 @@ class Trainer:
                 self.dense_optimizer.step(self.weights, self._scaler, lr)
             for table, each in rows:
                 if each.vectors.grad is not None:
-                    table.update(each, each.vectors.grad.div_(self._scaler), lr)
+                    (gradient,) = _unscaled([each.vectors.grad], self._scaler)
+                    table.update(each, gradient, lr)
 
     @property
     def _scaler(self) -> float:
@@ -155,27 +168,16 @@ class Trainer:
         value = loss.of(logits, labels)
         return value if loss.penalty is None else value + loss.penalty(self.weights, len(labels))
 
-    def _dense(self, batch: Block, begin: int, end: int) -> dict[str, Tensor]:
-        dense = torch.from_numpy(np.ascontiguousarray(batch.dense[begin:end]))
-        return {self._graph.dense_name: dense.to(self.processes.device)}
-
-    def _labels(self, batch: Block, begin: int, end: int) -> dict[str, Tensor]:
-        columns = torch.from_numpy(np.ascontiguousarray(batch.labels[begin:end])).to(self.processes.device)
-        parts = columns.split([label.dim for label in self._graph.labels], dim=1)
+    def _labels(self, batch: Batch) -> dict[str, Tensor]:
+        parts = batch.labels.split([label.dim for label in self._graph.labels], dim=1)
         return {label.name: part for label, part in zip(self._graph.labels, parts, strict=True)}
 
-    def _lookups(self, batch: Block) -> list[tuple[EmbeddingTable, Bags, str]]:
-        return [
-            (table, batch.bags[number], table.name)
-            for table, number in zip(self.tables, self._table_inputs, strict=True)
-        ]
+    def _lookups(self, batch: Batch) -> list[tuple[EmbeddingTable, DeviceBags]]:
+        return [(table, batch.bags[number]) for table, number in zip(self.tables, self._table_inputs, strict=True)]
 
 
-def _pooled(
-    table: EmbeddingTable, vectors: Tensor, places: Tensor, bags: Bags, num_samples: int, begin: int, end: int
-) -> Tensor:
-    """[end - begin, slots, embedding_dim]: some samples of a batch, given the vector of each of its keys."""
-    slots = (len(bags.offsets) - 1) // num_samples
-    offsets = bags.offsets[begin * slots : end * slots + 1]
-    pooled = table.pool(vectors, places[offsets[0] : offsets[-1]], offsets - offsets[0])
-    return pooled.reshape(end - begin, slots, table.embedding_dim)
+def _pooled(table: EmbeddingTable, vectors: Tensor, places: Tensor, bags: DeviceBags, batch: Batch) -> Tensor:
+    """[samples, slots, embedding_dim], given the vector of each key of the batch."""
+    num_samples = len(batch.labels)
+    pooled = table.pool(vectors, places, bags)
+    return pooled.reshape(num_samples, len(pooled) // num_samples, table.embedding_dim)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from hotrow.training.hugectr.readers.block import Block, joined
 from hotrow.training.hugectr.readers.sources import Source
@@ -24,7 +24,11 @@ def batches(source: Source, size: int, *, repeats: bool) -> Iterator[Block]:
     """
     waiting: list[Block] = []
     num_waiting = 0
-    for block in _endless(source) if repeats else source.blocks():
+
+    def num_wanted() -> int:
+        return size - num_waiting
+
+    for block in _endless(source, num_wanted) if repeats else source.blocks(num_wanted):
         begin = 0
         while num_waiting + len(block) - begin >= size:
             end = begin + size - num_waiting
@@ -37,10 +41,10 @@ def batches(source: Source, size: int, *, repeats: bool) -> Iterator[Block]:
         yield joined(waiting)
 
 
-def _endless(source: Source) -> Iterator[Block]:
+def _endless(source: Source, num_wanted: Callable[[], int]) -> Iterator[Block]:
     while True:
         num_samples = 0
-        for block in source.blocks():
+        for block in source.blocks(num_wanted):
             num_samples += len(block)
             yield block
         if not num_samples:
@@ -87,8 +91,11 @@ class DataReader:
     In epoch mode it ends with the data, and starts again by `set_source`; in repeat mode it never ends.
     """
 
-    def __init__(self, source: Source, batch_size: int, *, repeats: bool) -> None:
-        self._source = source
+    def __init__(
+        self, source: Source, batch_size: int, *, repeats: bool, prepare: Callable[[Block], Block] = lambda block: block
+    ) -> None:
+        """`prepare` gets each batch in the reading thread."""
+        self._source, self._prepare = source, prepare
         self._batch_size = batch_size
         self._repeats = repeats
         self._ahead: _Ahead | None = None
@@ -113,7 +120,8 @@ class DataReader:
         """Begin to read, unless that is done."""
         if self._ahead is None:
             self._is_eof = False
-            self._ahead = _Ahead(batches(self._source, self._batch_size, repeats=self._repeats))
+            made = batches(self._source, self._batch_size, repeats=self._repeats)
+            self._ahead = _Ahead(map(self._prepare, made))
             weakref.finalize(self, self._ahead.close)
 
     def stop(self) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from inference_session.errors import ModelFormatError
 
 
 @dataclass(frozen=True)
@@ -39,13 +38,51 @@ class RecordShape:
         """Slots of all sparse inputs together."""
         return sum(item.slot_num for item in self.sparse)
 
+    @cached_property
+    def most_keys(self) -> NDArray[np.int64]:
+        """int64 [all slots]: the most keys of each slot."""
+        return np.array([count for item in self.sparse for count in item.nnz_per_slot], np.int64)
 
-class Bags(NamedTuple):
-    """The keys of one sparse input: of sample s and slot t, those from offsets[s * slots + t] to the next offset."""
+    @cached_property
+    def slot_ends(self) -> NDArray[np.int64]:
+        """int64 [sparse inputs]: the slot behind the last one of each."""
+        return np.cumsum([item.slot_num for item in self.sparse], dtype=np.int64)
 
-    keys: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    """[samples * slots + 1]; the first is 0."""
+
+class Bags:
+    """The keys of one sparse input, as lists: a list for each slot of each sample, sample by sample."""
+
+    def __init__(
+        self, keys: NDArray[np.int64], offsets: NDArray[np.int64] | None = None, *, width: int | None = None
+    ) -> None:
+        """
+        Args:
+            keys: int64 [n].
+            offsets: int64 [lists + 1], where each list begins, and the end of the last one; the first is 0. May be
+                left out where `width` is given.
+            width: the number of keys in each list, where all have the same number, at least 1.
+        """
+        self.keys, self.width = keys, width
+        self._offsets = offsets
+
+    @property
+    def num_bags(self) -> int:
+        """The number of lists."""
+        return len(self.keys) // self.width if self.width else len(self.offsets) - 1
+
+    @cached_property
+    def offsets(self) -> NDArray[np.int64]:
+        """int64 [lists + 1], where each list begins, and the end of the last one."""
+        if self._offsets is not None:
+            return self._offsets
+        return np.arange(0, len(self.keys) + 1, self.width, dtype=np.int64)
+
+    def part(self, begin: int, end: int) -> Bags:
+        """Lists `begin` up to `end`."""
+        if self.width:
+            return Bags(self.keys[begin * self.width : end * self.width], width=self.width)
+        chosen = self.offsets[begin : end + 1]
+        return Bags(self.keys[chosen[0] : chosen[-1]], chosen - chosen[0])
 
 
 @dataclass(frozen=True)
@@ -58,6 +95,8 @@ class Block:
     """[samples, dense_dim]"""
     bags: tuple[Bags, ...]
     """One per sparse input."""
+    staged: Any = None
+    """What the reading thread has prepared of this block for the device that trains."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -66,13 +105,9 @@ class Block:
         """Samples `begin` up to `end`."""
         if begin == 0 and end >= len(self):
             return self
-        num_samples = max(len(self), 1)
-        bags = []
-        for keys, offsets in self.bags:
-            slots = (len(offsets) - 1) // num_samples
-            chosen = offsets[begin * slots : end * slots + 1]
-            bags.append(Bags(keys[chosen[0] : chosen[-1]], chosen - chosen[0]))
-        return Block(self.labels[begin:end], self.dense[begin:end], tuple(bags))
+        slots = [bags.num_bags // max(len(self), 1) for bags in self.bags]
+        parts = tuple(bags.part(begin * n, end * n) for bags, n in zip(self.bags, slots, strict=True))
+        return Block(self.labels[begin:end], self.dense[begin:end], parts)
 
 
 def joined(blocks: Sequence[Block]) -> Block:
@@ -88,33 +123,21 @@ def _rows(parts: list[NDArray[Any]]) -> NDArray[Any]:
 
 
 def _joined_bags(parts: Sequence[Bags]) -> Bags:
+    keys = np.concatenate([part.keys for part in parts])
+    if len({part.width for part in parts}) == 1 and parts[0].width:
+        return Bags(keys, width=parts[0].width)
     ends = np.cumsum([len(part.keys) for part in parts])
     offsets = [parts[0].offsets, *(part.offsets[1:] + end for part, end in zip(parts[1:], ends[:-1], strict=True))]
-    return Bags(np.concatenate([part.keys for part in parts]), np.concatenate(offsets))
+    return Bags(keys, np.concatenate(offsets))
 
 
-def bags_of_counts(
-    keys: NDArray[np.int64], counts: NDArray[np.int64], sparse: Sequence[SparseInput]
-) -> tuple[Bags, ...]:
-    """Split keys that are ordered by sample, then slot, into the sparse inputs.
-
-    Args:
-        keys: of all samples and slots.
-        counts: [samples, all slots], the number of keys in each.
-    """
-    if len(sparse) == 1:
-        return (Bags(keys, offsets_of(counts)),)
-    ends = np.cumsum([0, *(item.slot_num for item in sparse)])
-    parts = [np.ascontiguousarray(counts[:, ends[i] : ends[i + 1]]) for i in range(len(sparse))]
-    if len(counts) and (counts == counts[0]).all():
-        columns = np.cumsum([0, *(int(part[0].sum()) for part in parts)])
-        table = keys.reshape(len(counts), columns[-1])
-        split = [np.ascontiguousarray(table[:, columns[i] : columns[i + 1]]).ravel() for i in range(len(sparse))]
-    else:
-        owner = np.repeat(np.arange(len(sparse)), np.diff(ends))
-        owner_of_key = np.repeat(np.tile(owner, len(counts)), counts.ravel())
-        split = [keys[owner_of_key == i] for i in range(len(sparse))]
-    return tuple(Bags(part, offsets_of(count)) for part, count in zip(split, parts, strict=True))
+def even_bags(item: SparseInput, keys: NDArray[np.int64]) -> Bags:
+    """Lists that all have as many keys as `nnz_per_slot` allows, sample by sample."""
+    counts = item.nnz_per_slot
+    if counts[0] and len(set(counts)) == 1:
+        return Bags(keys, width=counts[0])
+    num_samples = len(keys) // sum(counts) if sum(counts) else 0
+    return Bags(keys, offsets_of(np.tile(np.array(counts, np.int64), num_samples)))
 
 
 def offsets_of(counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -122,24 +145,3 @@ def offsets_of(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     offsets = np.zeros(counts.size + 1, np.int64)
     np.cumsum(counts.ravel(), out=offsets[1:])
     return offsets
-
-
-def check_counts(place: str, first: int, counts: NDArray[np.int64], shape: RecordShape) -> None:
-    """Refuse slots with more keys than the model's Input says.
-
-    Args:
-        place: the file, for the message.
-        first: the number of the first record.
-        counts: [records, all slots].
-
-    Raises:
-        ModelFormatError: names the record, the slot and both numbers.
-    """
-    most = np.array([count for item in shape.sparse for count in item.nnz_per_slot], np.int64)
-    if (counts <= most).all():
-        return
-    record, slot = np.argwhere(counts > most)[0]
-    raise ModelFormatError(
-        f"{place}: record {first + record}: slot {slot} has {counts[record, slot]} keys; nnz_per_slot of the model's "
-        f"Input allows {most[slot]}"
-    )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.training.hugectr.readers import norm_kernel as kernel
-from hotrow.training.hugectr.readers.block import Block, RecordShape, bags_of_counts, check_counts
+from hotrow.training.hugectr.readers.block import Bags, Block, RecordShape, even_bags
 from inference_session.errors import ModelFormatError
 
 HEADER = np.dtype(
@@ -22,37 +24,41 @@ HEADER = np.dtype(
         ("reserved", "<i8", 3),
     ]
 )
-_RECORDS_PER_BLOCK = 1 << 16
-
+_KEY_TYPE = "does the type of keys (i64_input_key) fit the file?"
 _FAULTS = {
     kernel.ENDS_EARLY: "the file ends within it",
-    kernel.BAD_LENGTH: "its length does not fit its labels, dense features and keys; does the type of keys "
-    "(i64_input_key) fit the file?",
+    kernel.BAD_LENGTH: f"its length does not fit its labels, dense features and keys; {_KEY_TYPE}",
     kernel.BAD_CHECKSUM: "its checksum is not the sum of its bytes; the file is damaged",
-    kernel.BAD_COUNT: "a slot has a negative number of keys; does the type of keys (i64_input_key) fit the file?",
+    kernel.BAD_COUNT: f"a slot has a negative number of keys; {_KEY_TYPE}",
 }
 
 
-def read_norm(path: Path, shape: RecordShape, *, is_checked: bool) -> Iterator[Block]:
-    """The records of one file.
+def read_norm(path: Path, shape: RecordShape, *, is_checked: bool, num_wanted: Callable[[], int]) -> Iterator[Block]:
+    """The records of one file, in blocks of as many as `num_wanted` says, or fewer at the end.
 
     Raises:
         ModelFormatError: names the file, what was expected and found, and the record.
         OSError: the file cannot be read.
     """
-    data = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
+    data = _mapped(path)
     num_records = _check_header(path, data, shape, is_checked=is_checked)
-    at, num_read = HEADER.itemsize, 0
-    while num_read < num_records:
-        count = min(_RECORDS_PER_BLOCK, num_records - num_read)
-        block, at = _read_block(path, data, at, num_read, count, shape, is_checked=is_checked)
-        num_read += count
-        yield block
-    if at != len(data):
+    reader = _Reader(path, data, shape, is_checked)
+    while reader.num_read < num_records:
+        yield reader.read(min(num_wanted(), num_records - reader.num_read))
+    if reader.at != len(data):
         raise ModelFormatError(
-            f"{path}: {len(data) - at} bytes after its last record; the header says {num_records} records. "
+            f"{path}: {len(data) - reader.at} bytes after its last record; the header says {num_records} records. "
             "Does the type of keys (i64_input_key) fit the file?"
         )
+
+
+def _mapped(path: Path) -> NDArray[np.uint8]:
+    with path.open("rb") as file:
+        if not path.stat().st_size:
+            return np.empty(0, np.uint8)
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    mapped.madvise(mmap.MADV_SEQUENTIAL)
+    return np.frombuffer(mapped, np.uint8)
 
 
 def _check_header(path: Path, data: NDArray[np.uint8], shape: RecordShape, *, is_checked: bool) -> int:
@@ -74,24 +80,60 @@ def _check_header(path: Path, data: NDArray[np.uint8], shape: RecordShape, *, is
     return int(header["number_of_records"])
 
 
-def _read_block(
-    path: Path, data: NDArray[np.uint8], at: int, first: int, count: int, shape: RecordShape, *, is_checked: bool
-) -> tuple[Block, int]:
-    """`count` records from byte `at` on, the first of which is number `first`, and where the next begins."""
-    label_bytes, head_bytes = 4 * shape.label_dim, 4 * (shape.label_dim + shape.dense_dim)
-    heads, counts = np.empty(count, np.int64), np.zeros((count, shape.slot_num), np.int64)
-    layout = head_bytes, shape.key_bytes, is_checked
-    state, num_whole, next_at = kernel.find_records(data, at, count, *layout, heads, counts)
-    if state != kernel.WHOLE:
-        raise ModelFormatError(f"{path}: record {first + num_whole} (byte {next_at}): {_FAULTS[state]}")
-    check_counts(str(path), first, counts, shape)
-    labels = np.empty(label_bytes * count, np.uint8)
-    dense = np.empty((head_bytes - label_bytes) * count, np.uint8)
-    keys = np.zeros(8 * int(counts.sum()), np.uint8)
-    kernel.copy_records(data, count, label_bytes, *layout[:2], heads, counts, labels, dense, keys)
-    block = Block(
-        labels.view("<f4").reshape(count, shape.label_dim),
-        dense.view("<f4").reshape(count, shape.dense_dim),
-        bags_of_counts(keys.view("<i8"), counts, shape.sparse),
-    )
-    return block, int(next_at)
+@dataclass
+class _Reader:
+    """Where the next record of a file begins."""
+
+    path: Path
+    data: NDArray[np.uint8]
+    shape: RecordShape
+    is_checked: bool
+    at: int = HEADER.itemsize
+    num_read: int = 0
+    is_even: bool = True
+    """Whether all slots so far had as many keys as they may have, so that offsets need not be written."""
+
+    def read(self, count: int) -> Block:
+        """The next records; ModelFormatError names the one that is damaged."""
+        block, result = self._read(count)
+        if result[kernel.STATE] == kernel.UNEVEN:
+            self.is_even = False
+            block, result = self._read(count)
+        if result[kernel.STATE] != kernel.WHOLE:
+            self._fail(result)
+        self.at = int(result[kernel.NEXT])
+        self.num_read += count
+        return block
+
+    def _read(self, count: int) -> tuple[Block, NDArray[np.int64]]:
+        shape = self.shape
+        labels, dense = np.empty((count, shape.label_dim), "<f4"), np.empty((count, shape.dense_dim), "<f4")
+        keys = [self._room_for_keys(count * sum(item.nnz_per_slot)) for item in shape.sparse]
+        sizes = [0 if self.is_even else count * item.slot_num for item in shape.sparse]
+        offsets = [np.zeros(size + 1, np.int64) for size in sizes]
+        begins, result = _addresses(keys), np.zeros(5, np.int64)
+        next_keys = begins.copy()
+        kernel.read_records(
+            self.data.ctypes.data, len(self.data), self.at, count, 4 * shape.label_dim,
+            4 * (shape.label_dim + shape.dense_dim), shape.key_bytes, self.is_checked, self.is_even, shape.most_keys,
+            shape.slot_ends, labels.ctypes.data, dense.ctypes.data, next_keys, begins, _addresses(offsets) + 8, result,
+        )  # fmt: skip
+        found = [array[:end] for array, end in zip(keys, (next_keys - begins) // 8, strict=True)]
+        bags = map(even_bags, shape.sparse, found) if self.is_even else map(Bags, found, offsets)
+        return Block(labels, dense, tuple(bags)), result
+
+    def _room_for_keys(self, most: int) -> NDArray[np.int64]:
+        """Keys cannot be more than the rest of the file has bytes for."""
+        return np.empty(min(most, (len(self.data) - self.at) // self.shape.key_bytes), np.int64)
+
+    def _fail(self, result: NDArray[np.int64]) -> None:
+        state, number, at, slot, count = result.tolist()
+        fault = _FAULTS.get(state) or (
+            f"slot {slot} has {count} keys; nnz_per_slot of the model's Input allows {self.shape.most_keys[slot]}; "
+            f"{_KEY_TYPE}"
+        )
+        raise ModelFormatError(f"{self.path}: record {self.num_read + number} (byte {at}): {fault}")
+
+
+def _addresses(arrays: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    return np.array([array.ctypes.data for array in arrays], np.int64)

@@ -1,4 +1,4 @@
-"""Finds records of the Norm format, whose sizes depend on their counts of keys, in compiled code."""
+"""Reads records of the Norm format in one pass of compiled code, which does not hold the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -6,116 +6,124 @@ from typing import Any
 
 import numpy as np
 
-from inference_session.kernels.machine_code import compiled
+from inference_session.kernels.cpu.intrinsics import copy_bytes, kernel, load, store
 
-WHOLE, ENDS_EARLY, BAD_LENGTH, BAD_CHECKSUM, BAD_COUNT = range(5)
-"""The result of `find_records`: all records found, or the error of the last one that it read."""
-
-
-def _int32(data: Any, at: int) -> Any:
-    value = np.int64(0)
-    for b in range(4):
-        value |= np.int64(data[at + b]) << (8 * b)
-    return value - (1 << 32) if value >= 1 << 31 else value
+WHOLE, ENDS_EARLY, BAD_LENGTH, BAD_CHECKSUM, BAD_COUNT, TOO_MANY_KEYS, UNEVEN = range(7)
+"""The result of `read_records`: all records read, or what is wrong with the one after the last whole one."""
+STATE, NUM_WHOLE, NEXT, SLOT, COUNT = range(5)
+"""Elements of the `result` of `read_records`; the last two are of TOO_MANY_KEYS."""
 
 
-_int32 = compiled(_int32)
+@kernel
+def _sum_of_bytes(address: int, count: int) -> Any:
+    """The sum, of which a checksum is the last 8 bits."""
+    total = np.uint8(0)
+    for i in range(count):
+        total = np.uint8(total + load(address, np.uint8, i))
+    return total
 
 
-def _count_keys(data: Any, at: int, end: int, key_bytes: int, counts: Any) -> Any:
-    """The slots that begin at a byte: their counts of keys, and their end, which is at most `end`."""
-    for slot in range(len(counts)):
-        if at + 4 > end:
-            return ENDS_EARLY, at
-        count = _int32(data, at)
-        if count < 0:
-            return BAD_COUNT, at
-        at += 4 + count * key_bytes
-        if at > end:
-            return ENDS_EARLY, at
-        counts[slot] = count
+@kernel
+def _body_of_checked(data: int, size: int, at: int, head_bytes: int) -> Any:
+    """State, begin and end of the body of a record with a length before it and a checksum after it."""
+    if at + 4 > size:
+        return ENDS_EARLY, at, at
+    begin = at + 4
+    end = begin + np.int64(load(data + at, np.int32, 0))
+    if end >= size:
+        return ENDS_EARLY, begin, end
+    if end < begin + head_bytes:
+        return BAD_LENGTH, begin, end
+    if _sum_of_bytes(data + begin, end - begin) != load(data + end, np.uint8, 0):
+        return BAD_CHECKSUM, begin, end
+    return WHOLE, begin, end
+
+
+@kernel
+def _copy_keys(keys: int, source: int, count: int, key_bytes: int) -> None:
+    """Write keys of 4 or 8 bytes as int64."""
+    if key_bytes == 8:
+        for j in range(count):
+            store(keys, np.int64, j, load(source, np.int64, j))
+    else:
+        for j in range(count):
+            store(keys, np.int64, j, np.int64(load(source, np.uint32, j)))
+
+
+@kernel
+def _read_slots(
+    data: int, at: int, end: int, key_bytes: int, is_even: bool, most: Any, slot_ends: Any, keys: Any, keys_begin: Any,
+    offsets: Any, result: Any,
+) -> Any:  # fmt: skip
+    """The slots of one record, which begin at a byte: the state, and the byte behind them."""
+    slot = 0
+    for number in range(len(slot_ends)):
+        target, offset = keys[number], offsets[number]
+        while slot < slot_ends[number]:
+            if at + 4 > end:
+                return ENDS_EARLY, at
+            count = np.int64(load(data + at, np.int32, 0))
+            at += 4
+            if count < 0:
+                return BAD_COUNT, at
+            if count * key_bytes > end - at:
+                return ENDS_EARLY, at
+            if count > most[slot]:
+                result[SLOT], result[COUNT] = slot, count
+                return TOO_MANY_KEYS, at
+            if is_even and count != most[slot]:
+                return UNEVEN, at
+            _copy_keys(target, data + at, count, key_bytes)
+            target += 8 * count
+            at += count * key_bytes
+            if not is_even:
+                store(offset, np.int64, 0, (target - keys_begin[number]) // 8)
+                offset += 8
+            slot += 1
+        keys[number], offsets[number] = target, offset
     return WHOLE, at
 
 
-_count_keys = compiled(_count_keys)
-
-
-def _find_checked(data: Any, at: int, head_bytes: int, key_bytes: int, counts: Any) -> Any:
-    """One record with a length before it and a checksum after it: the state, and where the next one begins."""
-    size = len(data)
-    if at + 4 > size:
-        return ENDS_EARLY, at
-    first, end = at + 4, at + 4 + _int32(data, at)
-    if end >= size:
-        return ENDS_EARLY, at
-    state, found_end = _count_keys(data, first + head_bytes, end, key_bytes, counts)
-    if state == ENDS_EARLY or (state == WHOLE and found_end != end):
-        return BAD_LENGTH, at
-    total = np.int64(0)
-    for position in range(first, end):
-        total += np.int64(data[position])
-    if state == WHOLE and total & 255 != data[end]:
-        return BAD_CHECKSUM, at
-    return state, end + 1
-
-
-_find_checked = compiled(_find_checked)
-
-
-def _find_records(
-    data: Any, at: int, num_records: int, head_bytes: int, key_bytes: int, is_checked: bool, heads: Any, counts: Any
-) -> Any:
-    """Find up to `num_records` records from byte `at` on.
+@kernel
+def read_records(
+    data: int, size: int, at: int, num_records: int, label_bytes: int, head_bytes: int, key_bytes: int,
+    is_checked: bool, is_even: bool, most: Any, slot_ends: Any, labels: int, dense: int, keys: Any, keys_begin: Any,
+    offsets: Any, result: Any,
+) -> None:  # fmt: skip
+    """Read up to `num_records` records from byte `at` on.
 
     Args:
-        data: uint8, the file.
+        data: address of the file's `size` bytes.
         head_bytes: bytes of labels and dense features.
         is_checked: records begin with their length and end with the sum of their bytes.
-        heads: int64 [num_records], takes where the labels begin.
-        counts: int64 [num_records, slots], takes the number of keys.
-
-    Returns the state (see above), the number of whole records, and where the next one begins.
+        is_even: stop with UNEVEN at a slot that has fewer keys than allowed. Else `offsets` are written.
+        most: int64 [slots], the most keys of each slot.
+        slot_ends: int64 [inputs], the slot behind the last one of each sparse input.
+        labels, dense: addresses, [num_records] times their bytes.
+        keys: int64 [inputs], addresses where int64 keys go; moved behind what was written.
+        keys_begin: int64 [inputs], the same addresses, which stay.
+        offsets: int64 [inputs], addresses where the end of each list goes, int64; moved as `keys`.
+        result: int64 [5], takes state, whole records, the byte where the next record begins, and slot and keys.
     """
+    state, dense_bytes = WHOLE, head_bytes - label_bytes
+    result[NUM_WHOLE], result[NEXT] = num_records, at
     for i in range(num_records):
+        begin, end = at, size
         if is_checked:
-            heads[i] = at + 4
-            state, next_at = _find_checked(data, at, head_bytes, key_bytes, counts[i])
-        else:
-            heads[i] = at
-            state, next_at = _count_keys(data, at + head_bytes, len(data), key_bytes, counts[i])
+            state, begin, end = _body_of_checked(data, size, at, head_bytes)
+        elif begin + head_bytes > end:
+            state = ENDS_EARLY
+        if state == WHOLE:
+            copy_bytes(labels + i * label_bytes, data + begin, label_bytes)
+            copy_bytes(dense + i * dense_bytes, data + begin + label_bytes, dense_bytes)
+            state, at = _read_slots(
+                data, begin + head_bytes, end, key_bytes, is_even, most, slot_ends, keys, keys_begin, offsets, result
+            )
+            if is_checked and (state == ENDS_EARLY or (state == WHOLE and at != end)):
+                state = BAD_LENGTH
         if state != WHOLE:
-            return state, i, at
-        at = next_at
-    return WHOLE, num_records, at
-
-
-def _copy_records(
-    data: Any, num_records: int, label_bytes: int, head_bytes: int, key_bytes: int, heads: Any, counts: Any,
-    labels: Any, dense: Any, keys: Any,
-) -> None:  # fmt: skip
-    """Copy what `find_records` found.
-
-    Args:
-        heads, counts: as `find_records` filled them.
-        labels, dense: uint8, of all records, concatenated.
-        keys: uint8, zeros, 8 bytes per key.
-    """
-    written = 0
-    for i in range(num_records):
-        at = heads[i]
-        for b in range(label_bytes):
-            labels[i * label_bytes + b] = data[at + b]
-        for b in range(head_bytes - label_bytes):
-            dense[i * (head_bytes - label_bytes) + b] = data[at + label_bytes + b]
-        at += head_bytes
-        for slot in range(counts.shape[1]):
-            at += 4
-            for _ in range(counts[i, slot]):
-                for b in range(key_bytes):
-                    keys[written + b] = data[at + b]
-                at += key_bytes
-                written += 8
-
-
-find_records = compiled(_find_records)
-copy_records = compiled(_copy_records)
+            result[NUM_WHOLE] = i
+            break
+        at += 1 if is_checked else 0
+        result[NEXT] = at
+    result[STATE] = state

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.training.hugectr.readers.block import Block, RecordShape, bags_of_counts
+from hotrow.training.hugectr.readers.block import Block, RecordShape, even_bags
 from inference_session.errors import ModelFormatError
 
-_RECORDS_PER_BLOCK = 1 << 16
 
-
-def read_raw(path: Path, shape: RecordShape, num_samples: int, *, float_label_dense: bool) -> Iterator[Block]:
-    """The records of a file, of which there must be `num_samples` at least; 0: all.
+def read_raw(
+    path: Path, shape: RecordShape, num_samples: int, *, float_label_dense: bool, num_wanted: Callable[[], int]
+) -> Iterator[Block]:
+    """The records of a file, of which there must be `num_samples` at least; 0: all. Blocks are as `num_wanted` says.
 
     Where labels and dense features are integers, dense features become log(feature + 1).
 
@@ -25,34 +25,38 @@ def read_raw(path: Path, shape: RecordShape, num_samples: int, *, float_label_de
         OSError: the file cannot be read.
     """
     num_bytes = path.stat().st_size
-    counts = _counts(shape, num_samples, num_bytes)
-    width = shape.label_dim + shape.dense_dim + int(counts.sum())
+    shape = _of_file(shape, num_samples, num_bytes)
+    width = shape.label_dim + shape.dense_dim + int(shape.most_keys.sum())
     num_records, rest = divmod(num_bytes, 4 * width)
     if num_samples > num_records or (rest and not num_samples):
         expected = f"{num_samples} records" if num_samples else "a whole number of records"
         raise ModelFormatError(f"{path}: {num_bytes} bytes; expected {expected} of {4 * width} bytes")
     records = np.memmap(path, "<i4", "r", shape=(num_records, width)) if num_records else np.empty((0, width), "<i4")
-    for begin in range(0, num_samples or num_records, _RECORDS_PER_BLOCK):
-        part = records[begin : min(begin + _RECORDS_PER_BLOCK, num_samples or num_records)]
-        yield _block(part, shape, counts, is_float=float_label_dense)
+    records, begin = records[: num_samples or num_records], 0
+    while begin < len(records):
+        part = np.asarray(records[begin : begin + num_wanted()])
+        begin += len(part)
+        yield _block(part, shape, is_float=float_label_dense)
 
 
-def _counts(shape: RecordShape, num_samples: int, num_bytes: int) -> NDArray[np.int64]:
-    """Keys of each slot: one, as HugeCTR reads this format, unless the file's size says nnz_per_slot."""
-    most = np.array([count for item in shape.sparse for count in item.nnz_per_slot], np.int64)
+def _of_file(shape: RecordShape, num_samples: int, num_bytes: int) -> RecordShape:
+    """Each slot has one key, as HugeCTR reads this format, unless the file's size says nnz_per_slot."""
     head = shape.label_dim + shape.dense_dim
-    if num_samples and num_bytes == 4 * num_samples * (head + int(most.sum())):
-        return most
-    return np.ones(shape.slot_num, np.int64)
+    if num_samples and num_bytes == 4 * num_samples * (head + int(shape.most_keys.sum())):
+        return shape
+    return replace(shape, sparse=tuple(replace(item, nnz_per_slot=(1,) * item.slot_num) for item in shape.sparse))
 
 
-def _block(part: NDArray[np.int32], shape: RecordShape, counts: NDArray[np.int64], *, is_float: bool) -> Block:
-    head = np.ascontiguousarray(part[:, : shape.label_dim + shape.dense_dim])
-    numbers: NDArray[Any] = head.view("<f4") if is_float else head.astype(np.float32)
-    dense = np.ascontiguousarray(numbers[:, shape.label_dim :])
-    keys = np.ascontiguousarray(part[:, shape.label_dim + shape.dense_dim :]).view("<u4").astype(np.int64)
-    return Block(
-        np.ascontiguousarray(numbers[:, : shape.label_dim]),
-        dense if is_float else np.log1p(dense),
-        bags_of_counts(keys.ravel(), np.tile(counts, (len(part), 1)), shape.sparse),
-    )
+def _block(part: NDArray[np.int32], shape: RecordShape, *, is_float: bool) -> Block:
+    numbers, keys = part.view("<f4") if is_float else part, part.view("<u4")
+    head = shape.label_dim + shape.dense_dim
+    dense = _copied(numbers[:, shape.label_dim : head])
+    if not is_float:
+        dense = np.log(np.add(dense, 1.0, out=dense), out=dense)  # NumPy's log1p takes three times as long
+    ends = np.cumsum([head, *(sum(item.nnz_per_slot) for item in shape.sparse)])
+    own = [keys[:, ends[i] : ends[i + 1]].astype(np.int64, order="C").ravel() for i in range(len(shape.sparse))]
+    return Block(_copied(numbers[:, : shape.label_dim]), dense, tuple(map(even_bags, shape.sparse, own)))
+
+
+def _copied(numbers: NDArray[np.generic]) -> NDArray[np.float32]:
+    return numbers.astype(np.float32, order="C")

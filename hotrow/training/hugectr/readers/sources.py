@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +15,8 @@ from hotrow.training.hugectr.readers.raw import read_raw
 from inference_session.errors import ConfigurationError, ModelFormatError
 from inference_session.importers.hugectr.data_source import DataSourceParams
 from inference_session.model_source.fetch import fetch
+
+_RECORDS_PER_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,8 @@ class Source:
     """The samples to read of a Raw file; 0: all."""
     data_source: DataSourceParams
 
-    def blocks(self) -> Iterator[Block]:
-        """All records once.
+    def blocks(self, num_wanted: Callable[[], int] = lambda: _RECORDS_PER_BLOCK) -> Iterator[Block]:
+        """All records once. A block of Norm or Raw has as many as `num_wanted` says; of Parquet it is a row group.
 
         Raises:
             ModelFormatError: a file is not what its format promises; names file and record or row group.
@@ -38,13 +40,14 @@ class Source:
         """
         if self.params.data_reader_type is DataReaderType_t.Raw:
             yield from read_raw(
-                self._local(self.place), self.shape, self.num_samples, float_label_dense=self.params.float_label_dense
-            )
+                self._local(self.place), self.shape, self.num_samples,
+                float_label_dense=self.params.float_label_dense, num_wanted=num_wanted,
+            )  # fmt: skip
             return
         for name in self._files():
             if self.params.data_reader_type is DataReaderType_t.Norm:
                 is_checked = self.params.check_type is Check_t.Sum
-                yield from read_norm(self._local(name), self.shape, is_checked=is_checked)
+                yield from read_norm(self._local(name), self.shape, is_checked=is_checked, num_wanted=num_wanted)
             else:
                 yield from self._parquet(name)
 

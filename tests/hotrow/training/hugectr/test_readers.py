@@ -105,7 +105,7 @@ def test_raw_files_are_read_with_their_own_numbers(tmp_path: Path, is_float: boo
     tools.write_raw(path, records.labels, records.dense, slots, is_float=is_float)
     found = source(path, record_shape, DataReaderType_t.Raw, num_samples=50, float_label_dense=is_float)
     (block,) = found.blocks()
-    dense = records.dense if is_float else np.log1p(records.dense)
+    dense = records.dense if is_float else np.log(records.dense + 1)
     np.testing.assert_array_equal(block.dense, dense)
     np.testing.assert_array_equal(block.labels, records.labels)
     keys = [sample[2] for sample in samples_of(block, record_shape)]
@@ -204,7 +204,7 @@ def test_more_keys_than_the_input_allows_are_named(tmp_path: Path) -> None:
         tmp_path / "a", records.labels, records.dense, records.slots, key_type=np.dtype("<i8"), is_checked=False
     )
     tools.write_file_list(tmp_path / "list.txt", [tmp_path / "a"])
-    with pytest.raises(ModelFormatError, match=r"record 0: slot 0 has 3 keys; nnz_per_slot .* allows 2"):
+    with pytest.raises(ModelFormatError, match=r"record 0 .*slot 0 has 3 keys; nnz_per_slot .* allows 2"):
         list(source(tmp_path / "list.txt", read).blocks())
     place = write_parquet_folder(tmp_path / "data", [records])
     with pytest.raises(ModelFormatError, match=r"0\.parquet: row group 0: column 'C1': row 0: 3 keys"):

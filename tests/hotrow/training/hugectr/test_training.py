@@ -23,11 +23,13 @@ from hotrow.training.hugectr import (
     Model,
     Optimizer_t,
     Update_t,
+    embedding,
 )
+from hotrow.training.hugectr.batch import DeviceBags
 from hotrow.training.hugectr.embedding import EmbeddingTable
 from hotrow.training.hugectr.metrics import Metrics, auc
 from hotrow.training.hugectr.optimizers import dense_rule
-from hotrow.training.hugectr.readers.block import Bags
+from hotrow.training.key_index import SortedIndex
 from inference_session.errors import ConfigurationError, ModelFormatError, UnsupportedModelError
 from tests.testing.hugectr_training_samples import SAMPLES, Sample, binary, layer, losses, make_data, make_model
 
@@ -87,6 +89,10 @@ def test_dense_optimizers_follow_their_formulas(kind: Optimizer_t) -> None:
     np.testing.assert_allclose(weight.numpy(), expected, atol=2e-5)
 
 
+def lists(keys: NDArray[np.int64], offsets: NDArray[np.int64]) -> DeviceBags:
+    return DeviceBags(torch.from_numpy(keys), slice(0, len(keys)), torch.from_numpy(offsets), None)
+
+
 @pytest.mark.parametrize("kind", Optimizer_t)
 @pytest.mark.parametrize("update", [Update_t.Local, Update_t.Global])
 @pytest.mark.parametrize("combiner", ["sum", "mean"])
@@ -100,13 +106,14 @@ def test_tables_follow_their_formulas(kind: Optimizer_t, update: Update_t, combi
         counts = random.integers(0, 4, 8)
         offsets = np.concatenate([[0], np.cumsum(counts)])
         keys = random.integers(-5, 5 + t, offsets[-1]) * 2**40
-        touched, places = table.touch(Bags(keys, offsets))
+        bags = lists(keys, offsets)
+        touched, places = table.touch(bags.keys)
         for key, vector in zip(table.keys.tolist(), table.weight.numpy().astype(np.float64), strict=True):
             if key not in weights:
                 assert (np.abs(vector) <= 0.05).all()
                 weights[key] = vector
                 states[key] = {name: np.full(dim, table.rule.first_state) for name in table.rule.state_names}
-        pooled = table.pool(touched.vectors, places, offsets)
+        pooled = table.pool(touched.vectors, places, bags)
         upstream = random.normal(size=(8, dim))
         gradients = {key: np.zeros(dim) for key in keys.tolist()}
         for bag in range(8):
@@ -133,14 +140,13 @@ def test_lazy_adam_makes_up_for_steps_in_which_a_row_was_not_touched() -> None:
     w, m, v, last = {}, {}, {}, {}  # type: ignore[var-annotated]
     for t in range(1, 20):
         keys = np.unique(random.integers(0, 6, 3))
-        touched, places = table.touch(Bags(keys, np.arange(len(keys) + 1)))
+        bags = lists(keys, np.arange(len(keys) + 1))
+        touched, places = table.touch(bags.keys)
         for key, vector in zip(table.keys.tolist(), table.weight.numpy().astype(np.float64), strict=True):
             if key not in w:
                 w[key], m[key], v[key], last[key] = vector, np.zeros(2), np.zeros(2), 1
         gradient = random.normal(size=(len(keys), 2))
-        table.pool(touched.vectors, places, np.arange(len(keys) + 1)).backward(
-            torch.tensor(gradient, dtype=torch.float32)
-        )
+        table.pool(touched.vectors, places, bags).backward(torch.tensor(gradient, dtype=torch.float32))
         assert touched.vectors.grad is not None
         with torch.no_grad():
             table.update(touched, touched.vectors.grad, 0.05)
@@ -160,11 +166,31 @@ def test_lazy_updates_are_for_adam_alone() -> None:
         EmbeddingTable("t", 2, "sum", optimizer(Optimizer_t.SGD, Update_t.LazyGlobal))
 
 
+def test_an_index_may_give_rows_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a GPU does: loaded rows, new rows and states still belong to their keys."""
+    found = []
+    keys, vectors = np.array([9, 2, 7, 2]), np.arange(8, dtype=np.float32).reshape(4, 2)
+    for create in (embedding.create_index, SortedIndex):
+        monkeypatch.setattr(embedding, "create_index", create)
+        table = EmbeddingTable("t", 2, "sum", optimizer(Optimizer_t.AdaGrad))
+        table.load(keys, vectors)
+        table.set_state(0, table.rows_of(np.array([7, 9])), np.ones((2, 2), np.float32))
+        touched, places = table.touch(torch.tensor([5, 2, 5, 1]))
+        table.pool(touched.vectors, places, lists(np.arange(4), np.arange(5))).sum().backward()
+        assert touched.vectors.grad is not None
+        with torch.no_grad():
+            table.update(touched, touched.vectors.grad, 0.1)
+        assert table.weight[table.rows_of(np.array([7])) - 1].tolist() == [[4.0, 5.0]]
+        rows = zip(table.keys.tolist(), table.weight.tolist(), table.states[0].tolist(), strict=True)
+        found.append(sorted(rows))
+    assert found[0] == found[1]
+
+
 def test_keys_never_trained_on_are_answered_with_zeros_and_get_no_row() -> None:
     table = EmbeddingTable("t", 4, "sum", optimizer(Optimizer_t.SGD))
-    table.touch(Bags(np.array([7, -7]), np.array([0, 1, 2])))
-    bags = Bags(np.array([8, 7, 2**62]), np.array([0, 1, 2, 3]))
-    found = table.pool(*table.find(bags), bags.offsets)
+    table.touch(torch.tensor([7, -7]))
+    bags = lists(np.array([8, 7, 2**62]), np.array([0, 1, 2, 3]))
+    found = table.pool(*table.find(bags.keys), bags)
     assert table.num_rows == 2
     assert not found[0].any()
     assert found[1].any()
