@@ -4,7 +4,8 @@ python -m benchmarks.hugectr_training [--batch-size N] [--rounds N] [--steps N] 
 
 Both train in turns, a few steps each. With one thread, processor time is measured, so that other work on the machine
 does not count; with more, and where there is a GPU, the clock. hotrow reads its batches from files in Norm format
-meanwhile; PyTorch's are ready in memory, on the GPU where there is one.
+meanwhile; PyTorch's are ready in memory, on the GPU where there is one. Afterwards the stages of hotrow's training are
+measured one by one: reading files, copying batches to the device, and steps whose batches are on the device.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import click
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 
 from hotrow.training import hugectr
 from hotrow.training.hugectr import DenseLayer, Layer_t
+from hotrow.training.hugectr.readers.batches import batches
 
 SLOT_SIZE = 4000
 EMBEDDING_DIM = 16
@@ -129,6 +132,19 @@ def direct_step(folder: Path, network: str, batch_size: int, update: hugectr.Upd
     return step
 
 
+def stages(model: hugectr.Model, batch_size: int) -> dict[str, Callable[[], object]]:
+    """The parts of training that can run side by side, each on its own."""
+    trainer = model._compiled("stages")
+    made = batches(model._source(train=True), batch_size, repeats=True)
+    read = [next(made) for _ in range(8)]
+    blocks, staged = cycle(read), cycle([trainer.staging.ahead(block) for block in read])
+    return {
+        "reading": lambda: next(made),
+        "copying": lambda: trainer.staging.ahead(next(blocks)),
+        "step": lambda: trainer.train(next(staged), 0.001),
+    }
+
+
 def seconds(step: Callable[[], object], num_steps: int, clock: Callable[[], float]) -> float:
     """Seconds of a step, as the mean over several."""
     _finish()
@@ -163,6 +179,7 @@ def main(batch_size: int, rounds: int, num_steps: int, threads: int) -> None:
                 times = compare(steps, rounds, partial(seconds, num_steps=num_steps, clock=clock))
                 model.get_data_reader_train().stop()
                 model.get_data_reader_eval().stop()
+                parts = compare(stages(model, batch_size), rounds, partial(seconds, num_steps=num_steps, clock=clock))
                 best = min(times["PyTorch"]) / min(times["hotrow"])
                 ours, theirs = (batch_size / statistics.median(taken) for taken in times.values())
                 print(
@@ -170,12 +187,14 @@ def main(batch_size: int, rounds: int, num_steps: int, threads: int) -> None:
                     f"{ours:,.0f} samples/s, PyTorch {theirs:,.0f}; ratio {ours / theirs:.2f} (best {best:.2f})",
                     flush=True,
                 )
+                speeds = {way: batch_size / statistics.median(taken) for way, taken in parts.items() if min(taken) > 0}
+                print("  apart: " + ", ".join(f"{way} {speed:,.0f}" for way, speed in speeds.items()), flush=True)
 
 
 def compare(
     steps: dict[str, Callable[[], object]], rounds: int, measure: Callable[[Callable[[], object]], float]
 ) -> dict[str, list[float]]:
-    """Seconds of a step in each round, of hotrow and of PyTorch."""
+    """Seconds of a step in each round, by way."""
     times: dict[str, list[float]] = {way: [] for way in steps}
     for round_number in range(rounds + 1):
         for way, step in steps.items():
