@@ -1,7 +1,7 @@
 """Loading code at low priority, so that the versions that serve meanwhile keep the processor.
 
-What a new process spends before it can open a version, almost half a second, goes almost all into importing Numba and
-its kernels. On Linux a thread may lower its own priority, but not raise it again: so a separate
+What a new process spends before it can open a version, about a third of a second, goes almost all into importing
+Numba, NumPy and ONNX Runtime. On Linux a thread may lower its own priority, but not raise it again: so a separate
 thread does that, and neither the thread that will serve nor those that a session starts are ever slowed down.
 """
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.training
 
 
 def keys_of(rows: Rows, slot: int) -> list[list[int]]:
-    keys, offsets = rows.slots[slot]
+    keys, offsets = rows.slots[slot].keys, rows.slots[slot].offsets
     return [keys[offsets[i] : offsets[i + 1]].tolist() for i in range(len(offsets) - 1)]
 
 
