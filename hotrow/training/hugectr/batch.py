@@ -64,9 +64,10 @@ class Staging:
         """A block with its tensors in GPU memory; on the processor the block itself. For the reading thread."""
         if self._device.type != "cuda":
             return block
-        with torch.cuda.stream(self._stream):
+        stream = self._stream
+        with torch.cuda.stream(stream):
             batch = self._copied(block)
-        self._stream.synchronize()
+        stream.synchronize()  # this one: readers of two data sets that begin at once may have made a stream each
         return replace(block, staged=batch)
 
     def take(self, block: Block) -> Batch:
