@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -59,15 +58,16 @@ class Staging:
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
         self._device = processes.device
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        """On which batches are copied ahead."""
 
     def ahead(self, block: Block) -> Block:
         """A block with its tensors in GPU memory; on the processor the block itself. For the reading thread."""
-        if self._device.type != "cuda":
+        if self._stream is None:
             return block
-        stream = self._stream
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(self._stream):
             batch = self._copied(block)
-        stream.synchronize()  # this one: readers of two data sets that begin at once may have made a stream each
+        self._stream.synchronize()
         return replace(block, staged=batch)
 
     def take(self, block: Block) -> Batch:
@@ -78,10 +78,6 @@ class Staging:
         for tensor in batch.tensors():
             tensor.record_stream(torch.cuda.current_stream(self._device))
         return batch
-
-    @cached_property
-    def _stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self._device)
 
     def _copied(self, block: Block) -> Batch:
         begin, end = self._processes.part(len(block))
