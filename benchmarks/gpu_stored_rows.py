@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.device.cuda import CudaDevice
-from inference_session.embedding_cache import cpu as cpu_cache
-from inference_session.embedding_cache import gpu_budget
+from inference_session.embedding_cache import cpu_budget, gpu_budget
+from inference_session.embedding_cache.cpu import CpuEmbeddingCache
 from inference_session.embedding_cache.gpu import GpuEmbeddingCache
 from inference_session.kernels.records import SEGMENT, Lookup, PoolingCode, address_of
 from inference_session.model_spec import TableSpec
@@ -99,7 +99,7 @@ def on_gpu(tables: Tables) -> StoredRows:
 
 def on_cpu(tables: Tables) -> StoredRows:
     """The same in host memory."""
-    cache = cpu_cache.CpuEmbeddingCache(tables.dims, cpu_cache.bytes_to_hold(tables.dims, tables.num_hot))
+    cache = CpuEmbeddingCache(tables.dims, cpu_budget.bytes_to_hold(tables.dims, tables.num_hot))
     return StoredRows(tables.specs, cache, ParameterServer([Tier("memory", tables.store)]))
 
 

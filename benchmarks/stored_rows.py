@@ -29,7 +29,8 @@ import numpy as np
 import redis
 from numpy.typing import NDArray
 
-from inference_session.embedding_cache.cpu import CpuEmbeddingCache, bytes_to_hold
+from inference_session.embedding_cache.cpu import CpuEmbeddingCache
+from inference_session.embedding_cache.cpu_budget import bytes_to_hold
 from inference_session.model_spec import TableSpec
 from inference_session.parameter_server.base import EmbeddingStore
 from inference_session.parameter_server.create import create_store

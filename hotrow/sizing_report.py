@@ -15,7 +15,7 @@ from rich.table import Table
 
 from hotrow.formatting import as_cell, in_units
 from inference_session.device.placement import Place
-from inference_session.embedding_cache.cpu import bytes_to_hold, rows_held
+from inference_session.embedding_cache.cpu_budget import bytes_to_hold, rows_held
 from inference_session.model_spec import ModelSpec, TableSpec
 from inference_session.sizing.cache_plan import CachePlan, CachePoint, TracedTable
 from inference_session.sizing.hit_rate import LruCurve, SamplingError, SimulatedCurve

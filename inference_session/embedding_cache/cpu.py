@@ -8,35 +8,88 @@ under way have ended. So a look-up never waits for a writer, and a writer waits 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from threading import Lock
 from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from inference_session.device.host import LINE_BYTES, zeros_at_line
-from inference_session.device.readers import Readers
-from inference_session.embedding_cache.base import check_range
-from inference_session.embedding_cache.host import HostCache
+from inference_session.device.host import HOST, Readers, zeros_at_line
+from inference_session.embedding_cache import cpu_budget
+from inference_session.embedding_cache.base import EmbeddingCache, Misses, check_range
+from inference_session.embedding_cache.missing_rows import MissingRows, empty_tables
 from inference_session.embedding_cache.stats import RowCounts
 from inference_session.errors import ConfigurationError, InvalidRequestError
 from inference_session.kernels.cpu import cache as cpu_cache
 from inference_session.kernels.cpu import lookup as cpu
 from inference_session.kernels.cpu.cache import CacheArrays
-from inference_session.kernels.cpu.hash_index import BUCKET_BYTES, MAX_ROWS
-from inference_session.kernels.records import MAX_MARK, TABLE, VectorCode, address_of, table_record
+from inference_session.kernels.cpu.hash_index import BUCKET_BYTES
+from inference_session.kernels.cpu.lookup import NO_POSITIONS
+from inference_session.kernels.records import (
+    MAX_MARK,
+    SEGMENT,
+    TABLE,
+    Lookup,
+    PoolingCode,
+    VectorCode,
+    address_of,
+    table_record,
+)
 from inference_session.model_spec import VectorType, bytes_per_row
 from inference_session.tables.quantized_rows import quantize_int8
 
-ROWS_PER_BUCKET = 6
-"""Half of its slots, so that a bucket hardly ever overflows."""
-GHOSTS_PER_ROW = 2
-_SPARE_PARTS, _MAX_SPARE_ROWS = 16, 4096
-"""One row in this many is kept free for writers, up to a limit."""
-_MOST_ROWS = MAX_ROWS - cpu_cache.NUM_LISTS
 _AS_COMPILED: tuple[Literal["C"], Literal["A"], Literal["W"]] = ("C", "A", "W")
 """Arrays of any other kind, such as views of a message's bytes, would make Numba compile the kernels again."""
+
+
+class HostCache(EmbeddingCache):
+    """A cache whose rows the CPU kernels read."""
+
+    device = HOST
+
+    def __init__(self, dims: Mapping[str, int], *, num_threads: int = 1) -> None:
+        """`num_threads`: threads over which a large look-up is split."""
+        super().__init__(dims)
+        self.num_threads = num_threads
+        self._num_missing = np.zeros(len(dims), np.int64)
+        MissingRows(self._dims, np.zeros(0, SEGMENT), NO_POSITIONS, NO_POSITIONS).write(NO_POSITIONS)  # compiles
+
+    @abstractmethod
+    def reading(self) -> AbstractContextManager[NDArray[np.void]]:
+        """TABLE records, in the order of `dims`, for calls of the look-up kernel while the context lasts.
+
+        Keep the context short, and do not write to the cache inside it: writers wait for it to end.
+        """
+
+    def look_up(self, lookup: Lookup) -> int:
+        """See EmbeddingCache."""
+        positions = np.empty(lookup.num_keys.sum(), np.int64)
+        with self.reading() as records:
+            num_missing = cpu.look_up(records, lookup.segments, lookup.num_unknown, positions, self.num_threads)
+        lookup.missing_positions = positions[:num_missing]
+        self._count(lookup, num_missing)
+        return num_missing
+
+    def _count(self, lookup: Lookup, num_missing: int) -> None:
+        """Count keys and missing ones in one step: else readers would first see all as hits, then fewer."""
+        asked = self._by_table(lookup.segments, lookup.num_keys)
+        missing = self._by_table(lookup.segments, lookup.num_unknown) if num_missing else 0
+        with self._count_lock:
+            self._num_keys += asked
+            self._num_missing += missing
+
+    def misses(self, lookup: Lookup) -> Iterator[Misses]:
+        """See EmbeddingCache: all of it at once."""
+        positions = lookup.missing_positions
+        if positions is not None and len(positions):
+            yield _HostMisses(self, lookup, positions)
+
+    def _lookup_counts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        with self._count_lock:
+            return self._num_keys.copy(), self._num_missing.copy()
 
 
 class CpuEmbeddingCache(HostCache):
@@ -69,15 +122,13 @@ class CpuEmbeddingCache(HostCache):
             raise ConfigurationError(f"dtype {dtype!r} is not one of {', '.join(get_args(VectorType))}")
         self.cache_bytes = cache_bytes
         self.dtype = dtype
-        row_bytes = [bytes_per_row(dim, dtype) for dim in dims.values()]
-        limits = [_rows_to_hold((num_rows or {}).get(table, _MOST_ROWS)) for table in dims]
-        rows = _rows_per_table(cache_bytes, row_bytes, limits)
+        rows = cpu_budget.rows_per_table(dims, cache_bytes, num_rows, dtype)
         try:
-            self.arrays = {t: allocate(n, size) for t, n, size in zip(dims, rows, row_bytes, strict=True)}
+            self.arrays = {t: allocate(n, bytes_per_row(dims[t], dtype)) for t, n in rows.items()}
         except MemoryError as error:
             message = f"cache_bytes is {cache_bytes}, more memory than this process can allocate: {error}"
             raise ConfigurationError(message) from error
-        self._capacities = {table: n - _spare_rows(n) for table, n in zip(dims, rows, strict=True)}
+        self._capacities = {table: n - cpu_budget.spare_rows(n) for table, n in rows.items()}
         self.records = _describe(self.arrays.values(), dims.values(), dtype)
         """TABLE records of them, which look-ups read."""
         self.readers = Readers()
@@ -180,86 +231,82 @@ class CpuEmbeddingCache(HostCache):
             self._check(table)
             arrays = self.arrays[table]
             rows = arrays.counts[cpu_cache.SMALL] + arrays.counts[cpu_cache.MAIN]
-            num_bytes = _num_bytes(len(arrays.keys), arrays.vectors.shape[1])
+            num_bytes = cpu_budget.table_bytes(len(arrays.keys), arrays.vectors.shape[1])
             inserts, updates, evictions, erases = arrays.events.tolist()
             return RowCounts(inserts, updates, evictions, erases, int(rows), self._capacities[table], num_bytes)
 
 
-def bytes_to_hold(dims: Mapping[str, int], num_rows: Mapping[str, int], dtype: VectorType = "float32") -> int:
-    """The cache_bytes that a cache for this many rows of each table takes."""
-    return sum(_num_bytes(_rows_to_hold(num_rows[table]), bytes_per_row(dim, dtype)) for table, dim in dims.items())
+class _HostMisses(Misses):
+    """The missing keys of a look-up in host memory."""
+
+    def __init__(self, cache: HostCache, lookup: Lookup, positions: NDArray[np.int64]) -> None:
+        self._cache = cache
+        self._lookup = lookup
+        self._dims = np.array(list(cache.dims.values()), np.int64)
+        self.rows = MissingRows(self._dims, lookup.segments, lookup.num_unknown.copy(), positions)
+
+    def complete(self) -> Misses | None:
+        """See Misses."""
+        lookup, rows = self._lookup, self.rows
+        lookup.num_unknown[:] = 0
+        rows.write(lookup.num_unknown)
+        pooled = np.flatnonzero((lookup.segments["pooling"] != PoolingCode.NONE) & (rows.counts > 0))
+        if len(pooled) and self._pool_again(lookup.segments[pooled]):
+            return _PooledMisses(self._cache, self._dims, lookup, pooled)
+        return None
+
+    def _pool_again(self, segments: NDArray[np.void]) -> int:
+        """Look pooled segments up again, now with the missing rows; returns how many keys are missing still, because
+        the cache has dropped their rows meanwhile.
+        """
+        with self._cache.reading() as records:
+            tables = np.concatenate([records, self.rows.records])
+            tables["next_table"][: len(records)] = np.arange(len(records), len(tables))
+            num_missing = np.zeros(len(segments), np.int64)
+            return cpu.look_up(tables, segments, num_missing, NO_POSITIONS, self._cache.num_threads)
 
 
-def rows_held(
-    dims: Mapping[str, int],
-    cache_bytes: int,
-    num_rows: Mapping[str, int] | None = None,
-    dtype: VectorType = "float32",
-) -> dict[str, int]:
-    """The rows of each table that a cache of this many bytes keeps; ConfigurationError where it cannot keep any."""
-    row_bytes = [bytes_per_row(dim, dtype) for dim in dims.values()]
-    limits = [_rows_to_hold((num_rows or {}).get(table, _MOST_ROWS)) for table in dims]
-    rows = _rows_per_table(cache_bytes, row_bytes, limits)
-    return {table: n - _spare_rows(n) for table, n in zip(dims, rows, strict=True)}
+class _PooledMisses(Misses):
+    """Pooled segments, without the cache: all their keys are fetched, so that no row can vanish in between."""
+
+    def __init__(self, cache: HostCache, dims: NDArray[np.int64], lookup: Lookup, segments: NDArray[np.intp]) -> None:
+        """`segments`: which of the look-up's."""
+        self._lookup, self._places, self._num_threads = lookup, segments, cache.num_threads
+        self._segments, num_keys = lookup.segments[segments], lookup.num_keys[segments]
+        positions = np.empty(num_keys.sum(), np.int64)
+        counts = np.zeros_like(num_keys)
+        cpu.look_up(empty_tables(dims), self._segments, counts, positions, self._num_threads)
+        self.rows = MissingRows(dims, self._segments, num_keys, positions)
+
+    def complete(self) -> None:
+        """See Misses."""
+        num_unknown = np.zeros(len(self._segments), np.int64)
+        self.rows.write(num_unknown)
+        cpu.look_up(self.rows.records, self._segments, np.zeros_like(num_unknown), NO_POSITIONS, self._num_threads)
+        self._lookup.num_unknown[self._places] = num_unknown
 
 
 def count_hits(keys: NDArray[np.int64], *, capacity: int) -> int:
     """How many of the keys, int64 [n], a cache made to hold this many rows (bytes_to_hold) would have had, if it
     got each missing one at once.
     """
-    num_rows = _rows_to_hold(capacity)
+    num_rows = cpu_budget.rows_to_hold(capacity)
     arrays = allocate(num_rows, row_bytes=0)
     asked = np.require(keys, np.int64, _AS_COMPILED)
-    return int(cpu_cache.replay_keys(arrays, num_rows - _spare_rows(num_rows), asked))
-
-
-def _rows_to_hold(num_rows: int) -> int:
-    """Rows, spare ones included, that a table of this many rows needs."""
-    return min(num_rows + min(num_rows // (_SPARE_PARTS - 1), _MAX_SPARE_ROWS) + 2, _MOST_ROWS)
-
-
-def _spare_rows(num_rows: int) -> int:
-    return min(max(num_rows // _SPARE_PARTS, 1), _MAX_SPARE_ROWS)
-
-
-def _rows_per_table(cache_bytes: int, row_bytes: Sequence[int], limits: Sequence[int]) -> list[int]:
-    """The same number of rows for each table, or its limit, such that all fit."""
-    least = sum(_num_bytes(2, size) for size in row_bytes)
-    if cache_bytes < least:
-        raise ConfigurationError(
-            f"cache_bytes is {cache_bytes}, too little for {len(row_bytes)} tables: set at least {least}, or 0 "
-            "for no cache"
-        )
-    rows = list(limits)
-    low, high = 2, max(limits, default=2)
-    while low < high:
-        middle = (low + high + 1) // 2
-        rows = [min(middle, limit) for limit in limits]
-        fits = sum(_num_bytes(n, size) for n, size in zip(rows, row_bytes, strict=True)) <= cache_bytes
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return [min(low, limit) for limit in limits]
-
-
-def _num_bytes(num_rows: int, row_bytes: int) -> int:
-    """The memory of a table with this many rows."""
-    num_buckets = -(-num_rows // ROWS_PER_BUCKET)
-    per_row = row_bytes + 8 + 1 + 1 + 2 * 4 + 2 * GHOSTS_PER_ROW
-    heads_and_counts = cpu_cache.NUM_LISTS * (2 * 4 + 8) + 8 * cpu_cache.NUM_EVENTS
-    return num_buckets * BUCKET_BYTES + num_rows * per_row + heads_and_counts + 2 * LINE_BYTES + TABLE.itemsize
+    return int(cpu_cache.replay_keys(arrays, num_rows - cpu_budget.spare_rows(num_rows), asked))
 
 
 def allocate(num_rows: int, row_bytes: int) -> CacheArrays:
     """The memory of an empty cache of one table."""
-    num_buckets = -(-num_rows // ROWS_PER_BUCKET)
     arrays = CacheArrays(
-        buckets=zeros_at_line(num_buckets, BUCKET_BYTES),
+        buckets=zeros_at_line(cpu_budget.buckets_of(num_rows), BUCKET_BYTES),
         keys=np.zeros(num_rows, np.int64),
         vectors=zeros_at_line(num_rows, row_bytes),
         marks=np.zeros(num_rows, np.uint8),
         lists=np.zeros(num_rows, np.uint8),
         links=np.zeros((num_rows + cpu_cache.NUM_LISTS, 2), np.uint32),
         counts=np.zeros(cpu_cache.NUM_LISTS, np.int64),
-        ghosts=np.zeros(GHOSTS_PER_ROW * num_rows, np.uint16),
+        ghosts=np.zeros(cpu_budget.GHOSTS_PER_ROW * num_rows, np.uint16),
         events=np.zeros(cpu_cache.NUM_EVENTS, np.int64),
     )
     cpu_cache.link_all_free(arrays)

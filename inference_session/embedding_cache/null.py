@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from inference_session.embedding_cache.host import HostCache
+from inference_session.embedding_cache.cpu import HostCache
 from inference_session.embedding_cache.missing_rows import empty_tables
 from inference_session.embedding_cache.stats import RowCounts
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from inference_session.errors import HotrowError, StoreError, UnavailableError
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest, LateError
-from inference_session.parameter_server.keys_by_table import KeysByTable
+from inference_session.parameter_server.write_log import KeysByTable
 
 STEADY_S = 10.0
 """A tier that was back for less than this is unsteady, and left out for longer each time."""

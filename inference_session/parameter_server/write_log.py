@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.parameter_server.keys_by_table import KeysByTable
-
 MAX_WRITTEN_KEYS = 1 << 18
 """Different keys of a table that are remembered for the case that a volatile store loses what was written to it."""
 _PLACE_BITS = 20
@@ -77,6 +75,65 @@ class WriteLog:
     def any_written(self, places: NDArray[np.int64], since: int) -> bool:
         """Whether any of the rows may have been written since a moment."""
         return bool(len(places)) and (self._all_written_at > since or int(self._written_at[places].max()) > since)
+
+
+class KeysByTable:
+    """Sets of keys by table that stay small: of too many keys only the table is remembered. Not thread-safe."""
+
+    def __init__(self, max_keys: int) -> None:
+        """`max_keys`: different keys of a table that are remembered; more of them count as all keys of the table."""
+        self._max_keys = max_keys
+        self._parts: dict[str, list[NDArray[np.int64]] | None] = {}
+        """None: all keys of the table."""
+        self._num_keys: dict[str, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def add(self, table: str, keys: NDArray[np.int64] | None) -> None:
+        """Add keys of a table, int64 [n]; None: all of its keys."""
+        parts = self._parts.get(table, [])
+        if keys is None or parts is None:
+            self._parts[table] = None
+        elif len(keys):
+            parts.append(keys.copy())
+            self._num_keys[table] = self._num_keys.get(table, 0) + len(keys)
+            self._parts[table] = parts
+            if self._num_keys[table] > self._max_keys:
+                self._merge(table, parts)
+
+    def as_dict(self) -> dict[str, NDArray[np.int64] | None]:
+        """All tables, with their keys, each once; None: all keys of the table."""
+        return {
+            table: None if parts is None else np.unique(np.concatenate(parts)) for table, parts in self._parts.items()
+        }
+
+    def take(self, max_keys: int) -> tuple[str, NDArray[np.int64] | None]:
+        """Some keys of a table, or None for all of its keys. They are forgotten unless they are added again."""
+        table, parts = next(iter(self._parts.items()))
+        if parts is None:
+            self._remove(table)
+            return table, None
+        taken = [parts.pop()]
+        while parts and sum(map(len, taken)) + len(parts[-1]) <= max_keys:
+            taken.append(parts.pop())
+        keys = np.concatenate(taken)
+        if len(keys) > max_keys:
+            parts.append(keys[max_keys:])
+        self._num_keys[table] -= len(keys[:max_keys])
+        if not parts:
+            self._remove(table)
+        return table, keys[:max_keys]
+
+    def _merge(self, table: str, parts: list[NDArray[np.int64]]) -> None:
+        """Keep each key once; if too many are left to repeat this often, count all keys."""
+        keys = np.unique(np.concatenate(parts))
+        self._parts[table] = [keys] if len(keys) <= self._max_keys // 2 else None
+        self._num_keys[table] = len(keys)
+
+    def _remove(self, table: str) -> None:
+        del self._parts[table]
+        self._num_keys.pop(table, None)
 
 
 @dataclass(frozen=True)

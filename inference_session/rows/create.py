@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, cast
 from inference_session.config import SessionConfig
 from inference_session.device.base import Device
 from inference_session.device.host import HOST
-from inference_session.embedding_cache import gpu_budget
+from inference_session.embedding_cache import cpu_budget, gpu_budget
 from inference_session.embedding_cache.base import EmbeddingCache
-from inference_session.embedding_cache.cpu import CpuEmbeddingCache, bytes_to_hold
+from inference_session.embedding_cache.cpu import CpuEmbeddingCache
 from inference_session.embedding_cache.null import NullEmbeddingCache
 from inference_session.model_spec import ModelSpec
 from inference_session.parameter_server.create import create_parameter_server
@@ -54,7 +54,8 @@ def resolved_cache_bytes(spec: ModelSpec, config: SessionConfig, *, on_device: b
         return 0
     dims = {table.folder: table.embedding_dim for table in spec.tables}
     parts = {table.folder: math.ceil(table.num_rows * config.cache_fraction) for table in spec.tables}
-    return gpu_budget.bytes_to_hold(dims, parts) if on_device else bytes_to_hold(dims, parts)
+    bytes_to_hold = gpu_budget.bytes_to_hold if on_device else cpu_budget.bytes_to_hold
+    return bytes_to_hold(dims, parts)
 
 
 def _stored_rows(version: VersionDirectory, config: SessionConfig, devices: Sequence[Device]) -> list[Rows]:

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.device.base import Device
-from inference_session.device.host import HOST
-from inference_session.device.readers import Readers
+from inference_session.device.host import HOST, Readers
 from inference_session.kernels.cpu import lookup as cpu
 from inference_session.kernels.cpu.lookup import NO_POSITIONS
 from inference_session.kernels.cpu.updated_table import UpdatedArrays, count_deleted

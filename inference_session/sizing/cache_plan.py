@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from inference_session.embedding_cache.cpu import bytes_to_hold, rows_held
+from inference_session.embedding_cache.cpu_budget import bytes_to_hold, rows_held
 from inference_session.sizing.hit_rate import HitRateCurve
 
 _KIB, _MIB = 1 << 10, 1 << 20

@@ -7,8 +7,7 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.device.host import zeros_at_line
-from inference_session.device.readers import Readers
+from inference_session.device.host import Readers, zeros_at_line
 from inference_session.kernels.cpu.hash_index import BUCKET_BYTES
 from inference_session.kernels.cpu.updated_table import (
     FREE,

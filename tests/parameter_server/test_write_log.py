@@ -1,4 +1,4 @@
-"""WriteLog: at least all rows that were written since a moment."""
+"""WriteLog: at least all rows that were written since a moment. KeysByTable: each key added is taken once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_session.parameter_server.write_log import WriteLog
+from inference_session.parameter_server.write_log import KeysByTable, WriteLog
 
 TABLES = st.sampled_from(["user", "item"])
 KEYS = st.lists(st.integers(-5, 5) | st.integers(-(2**63), 2**63 - 1), max_size=6).map(
@@ -84,3 +84,43 @@ def test_writers_at_the_same_time_are_all_counted() -> None:
     assert log.moment == 2000
     assert log.written("user", keys, 1999).all()
     assert not log.written("user", keys, 2000).any()
+
+
+@given(adds=st.lists(st.tuples(TABLES, st.none() | KEYS), max_size=12), max_keys=st.integers(1, 5))
+def test_what_is_added_is_taken_in_pieces(adds: list[tuple[str, np.ndarray | None]], max_keys: int) -> None:
+    """In pieces of the size asked for; a table of which all keys were added comes as a whole."""
+    unwritten = KeysByTable(1_000_000)
+    for table, keys in adds:
+        unwritten.add(table, keys)
+    whole = {table for table, keys in adds if keys is None}
+    expected = [(t, key) for t, keys in adds if t not in whole and keys is not None for key in keys.tolist()]
+
+    taken: list[tuple[str, int]] = []
+    while unwritten:
+        table, keys = unwritten.take(max_keys)
+        if keys is None:
+            whole.remove(table)
+        else:
+            assert 0 < len(keys) <= max_keys
+            taken += [(table, key) for key in keys.tolist()]
+
+    assert sorted(taken) == sorted(expected)
+    assert not whole
+
+
+def test_too_many_keys_become_all_keys() -> None:
+    """Different keys: the same keys, added again and again, stay single keys."""
+    unwritten = KeysByTable(20)
+    for _ in range(50):
+        unwritten.add("same", np.arange(5))
+        unwritten.add("other", np.arange(3))
+    for begin in range(0, 50, 5):
+        unwritten.add("many", np.arange(begin, begin + 5))
+
+    listed = {table: None if keys is None else set(keys.tolist()) for table, keys in unwritten.as_dict().items()}
+    taken: dict[str, set[int] | None] = {}
+    while unwritten:
+        table, keys = unwritten.take(1000)
+        taken[table] = None if keys is None else set(keys.tolist())
+    assert taken == {"same": set(range(5)), "other": set(range(3)), "many": None}
+    assert listed == taken

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from inference_session.embedding_cache.cpu import CpuEmbeddingCache, bytes_to_hold, count_hits, rows_held
+from inference_session.embedding_cache.cpu import CpuEmbeddingCache, count_hits
+from inference_session.embedding_cache.cpu_budget import bytes_to_hold, rows_held
 from inference_session.sizing.cache_plan import CachePlan, TracedTable
 from inference_session.sizing.hit_rate import LruCurve, SamplingError, SimulatedCurve
 from inference_session.sizing.key_sample import KeySample
