@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from inference_session.errors import UnavailableError
+from triton_backend.launcher.ports import reserved_ports
 
 _PATIENCE_S = 60.0
 
@@ -23,17 +24,18 @@ def started_broker() -> Iterator[str]:
         UnavailableError: the package is not installed, or its broker does not start.
     """
     binary = _binary()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    address = f"tcp://127.0.0.1:{port}"
-    arguments = ["--listener-url", address, "--advertised-listener-url", address, "--storage-engine", "memory://tansu/"]
-    process = subprocess.Popen([binary, "broker", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        _wait(process, port)
-        yield f"kafka://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
+    with reserved_ports({"--broker": ("127.0.0.1", 0)}) as ports:
+        [port] = ports.values()
+        address = f"tcp://127.0.0.1:{port}"
+        urls = ["--listener-url", address, "--advertised-listener-url", address]
+        command = [binary, "broker", *urls, "--storage-engine", "memory://tansu/"]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            _wait(process, port)
+            yield f"kafka://127.0.0.1:{port}"
+        finally:
+            process.kill()
+            process.wait()
 
 
 def _binary() -> str:

@@ -39,7 +39,7 @@ from triton_backend.launcher.installation import (
     find_installation,
     libpython_directory,
 )
-from triton_backend.launcher.ports import resolve_ports
+from triton_backend.launcher.ports import reserved_ports
 from triton_backend.launcher.reaper import SHARED_MEMORY
 from triton_backend.repository.in_place import InPlaceModel, in_place_backend, read_model_folder
 from triton_backend.repository.model_config import CONFIG_FILE, ModelConfig, configured_cache_bytes
@@ -271,11 +271,11 @@ def _ports(plan: Plan) -> Iterator[Finding]:
 
 def _port(host: str, flag: str, port: int) -> Finding:
     try:
-        resolve_ports({flag: (host, port)})
+        with reserved_ports({flag: (host, port)}):
+            return Finding(f"port {port}", "ok", f"free on {host}")
     except ConfigurationError as error:
         message, _, fix = str(error).partition("; ")
         return Finding(f"port {port}", "problem", message, f"{fix}, or stop the process that listens there (ss -ltnp)")
-    return Finding(f"port {port}", "ok", f"free on {host}")
 
 
 def _limits() -> Iterator[Finding]:

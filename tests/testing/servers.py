@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +33,7 @@ MASTER_NAME = "rows"
 """What sentinels call their master."""
 _BUS = 10_000
 """How far above its port a node of a Cluster listens for others."""
+_MAX_RESERVED = 200
 _OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -54,8 +56,12 @@ def _packaged(package: str, pattern: str) -> str | None:
     return next((str(path) for folder in folders for path in Path(folder).glob(pattern)), None)
 
 
+_reserved: deque[socket.socket] = deque()
+"""Sockets that are bound to the ports given last; they do not listen, so that a server with SO_REUSEADDR can."""
+
+
 def free_port() -> int:
-    """A port that is free, and so is that of its Cluster bus.
+    """A port that is free, and so is that of its Cluster bus; for a while no other test or program is given them.
 
     If possible, neither is one that the kernel gives to outgoing connections: a client that connects again
     and again while no process listens may be given that port itself, and then no server can listen there.
@@ -64,10 +70,22 @@ def free_port() -> int:
     ports = range(_BUS, lowest_outgoing - _BUS) if lowest_outgoing > 2 * _BUS + 2000 else range(20_000, 45_000)
     while True:
         port = random.SystemRandom().choice(ports)
-        with contextlib.suppress(OSError), socket.socket() as one, socket.socket() as two:
-            one.bind(("127.0.0.1", port))
-            two.bind(("127.0.0.1", port + _BUS))
+        with contextlib.suppress(OSError):
+            _reserve(port)
             return port
+
+
+def _reserve(port: int) -> None:
+    """OSError if a socket is bound to the port, or to that of the bus, even if it does not listen."""
+    for number in (port, port + _BUS):
+        with socket.socket() as unshared:
+            unshared.bind(("127.0.0.1", number))
+    for number in (port, port + _BUS):
+        _reserved.append(socket.socket())
+        _reserved[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _reserved[-1].bind(("127.0.0.1", number))
+    while len(_reserved) > _MAX_RESERVED:
+        _reserved.popleft().close()
 
 
 class RedisServer:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
@@ -16,7 +17,7 @@ from triton_backend.client import probe
 from triton_backend.client.server import RESTRICTED_HEADER
 from triton_backend.client.tls import ServerTls
 from triton_backend.launcher.installation import Installation
-from triton_backend.launcher.ports import resolve_ports
+from triton_backend.launcher.ports import reserved_ports
 from triton_backend.repository.servable import ServableModel, is_plain, ps_json_variables
 
 EXIT_TIMEOUT_S = 5
@@ -129,14 +130,19 @@ class ServerCommand:
         )
 
 
-def with_ports(options: ServerOptions) -> ServerOptions:
-    """Options whose ports are free, chosen where they were 0; ConfigurationError where one is taken."""
+@contextlib.contextmanager
+def with_ports(options: ServerOptions) -> Iterator[ServerOptions]:
+    """Options whose ports are reserved until the context ends, chosen where they were 0.
+
+    Raises:
+        ConfigurationError: one is taken.
+    """
     wanted = {f"--{name}-port": (options.host_of(name), options.port_of(name)) for name in get_args(Endpoint)}
     inner = dict.fromkeys(("inner HTTP", "inner gRPC"), (THIS_MACHINE, 0))
-    http, grpc, metrics, *inner_ports = resolve_ports({**wanted, **inner}).values()
-    return replace(
-        options, http_port=http, grpc_port=grpc, metrics_port=metrics, inner_ports=(inner_ports[0], inner_ports[1])
-    )
+    with reserved_ports({**wanted, **inner}) as ports:
+        http, grpc, metrics, inner_http, inner_grpc = ports.values()
+        inner_ports = (inner_http, inner_grpc)
+        yield replace(options, http_port=http, grpc_port=grpc, metrics_port=metrics, inner_ports=inner_ports)
 
 
 def plain_path(repository: Path, folder: Path) -> Path:

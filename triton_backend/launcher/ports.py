@@ -1,11 +1,11 @@
-"""Checks ports before a server is started: it would notice a taken one only after loading its models."""
+"""Reserves ports before a server is started: it would notice a taken one only after loading its models."""
 
 from __future__ import annotations
 
 import contextlib
 import random
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from inference_session.errors import ConfigurationError
 
@@ -14,39 +14,59 @@ _FREE = range(20_000, 30_000)
 _NUM_TRIALS = 5
 
 
-def resolve_ports(wanted: Mapping[str, tuple[str, int]]) -> dict[str, int]:
-    """The ports by the name of their flag, 0 resolved to a free one.
+@contextlib.contextmanager
+def reserved_ports(wanted: Mapping[str, tuple[str, int]]) -> Iterator[dict[str, int]]:
+    """The ports by the name of their flag, 0 resolved to a free one. Nobody else is given them until the context ends.
+
+    A socket is bound to each port, but does not listen. So a server that names the port and sets SO_REUSEADDR, as
+    servers do, can listen there, also after a restart. The kernel and other callers of this function choose other
+    ports.
 
     Raises:
         ConfigurationError: one is taken, by another program or by another of these; the message names it.
     """
-    with contextlib.ExitStack() as stack:  # all are held until the last one is known, so that no two are the same
-        given = {flag: _listen(stack, host, port, flag) for flag, (host, port) in wanted.items() if port}
-        chosen = {flag: _choose(stack, host, flag) for flag, (host, port) in wanted.items() if not port}
-        return {flag: (given | chosen)[flag] for flag in wanted}
+    with contextlib.ExitStack() as listeners:  # all listen until the last one is known, so that no two are the same
+        given = {flag: _listen(listeners, host, port, flag) for flag, (host, port) in wanted.items() if port}
+        chosen = {flag: _choose(listeners, host, flag) for flag, (host, port) in wanted.items() if not port}
+        ports = {flag: (given | chosen)[flag] for flag in wanted}
+    with contextlib.ExitStack() as holders:
+        for flag, port in ports.items():
+            holders.enter_context(_bound(wanted[flag][0], port, flag))
+        yield ports
 
 
-def _choose(stack: contextlib.ExitStack, host: str, flag: str) -> int:
-    """A free port, if possible one that the kernel does not give to an outgoing connection.
-
-    The server listens only after it has loaded its models. Until then any connection that some process opens may get
-    a port that the kernel chose for us.
-    """
-    for port in random.SystemRandom().sample(_FREE, _NUM_TRIALS):
+def _choose(listeners: contextlib.ExitStack, host: str, flag: str) -> int:
+    """A free port, if possible one that the kernel does not give to an outgoing connection."""
+    for port in random.SystemRandom().sample(_FREE, min(_NUM_TRIALS, len(_FREE))):
         with contextlib.suppress(ConfigurationError):
-            return _listen(stack, host, port, flag)
-    return _listen(stack, host, 0, flag)
+            _bound(host, port, flag, shared=False).close()  # nobody has reserved it
+            return _listen(listeners, host, port, flag)
+    return _listen(listeners, host, 0, flag)
 
 
-def _listen(stack: contextlib.ExitStack, host: str, port: int, flag: str) -> int:
+def _listen(listeners: contextlib.ExitStack, host: str, port: int, flag: str) -> int:
+    listener = listeners.enter_context(_bound(host, port, flag))
+    try:
+        listener.listen()
+    except OSError as error:
+        raise _unusable(host, port, flag, error) from error
+    return int(listener.getsockname()[1])
+
+
+def _bound(host: str, port: int, flag: str, *, shared: bool = True) -> socket.socket:
+    """A socket bound to a port; `shared`: others that do not listen may be bound to it, too."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
-        listener = stack.enter_context(socket.socket(family, kind))
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
-        listener.bind((address[0], port, *address[2:]))
-        listener.listen()
+        with contextlib.ExitStack() as failed:
+            bound = failed.enter_context(socket.socket(family, kind))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(shared))
+            bound.bind((address[0], port, *address[2:]))
+            failed.pop_all()
+            return bound
     except (OSError, OverflowError) as error:
-        raise ConfigurationError(
-            f"port {port} of {host} cannot be used: {getattr(error, 'strerror', error)}; choose another by {flag}"
-        ) from error
-    return int(listener.getsockname()[1])
+        raise _unusable(host, port, flag, error) from error
+
+
+def _unusable(host: str, port: int, flag: str, error: Exception) -> ConfigurationError:
+    reason = getattr(error, "strerror", error)
+    return ConfigurationError(f"port {port} of {host} cannot be used: {reason}; choose another by {flag}")

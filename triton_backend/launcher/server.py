@@ -1,7 +1,7 @@
 """A tritonserver as a child process: started with safe flags, watched, and stopped with nothing left behind.
 
 This module works around what the server does not do:
-* it finds a taken port only after it has loaded its models; the ports are tried first;
+* it finds a taken port only after it has loaded its models; the ports are reserved first;
 * a client's idle HTTP connection keeps it from unloading on SIGTERM, so models are unloaded before SIGTERM is sent;
 * killed, it leaves its stub processes and their shared memory: it runs in a separate process group, and names its
   shared memory by a unique prefix, so that both can be found, by a reaper if we have been killed as well;
@@ -126,7 +126,8 @@ class TritonServer:
             )
             if _hide(repository, models) or any(model.backend in IN_PLACE_BACKENDS for model in models):
                 repository = cleanup.enter_context(_adapted(repository, folder / VIEW_FOLDER))
-            options = with_ports(replace(options, repository=plain_path(repository, folder)))
+            options = replace(options, repository=plain_path(repository, folder))
+            options = cleanup.enter_context(with_ports(options))
             command = ServerCommand.of(options, installation, backends, folder)
             cleanup.enter_context(_reaper(command.memory_prefix, folder))
             command.heartbeats.mkdir()
