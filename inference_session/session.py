@@ -181,7 +181,8 @@ class InferenceSession:
             raise UnsupportedModelError(
                 "no output of this model has the shape [samples] or [samples, k]; use run() instead"
             )
-        return self.layout.outputs.predictions(self.run(inputs, self.spec.label_outputs))
+        outputs = self.run(inputs, self.spec.label_outputs)
+        return self.layout.outputs.predictions([outputs[name] for name in self.spec.label_outputs])
 
     def run(self, inputs: Mapping[str, ArrayLike], outputs: Sequence[str] | None = None) -> Answer:
         """Outputs of the model, as arrays by name.
@@ -327,9 +328,16 @@ class InferenceSession:
         try:
             if len(replicas) == 1:
                 return self._run_parts_on(replicas[0], arrays, num_parts, outputs, mark, num_requests=num_requests)
-            return self.replicas.run(
-                lambda replica: self._run_parts_on(replica, arrays, num_parts, outputs, mark, num_requests=num_requests)
+            # A lambda would move the arguments of every request into cells.
+            task = partial(
+                self._run_parts_on,
+                arrays=arrays,
+                num_parts=num_parts,
+                outputs=outputs,
+                mark=mark,
+                num_requests=num_requests,
             )
+            return self.replicas.run(task)
         except HotrowError:
             return None
 
@@ -364,10 +372,10 @@ class InferenceSession:
                     results = [array[batch.places] for array in results]
                 if self._rejects_unknown and batch.lookup.num_unknown.any():
                     return None
-                counts = batch.counts if num_requests == num_parts else [sum(batch.counts)]
-                self._stats.count_staged(batch.lookup, counts)
+                counts = batch.counts.tolist() if num_requests == num_parts else [batch.num_samples]
+                self._stats.count_staged(batch.lookup, num_requests, batch.num_samples)
                 if self._ranks:
-                    self._stats.count_contexts(batch.num_contexts, sum(counts), 0)
+                    self._stats.count_contexts(batch.num_contexts, batch.num_samples, 0)
             mark("answer")
             return self.layout.outputs.split_alike(results, wanted, counts)
         finally:

@@ -111,15 +111,17 @@ class SessionStats:
             if num_unknown.any():
                 self._num_unknown += np.bincount(tables, num_unknown, len(self._names)).astype(np.int64)
 
-    def count_staged(self, lookup: Lookup, num_samples: Sequence[int]) -> None:
-        """Count a batch of requests, with this many samples each, of which all were answered."""
-        records = lookup.segments, lookup.num_keys, np.ascontiguousarray(lookup.num_unknown)  # a GPU's stand apart
-        segments, num_keys, num_unknown = lookup.addresses or map(address_of, records)
+    def count_staged(self, lookup: Lookup, num_requests: int, num_samples: int) -> None:
+        """Count a batch of requests, of which all were answered."""
+        unknown, addresses = lookup.num_unknown, lookup.addresses
+        if addresses is None:
+            unknown = np.ascontiguousarray(unknown)  # a GPU's stand apart
+            addresses = address_of(lookup.segments), address_of(lookup.num_keys), address_of(unknown)
         with self._lock:
-            self._requests += len(num_samples)
+            self._requests += num_requests
             self._batches += 1
-            self._samples += sum(num_samples)
-            count_keys(segments, num_keys, num_unknown, len(lookup.segments), *self._addresses)
+            self._samples += num_samples
+            count_keys(*addresses, len(unknown), *self._addresses)
 
     def count_contexts(self, num_contexts: int, num_candidates: int, num_reused: int) -> None:
         """Count what a batch of a model with context inputs ranked, and how many of its contexts were already kept."""

@@ -29,6 +29,9 @@ _LOAD_ERRORS = (
 # … and when values do not suit it. A shape clash inside the graph is a RuntimeException.
 VALUE_ERRORS = (ort_errors.InvalidArgument, ort_errors.Fail, ort_errors.RuntimeException)
 
+_COPY = np.ndarray.copy
+"""Mapped over arrays, it takes half as many instructions as a comprehension."""
+
 
 class OnnxEngine(DenseEngine):
     """One ONNX file on the CPU, with its own thread pool, which does not spin."""
@@ -134,7 +137,7 @@ class OnnxBoundRun(BoundRun):
             return self._run_unbound()
         if self._results is None:
             return self._results_of_first_run()
-        return [array.copy() for array in self._results]
+        return list(map(_COPY, self._results))
 
     def _bind_outputs(self) -> None:
         self._binding.clear_binding_outputs()

@@ -182,10 +182,11 @@ class GatheredModel:
         gather(items, num_requests, len(self._form.inputs), num_blocks, int(num_rows), counts, target.copies)
         for place, values in target.constants:
             place[...] = values
-        num_contexts = num_requests if self._ranks else int(open_sizes[0])
+        num_samples = int(open_sizes[0])
+        num_contexts = num_requests if self._ranks else num_samples
         lookup = target.plan.cleared()
         look_up = partial(self._network.rows.look_up, lookup)
-        return StagedBatch(lookup, look_up, target.plan.network, counts.tolist(), num_contexts, target.places)
+        return StagedBatch(lookup, look_up, target.plan.network, counts, num_samples, num_contexts, target.places)
 
     def _find(self, case: _Case, arrays: Arrays) -> _Target | None:
         """The recorded batch of this shape; None: there is none, or none yet."""

@@ -48,20 +48,26 @@ class StagedBatch(NamedTuple):
     look_up: Callable[[], object]
     """Answers the look-up."""
     run: BoundRun
-    counts: list[int]
-    """The samples of each request."""
+    counts: NDArray[np.int64]
+    """The samples of each request. The next batch overwrites them, and what the look-up leads to."""
+    num_samples: int
+    """Of all requests."""
     num_contexts: int
     """Of all requests; without contexts, each sample is one."""
     places: NDArray[np.int64] | None = None
     """The row of each sample in the outputs; None: they stand in their order."""
 
 
+_Case: TypeAlias = "tuple[bytes, int, tuple[str, ...]]"
+"""What tells batches apart: their open sizes, the number of requests, and the outputs."""
+
+
 class _Place(NamedTuple):
-    """The parts of a Staging's records that this many requests use: slicing arrays takes as long as staging."""
+    """The parts of a Staging's records that this many requests use."""
 
     lookup: Lookup
-    look_up: Callable[[], object] | None
-    """See Rows.bound_lookups; None: there are none."""
+    look_up: Callable[[], object]
+    """As bound, where rows are (Rows.bound_lookups)."""
     counts: NDArray[np.int64]
     """The samples of each request."""
 
@@ -120,25 +126,45 @@ class Staging:
                 return None
         if status != STAGED:
             return None
-        case = self._open_sizes.tobytes(), outputs
+        case = self._open_sizes.tobytes(), num_requests, outputs
         try:
-            run = self._plans[case]
+            batch = self._batches[case]
         except KeyError:
-            run = self._plan(case)
-        if run is None:
-            return None
-        place = self._places.get(num_requests) or self._place(num_requests)
-        lookup, look_up, counts = place.lookup, place.look_up, place.counts.tolist()
-        if look_up is None:  # what looks up may replace parts of a Lookup
-            lookup = Lookup(lookup.segments, lookup.num_keys, lookup.num_unknown)
-            look_up = partial(self._rows.look_up, lookup)
-        return StagedBatch(lookup, look_up, run, counts, num_requests if self._ranks else sum(counts))
+            batch = self._batch(case)
+        if batch is None or self._bound_lookups is not None:
+            return batch
+        lookup = batch.lookup  # what looks up may replace parts of a Lookup
+        lookup = Lookup(lookup.segments, lookup.num_keys, lookup.num_unknown)
+        return batch._replace(lookup=lookup, look_up=partial(self._rows.look_up, lookup))
+
+    def _batch(self, case: _Case) -> StagedBatch | None:
+        """What all batches of a case have in common: making it takes longer than staging a request."""
+        open_sizes, num_requests, outputs = case
+        if len(self._batches) >= _MAX_PLANS:
+            self._batches.clear()
+        key = open_sizes, outputs
+        run = self._plans[key] if key in self._plans else self._plan(key)
+        batch = None
+        if run is not None:
+            place = self._places.get(num_requests) or self._place(num_requests)
+            num_samples = int(self._open_sizes[0])
+            batch = StagedBatch(
+                place.lookup,
+                place.look_up,
+                run,
+                place.counts,
+                num_samples,
+                num_requests if self._ranks else num_samples,
+            )
+        self._batches[case] = batch
+        return batch
 
     def _place(self, num_requests: int) -> _Place:
         num_segments = num_requests * len(self._lookups)
         parts = self._segments[:num_segments], self._num_keys[:num_segments], np.zeros(num_segments, np.int64)
         lookup = Lookup(*parts, addresses=(address_of(parts[0]), address_of(parts[1]), address_of(parts[2])))
-        look_up = None if self._bound_lookups is None else self._bound_lookups.bind(lookup)
+        bound = self._bound_lookups
+        look_up = partial(self._rows.look_up, lookup) if bound is None else bound.bind(lookup)
         place = self._places[num_requests] = _Place(lookup, look_up, self._counts[:num_requests])
         return place
 
@@ -150,6 +176,8 @@ class Staging:
         self._stage = self._form.stage_into(self._blocks, self._open_sizes, counts, segments, num_keys)
         self._counts, self._segments, self._num_keys = counts, segments, num_keys
         self._places: dict[int, _Place] = {}
+        self._batches: dict[_Case, StagedBatch | None] = {}
+        """None: requests would be refused."""
 
     def _grow(self, num_requests: int) -> bool:
         """Make room for a batch that did not fit; False: it is too large."""
@@ -161,6 +189,7 @@ class Staging:
         if self._inputs["wanted_bytes"].sum() + self._blocks["wanted_bytes"].sum() > MAX_BYTES:
             return False
         self._plans.clear()  # they use the memory that is replaced
+        self._batches.clear()
         for kind, records in (("input", self._inputs), ("block", self._blocks)):
             for i in np.flatnonzero(records["wanted_bytes"] > records["num_bytes"]).tolist():
                 num_bytes = _power_of_two(int(records["wanted_bytes"][i]))

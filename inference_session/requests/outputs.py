@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,10 +23,10 @@ class RequestedOutputs(NamedTuple):
     names: Sequence[str]
     computed: tuple[str, ...]
     """What the network has to compute for it."""
-    adds_predictions: bool
-    """Whether the predictions are among `names`, and made of the network's outputs."""
-    is_all: bool
-    """Whether `names` are those, the predictions last."""
+    labels: tuple[int, ...]
+    """The positions in `computed` of what the predictions are made of; none where these are not among `names`."""
+    places: tuple[tuple[str, int], ...]
+    """`names`, each with its position in `computed`, behind which the predictions are."""
 
 
 class Outputs:
@@ -58,7 +58,8 @@ class Outputs:
             adds = self._has_predictions and PREDICTIONS in names
             computed = tuple(self.of_network([names]))
             made = (*computed, PREDICTIONS) if adds else computed
-            known = RequestedOutputs(names, computed, adds, made == tuple(names))
+            labels = tuple(map(computed.index, self._label_outputs)) if adds else ()
+            known = RequestedOutputs(names, computed, labels, tuple((name, made.index(name)) for name in names))
             if len(self._known) < _MAX_KNOWN:
                 self._known[key] = known
         return known
@@ -74,10 +75,11 @@ class Outputs:
     def split(self, computed: Answer, wanted: Sequence[Sequence[str]], num_samples: Sequence[int]) -> list[Answer]:
         """Each request's outputs as views of those of their batch."""
         if self._has_predictions and any(PREDICTIONS in outputs for outputs in wanted):
-            computed = {**computed, PREDICTIONS: self.predictions(computed)}
+            labels = [computed[name] for name in self._label_outputs]
+            computed = {**computed, PREDICTIONS: self.predictions(labels)}
         if len(wanted) == 1:
             return [{name: computed[name] for name in wanted[0]}]
-        _check_samples(computed, sum(num_samples))
+        _check_samples(tuple(computed), tuple(computed.values()), sum(num_samples))
         answers = []
         begin = 0
         for outputs, count in zip(wanted, num_samples, strict=True):
@@ -89,29 +91,26 @@ class Outputs:
         self, arrays: Sequence[NDArray[Any]], wanted: RequestedOutputs, num_samples: Sequence[int]
     ) -> list[Answer]:
         """As `split`, for requests that all want the same, from the arrays of `wanted.computed`."""
-        computed = dict(zip(wanted.computed, arrays, strict=True))
-        if wanted.adds_predictions:
-            computed[PREDICTIONS] = self.predictions(computed)
-        if not wanted.is_all:
-            computed = {name: computed[name] for name in wanted.names}
+        if wanted.labels:
+            arrays = [*arrays, self.predictions(list(map(arrays.__getitem__, wanted.labels)))]
         if len(num_samples) == 1:
-            return [computed]
-        _check_samples(computed, sum(num_samples))
+            return [{name: arrays[i] for name, i in wanted.places}]
+        _check_samples((*wanted.computed, PREDICTIONS), arrays, sum(num_samples))
         answers, begin = [], 0
         for count in num_samples:
             end = begin + count
-            answers.append({name: array[begin:end] for name, array in computed.items()})
+            answers.append({name: arrays[i][begin:end] for name, i in wanted.places})
             begin = end
         return answers
 
-    def predictions(self, computed: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
-        """All tasks side by side: float32 [samples, number of labels]."""
-        columns = [computed[name] for name in self._label_outputs]
-        if not len(columns[0]):  # its other sizes may be open
+    def predictions(self, labels: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
+        """All tasks side by side, from the label outputs: float32 [samples, number of labels]."""
+        first = labels[0]
+        if not len(first):  # its other sizes may be open
             return np.empty((0, self._num_labels), np.float32)
-        if len(columns) == 1 and columns[0].ndim == 2 and columns[0].dtype == _FLOAT32:
-            return columns[0]  # most models: each call of NumPy costs a request about a microsecond
-        parts = [c.reshape(len(c), math.prod(c.shape[1:])).astype(np.float32, copy=False) for c in columns]
+        if len(labels) == 1 and first.ndim == 2 and first.dtype == _FLOAT32:
+            return first  # most models: each call of NumPy costs a request about a microsecond
+        parts = [c.reshape(len(c), math.prod(c.shape[1:])).astype(np.float32, copy=False) for c in labels]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
     def of_no_samples(self, wanted: Sequence[str]) -> Answer:
@@ -125,8 +124,8 @@ class Outputs:
         return np.empty((0, *(max(size, 0) for size in spec.shape[1:])), np.dtype(spec.dtype))
 
 
-def _check_samples(computed: Answer, total: int) -> None:
+def _check_samples(names: Sequence[str], arrays: Sequence[NDArray[Any]], total: int) -> None:
     """Raise HotrowError unless every output has one row per sample."""
-    for name, array in computed.items():
+    for i, array in enumerate(arrays):
         if array.shape[:1] != (total,):
-            raise HotrowError(f"output {name!r} has shape {list(array.shape)} for {total} samples")
+            raise HotrowError(f"output {names[i]!r} has shape {list(array.shape)} for {total} samples")

@@ -100,7 +100,7 @@ class RequestHandler:
         if not self._has_own_inputs:
             return [packed_response(answer, session.spec, self._device_id) for answer in answers]
         tensor, respond = self._tensor, pb_utils.InferenceResponse
-        return [respond([tensor(name, array) for name, array in answer.items()]) for answer in answers]
+        return [respond(list(map(tensor, answer, answer.values()))) for answer in answers]
 
     def _read(self, request: TritonRequest) -> Request:
         if is_probe(request.parameters()):

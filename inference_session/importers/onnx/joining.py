@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from itertools import groupby
 
-from onnx import NodeProto
+from onnx import NodeProto, TensorProto
 
-from inference_session.importers.onnx.graph import attribute, make_node, producers, replace_node, use_counts
+from inference_session.importers.onnx.graph import (
+    attribute,
+    constants,
+    integers,
+    make_node,
+    producers,
+    replace_node,
+    use_counts,
+)
 from inference_session.importers.onnx.lookups import SHAPE_OPS, Lookup, Surgery, skip_identities
 from inference_session.importers.onnx.types import Dims
 
@@ -19,6 +28,7 @@ def join_lookups(surgery: Surgery, lookups: list[Lookup]) -> list[Lookup]:
     for concat in [node for node in surgery.graph.node if node.op_type == "Concat" and not node.domain]:
         joined += _join_inputs(surgery, lookups, counts, concat)
     skip_identities(surgery.graph)
+    _skip_flattening(surgery, joined)
     return [*joined, *(lookup for lookup in lookups if lookup.matrix is None)]
 
 
@@ -101,3 +111,32 @@ def _rewire(surgery: Surgery, concat: NodeProto, inputs: list[str], new: list[No
         concat.input[:] = inputs
         new.append(concat)
     replace_node(surgery.graph, concat, new)
+
+
+def _skip_flattening(surgery: Surgery, joined: list[Lookup]) -> None:
+    """Let nodes that flatten the vectors of a sample read them as the matrix that they are."""
+    widths: Counter[str] = Counter()
+    for lookup in joined:
+        widths[lookup.matrix or ""] += vectors_per_sample(lookup.dims) or 0
+    known = constants(surgery.graph)
+    for shaping in [node for node in surgery.graph.node if node.op_type == "Reshape" and node.input[0] in widths]:
+        shape, width = integers(known.get(shaping.input[1])) or [], widths[shaping.input[0]]
+        if shape[:1] != [-1] or math.prod(shape[1:]) != width:  # its rows are not those of the matrix
+            continue
+        for node in [node for node in surgery.graph.node if shaping.output[0] in node.input[:1]]:
+            if _flattens(node, len(shape), width, known):
+                replace_node(surgery.graph, node, [make_node("Identity", [shaping.input[0]], node.output[0])])
+        if not use_counts(surgery.graph)[shaping.output[0]]:
+            replace_node(surgery.graph, shaping, [])
+    skip_identities(surgery.graph)
+
+
+def _flattens(node: NodeProto, rank: int, width: int, known: dict[str, TensorProto]) -> bool:
+    """Whether a node gives a matrix of this width, of a value of this rank with a row for each sample."""
+    if node.domain:
+        return False
+    if node.op_type == "Flatten":
+        return attribute(node, "axis", 1) in (1, 1 - rank)
+    if node.op_type != "Reshape" or attribute(node, "allowzero", 0):
+        return False
+    return integers(known.get(node.input[1])) in ([-1, width], [0, width], [0, -1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 from inference_session import InferenceSession
@@ -191,6 +192,31 @@ def test_stacked_vectors_share_a_matrix(tmp_path: Path) -> None:
     report = check(tmp_path, model_of(graph, {"w": table()}), inputs)
 
     assert all(lookup.joined for lookup in report.spec.lookups)
+
+
+@pytest.mark.parametrize(
+    ("flattened", "is_skipped"),
+    [
+        ("f = Flatten(t)", True),
+        ("f = Flatten<axis = -2>(t)", True),
+        ("s = Constant<value = int64[2] {-1, 8}>()  f = Reshape(t, s)", True),
+        ("s = Constant<value = int64[2] {0, -1}>()  f = Reshape(t, s)", True),
+        ("s = Constant<value = int64[2] {-1, 4}>()  f = Reshape(t, s)", False),
+        ("f = Flatten<axis = 2>(t)", False),
+        ("f = Flatten(t)  other = Neg(t)", False),
+    ],
+)
+def test_stacked_vectors_are_read_flat(tmp_path: Path, flattened: str, is_skipped: bool) -> None:
+    """Nodes that flatten what a matrix holds are left out; nothing shapes it where all readers want it flat."""
+    more = ", float[b, 2, 4] other" if "other" in flattened else ""
+    graph = f"""m (int64[b, 1] a, int64[b, 1] c) => (float[p, q] y{more}) {{
+        u = Gather(w, a)  v = Gather(w, c)  t = Concat<axis = 1>(u, v)  {flattened}  y = Neg(f) }}"""
+
+    report = check(tmp_path, model_of(graph, {"w": table()}), {"a": KEYS[:, :1], "c": KEYS[:, 1:2]})
+
+    assert all(lookup.joined for lookup in report.spec.lookups)
+    kinds = {node.op_type for node in onnx.load(report.version_dir / "dense.onnx").graph.node}
+    assert kinds.isdisjoint({"Reshape", "Flatten"}) == is_skipped
 
 
 def test_vectors_with_other_readers_are_not_joined(tmp_path: Path) -> None:
