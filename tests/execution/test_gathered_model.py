@@ -180,7 +180,7 @@ def test_requests_of_one_context_are_answered(
             arrays = [inputs[name] for inputs in requests for name in ranking.names]
             batch = gathered.fill(arrays, len(requests), ranking.outputs)
             assert batch is not None
-            assert (batch.counts, batch.num_contexts) == (sizes, len(sizes))
+            assert (batch.counts.tolist(), batch.num_samples, batch.num_contexts) == (sizes, sum(sizes), len(sizes))
             ranking.rows.look_up(batch.lookup)
             assert not batch.lookup.num_unknown.any()
             found = dict(zip(ranking.outputs, batch.run.run(), strict=True))
