@@ -94,7 +94,7 @@ class RepositoryView:
         return [_changed_ns(self._repository), *(_changed_ns(self._repository / name / CONFIG_FILE) for name in linked)]
 
     def _add(self, source: Path, target: Path) -> None:
-        if _read_backend(source) not in IN_PLACE_BACKENDS and not any(map(misreading, source.iterdir())):
+        if _read_backend(source) not in IN_PLACE_BACKENDS and not _is_misread(source):
             if not target.exists():
                 target.symlink_to(source)
             return
@@ -181,6 +181,14 @@ def _read_backend(source: Path) -> str:
         return _backend(text_format.parse((source / CONFIG_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return ""
+
+
+def _is_misread(source: Path) -> bool:
+    """Whether a model's folder holds something that Triton must not see. Triton will report one that it cannot read."""
+    try:
+        return any(map(misreading, source.iterdir()))
+    except OSError:
+        return False
 
 
 def _backend(config: text_format.Message) -> str:

@@ -69,6 +69,23 @@ def test_models_of_other_backends_are_links(view: RepositoryView, repository: Pa
     assert (tmp_path / "view/other").readlink() == repository / "other"
 
 
+def test_a_folder_that_cannot_be_read_is_left_to_triton(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other models are served."""
+    list_folder = Path.iterdir
+
+    def list_readable(path: Path) -> Iterator[Path]:
+        if path == repository / "other":
+            raise PermissionError(13, "Permission denied", str(path))
+        return list_folder(path)
+
+    monkeypatch.setattr(Path, "iterdir", list_readable)  # the tests' user may read everything
+    with RepositoryView.followed(repository, tmp_path / "view", has_gpu=False):
+        assert (tmp_path / "view/other").readlink() == repository / "other"
+        assert config_of(tmp_path / "view/ctr")["dynamic_batching"] == [{}]
+
+
 def test_what_is_read_is_what_was_written_just_before(view: RepositoryView, repository: Path, tmp_path: Path) -> None:
     """However often, and with no time between: configuration and versions are those of the user's folder."""
     for number in range(2, 30):
