@@ -184,6 +184,8 @@ class KafkaUpdateStream:
                 self._survive(self._step)
             self._survive(self._save)
         finally:
+            # It leads to the rows, and back here: only the garbage collector would free their memory, and mapped files.
+            del self._updates
             self._consumer.close()
 
     def _may_go_on(self) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import shutil
 import signal
 import threading
+import weakref
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -235,6 +237,21 @@ def test_a_vanished_topic_is_survived(broker: Broker, small: SmallVersion) -> No
         np.testing.assert_array_equal(session.lookup("user.weight", [1]), vectors(1))
         broker.send(topic, (packed(3)[0], vectors(3).tobytes()))
         await_rows(session, "user.weight", [3], 3)
+
+
+def test_rows_of_a_closed_session_are_gone_at_once(broker: Broker, small: SmallVersion) -> None:
+    """The memory of updated rows, and that of mapped files, does not wait for the garbage collector."""
+    gc.disable()
+    try:
+        with InferenceSession.open(small.directory, update_stream=broker.url) as session:
+            broker.send(small.topic("user_weight"), (packed(1)[0], vectors(1).tobytes()))
+            await_rows(session, "user.weight", [1], 1)
+            rows, writer = weakref.ref(session.rows[0]), weakref.ref(session.rows[0].writer)
+        del session
+        # A thread that has just worked for it may hold it for a moment.
+        wait_until(lambda: rows() is None and writer() is None, "the rows to be gone")
+    finally:
+        gc.enable()
 
 
 def test_a_lost_broker_is_survived(small: SmallVersion) -> None:
