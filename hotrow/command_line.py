@@ -12,6 +12,7 @@ from click.shell_completion import CompletionItem
 
 from hotrow import __version__
 from hotrow.formatting import printable
+from hotrow.progress import is_watched
 from inference_session.errors import HotrowError
 
 _SECTIONS = {
@@ -101,7 +102,7 @@ def main() -> None:
 
 def _show_what_takes_long() -> None:
     """Tell an interactive user why the first command on a machine waits: it compiles kernels."""
-    if sys.stderr.isatty():
+    if is_watched():
         log = logging.getLogger("inference_session.kernels.machine_code")
         log.setLevel(logging.INFO)
         log.addHandler(logging.StreamHandler())

@@ -73,6 +73,13 @@ def test_every_command_can_be_loaded(run: Run, name: str) -> None:
     assert run(name, "--help")[0] == 0
 
 
+def test_a_command_works_where_stderr_is_closed(model: Path, tmp_path: Path) -> None:
+    """As under a supervisor that closes it: no progress is shown."""
+    program = "from hotrow.command_line import main; main()"
+    command = [sys.executable, "-c", program, "import", "onnx", model, "--name", "ctr", "--repository", tmp_path]
+    subprocess.run(["sh", "-c", 'exec "$@" 2>&-', "sh", *command], stdout=subprocess.DEVNULL, check=True)
+
+
 def test_help_shows_every_command_with_a_sentence(run: Run) -> None:
     """No text is cut off in the middle."""
     out = run("--help")[1]
