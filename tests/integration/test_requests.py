@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException
 
 from tests.testing.served import NUMPY_1, Serve, Served, shared_memory
-from tests.testing.served_requests import DENSE, IDS, ask, is_unregistered, post, settled
+from tests.testing.served_requests import DENSE, IDS, ask, counted_since, is_unregistered, post, settled
 from tests.testing.servers import wait_until
 from tests.testing.triton_models import NUM_ROWS, TABLE, ctr_answer, flat_answer, write_types
 
@@ -229,10 +229,10 @@ def joined(served: Served, model: str, requests: list[dict[str, NDArray[Any]]]) 
 
     def are_joined() -> bool:
         """Whether there were fewer runs of the dense network than requests."""
-        before = settled(served, model)["hotrow_batches_total"]
+        before = settled(served, model)
         with served.grpc_client() as client, ThreadPoolExecutor(16) as threads:
             answers[:] = threads.map(lambda arrays: ask(client, model, arrays), requests)
-        return settled(served, model)["hotrow_batches_total"] - before < len(requests)
+        return counted_since(served, model, before, len(requests))["hotrow_batches_total"] < len(requests)
 
     wait_until(are_joined, "requests to be joined")
     return answers
@@ -374,10 +374,10 @@ def test_ids_outside_the_table_are_counted(served: Served, grpc: Any) -> None:
 
     answer = ask(grpc, "ctr", {"ids": ids, "dense": DENSE[:1]}).as_numpy("click")
 
-    after = settled(served, "ctr")
+    grown = counted_since(served, "ctr", before, 1)
     assert answer[0, 0] == TABLE[1].sum() + DENSE[0].sum()
-    assert after["hotrow_default_vectors_total"] - before["hotrow_default_vectors_total"] == 2
-    assert after["hotrow_lookup_keys_total"] - before["hotrow_lookup_keys_total"] == 3
+    assert grown["hotrow_default_vectors_total"] == 2
+    assert grown["hotrow_lookup_keys_total"] == 3
 
 
 def test_metrics_count_requests_samples_and_failures(served: Served, grpc: Any) -> None:
@@ -389,8 +389,7 @@ def test_metrics_count_requests_samples_and_failures(served: Served, grpc: Any) 
         with pytest.raises(InferenceServerException):
             ask(grpc, "flat", BAD[case][1])
 
-    grown = {name: value - before[name] for name, value in settled(served, "flat").items()}
-
+    grown = counted_since(served, "flat", before, 5)
     assert grown["hotrow_requests_total"] == 5
     assert grown["hotrow_failed_requests_total"] == 2
     assert grown["hotrow_samples_total"] == 15

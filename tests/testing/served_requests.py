@@ -57,12 +57,25 @@ def counters(served: Served, **labels: str) -> dict[str, float]:
 
 
 def settled(served: Served, model: str) -> dict[str, float]:
-    """The counters of a model that is loaded once, when they have caught up with what Triton has counted."""
+    """The counters of a model that is loaded once, when they have caught up with what Triton has counted.
+
+    Triton counts a request a moment after its answer: use `counted_since` for requests that were just answered.
+    """
     with served.grpc_client() as client:
         (stats,) = client.get_inference_statistics(model, as_json=True)["model_stats"]
     asked = sum(int(stats["inference_stats"][how].get("count", 0)) for how in ("success", "fail"))
     wait_until(lambda: counters(served, model=model)["hotrow_requests_total"] >= asked, "all requests to be counted")
     return counters(served, model=model)
+
+
+def counted_since(served: Served, model: str, before: Mapping[str, float], num_requests: int) -> dict[str, float]:
+    """How much the counters of a model have grown since `before`, when they include this many more requests."""
+
+    def are_counted() -> bool:
+        return counters(served, model=model)["hotrow_requests_total"] >= before["hotrow_requests_total"] + num_requests
+
+    wait_until(are_counted, f"{num_requests} requests to be counted")
+    return {name: value - before[name] for name, value in counters(served, model=model).items()}
 
 
 def is_unregistered(grpc: Any) -> bool:
