@@ -134,8 +134,8 @@ def direct_step(folder: Path, network: str, batch_size: int, update: hugectr.Upd
 
 def stages(model: hugectr.Model, batch_size: int) -> dict[str, Callable[[], object]]:
     """The parts of training that can run side by side, each on its own."""
-    trainer = model._compiled("stages")
-    made = batches(model._source(train=True), batch_size, repeats=True)
+    trainer = model.trainer
+    made = batches(model.get_data_reader_train().source, batch_size, repeats=True)
     read = [next(made) for _ in range(8)]
     blocks, staged = cycle(read), cycle([trainer.staging.ahead(block) for block in read])
     return {

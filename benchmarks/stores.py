@@ -29,6 +29,7 @@ from inference_session.parameter_server.base import EmbeddingStore
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.redis import layout as redis_layout
+from inference_session.parameter_server.rocksdb.store import RocksDbStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.testing.servers import RedisServer
@@ -79,7 +80,8 @@ def bench_rocksdb(keys: Keys, vectors: Vectors) -> None:
             fill("RocksDB", store, keys, vectors)
         plain = default_database(f"{folder}/plain", keys, vectors)
         with create_store(url, NAMESPACE, {"table": DIM}) as store:
-            family = store._family("table")  # type: ignore[attr-defined]
+            assert isinstance(store, RocksDbStore)
+            family = store.family("table")
             peers: dict[str, Fetch] = {
                 "rocksdict multiget": lambda k, _: family.get(k.view("V8").tolist()),
                 "the same, default settings": lambda k, _: plain.get(k.view("V8").tolist()),

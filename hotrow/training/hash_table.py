@@ -144,6 +144,10 @@ class HashTable(nn.Module):
         rows = self._rows.find(keys.to(self.device))
         return rows != 0, gather(self._rows.vectors, rows[rows != 0])
 
+    def initial_vectors(self, keys: Tensor) -> Tensor:
+        """What rows of these keys, int64 [n], begin with: float32 [n, embedding_dim]."""
+        return self._rows.initial_vectors(keys)
+
     def owns(self, keys: Tensor) -> Tensor:
         """Whether the rows of keys, int64 [n], belong to this rank: bool [n]."""
         rank, num_ranks = _place()

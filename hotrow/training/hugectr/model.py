@@ -197,6 +197,11 @@ class Model:
         for reader in self._readers.values():
             reader.start()
 
+    @property
+    def trainer(self) -> Trainer:
+        """The network, the tables and their optimizers; ConfigurationError before `compile`."""
+        return self._compiled("trainer")
+
     def get_data_reader_train(self) -> DataReader:
         """The reader of training data."""
         self._compiled("get_data_reader_train")

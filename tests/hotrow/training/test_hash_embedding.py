@@ -53,7 +53,7 @@ class Vocabulary:
         self.numbers = {key: number for number, key in enumerate(sorted(keys))}
         self.table = nn.Embedding(max(len(keys), 1), embedding.embedding_dim, sparse=True)
         with torch.no_grad():
-            initial = embedding._rows.initial_vectors(_int64(list(self.numbers)))
+            initial = embedding.initial_vectors(_int64(list(self.numbers)))
             self.table.weight[: len(keys)] = initial
         self.optimizer = optimizer(self.table.parameters())
 
@@ -110,7 +110,7 @@ def test_bags_are_those_of_torch(mode: str, weighted: Any, bags: list[list[int]]
     )
     twin = nn.EmbeddingBag(7, DIM, mode=mode, padding_idx=None if padding is None else padding + 3)
     with torch.no_grad():
-        twin.weight[:] = bag._rows.initial_vectors(torch.arange(-3, 4))
+        twin.weight[:] = bag.initial_vectors(torch.arange(-3, 4))
         if padding is not None:
             twin.weight[padding + 3] = 0
     keys = _int64([key for part in bags for key in part])
@@ -191,7 +191,7 @@ def test_a_backward_that_failed_leaves_nothing_behind() -> None:
 
     learned = embedding(_int64([1]))
     assert torch.equal(learned, vectors) or torch.equal(learned, vectors - 1)  # as far as the failed one got
-    assert torch.equal(embedding(_int64([3])), embedding._rows.initial_vectors(_int64([3])) - 1)
+    assert torch.equal(embedding(_int64([3])), embedding.initial_vectors(_int64([3])) - 1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -245,7 +245,7 @@ def test_many_keys_grow_the_table() -> None:
     rows = embedding.rows()
     assert sorted(rows.keys.tolist()) == sorted(set(keys.tolist()))
     assert torch.equal(rows.states["sum"], torch.ones(len(rows.keys), 2))
-    torch.testing.assert_close(rows.vectors, embedding._rows.initial_vectors(rows.keys) - 0.1)
+    torch.testing.assert_close(rows.vectors, embedding.initial_vectors(rows.keys) - 0.1)
 
 
 def test_initial_vectors_follow_the_initializer() -> None:

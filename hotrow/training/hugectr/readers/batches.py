@@ -95,7 +95,9 @@ class DataReader:
         self, source: Source, batch_size: int, *, repeats: bool, prepare: Callable[[Block], Block] = lambda block: block
     ) -> None:
         """`prepare` gets each batch in the reading thread."""
-        self._source, self._prepare = source, prepare
+        self.source = source
+        """Where records are read."""
+        self._prepare = prepare
         self._batch_size = batch_size
         self._repeats = repeats
         self._ahead: _Ahead | None = None
@@ -105,7 +107,7 @@ class DataReader:
         """Read another file list from its beginning, or the same one again."""
         self.stop()
         if file_name:
-            self._source = self._source.elsewhere(file_name)
+            self.source = self.source.elsewhere(file_name)
         self.start()
 
     def is_started(self) -> bool:
@@ -120,7 +122,7 @@ class DataReader:
         """Begin to read, unless that is done."""
         if self._ahead is None:
             self._is_eof = False
-            made = batches(self._source, self._batch_size, repeats=self._repeats)
+            made = batches(self.source, self._batch_size, repeats=self._repeats)
             self._ahead = _Ahead(map(self._prepare, made))
             weakref.finalize(self, self._ahead.close)
 

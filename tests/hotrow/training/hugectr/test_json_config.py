@@ -49,7 +49,7 @@ def test_training_goes_on_from_the_files_that_the_solver_names(tmp_path: Path, m
     }  # fmt: skip
     Path("b.json").write_text(json.dumps(document))
     model = train(read_configuration(Path("b.json")))
-    assert model._compiled("").dense_optimizer.num_steps == 62
+    assert model.trainer.dense_optimizer.num_steps == 62
     assert Path("more/dcn_dense_31.model").exists()
     assert Path("more/dcn_graph.json").exists()
 

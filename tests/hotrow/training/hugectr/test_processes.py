@@ -42,7 +42,7 @@ def _train(folder: Path, prefix: str, name: str = "wdl_parquet", *, after: str =
     assert model.eval()
     model.save_params_to_files(prefix, 6)
     rank = os.environ.get("RANK", "0")
-    for number, table in enumerate(model._compiled("").tables):
+    for number, table in enumerate(model.trainer.tables):
         np.save(folder / f"{prefix}{number}_keys_of_{rank}.npy", table.keys.cpu().numpy())
     if rank == "0":
         model.export_predictions(f"{prefix}_predictions", f"{prefix}_labels")

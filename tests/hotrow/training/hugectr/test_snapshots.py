@@ -45,7 +45,7 @@ def _kill_at_each_step(_rank: int, folder: Path) -> None:
     model = make_model(SAMPLES["din_parquet"], folder)
     model.start_data_reading()
     model.train()
-    model._readers["train"].stop()
+    model.get_data_reader_train().stop()
     _fill(model, 0)
     model.save_params_to_files("a", 1)
     _check_snapshot(model)
@@ -67,7 +67,7 @@ def _kill_at_each_step(_rank: int, folder: Path) -> None:
 
 def _fill(model: Model, number: int) -> None:
     """So that each file shows which save wrote it."""
-    trainer = model._compiled("")
+    trainer = model.trainer
     optimizer = trainer.dense_optimizer
     dense = [*trainer.weights, *(state for states in optimizer.states for state in states)]
     tables = [tensor for table in trainer.tables for tensor in (table.weight, *table.states)]
@@ -100,7 +100,7 @@ def _check_snapshot(model: Model) -> None:
     if not Path(NAMES.dense).exists():
         return
     files = [NAMES.dense, NAMES.dense_states]
-    for number, table in enumerate(model._compiled("").tables):
+    for number, table in enumerate(model.trainer.tables):
         files += [f"{NAMES.sparse(number)}/emb_vector", NAMES.sparse_states(number)]
         assert np.fromfile(f"{NAMES.sparse(number)}/key", np.int64).tolist() == table.keys.tolist()
         assert Path(f"{NAMES.sparse_states(number)}.json").exists()
@@ -146,7 +146,7 @@ def test_data_come_from_hdfs_and_models_go_there(
     restored.load_sparse_optimizer_states(places[2 + len(tables) :])
     for model in (remote, restored):
         assert _rows(model) == _rows(local)
-        for ours, theirs in zip(model._compiled("").weights, local._compiled("").weights, strict=True):
+        for ours, theirs in zip(model.trainer.weights, local.trainer.weights, strict=True):
             assert torch.equal(ours, theirs)
 
 
@@ -158,4 +158,4 @@ def _train(model: Model, count: int) -> None:
 
 
 def _rows(model: Model) -> list[dict[int, list[float]]]:
-    return [dict(zip(table.keys.tolist(), table.weight.tolist(), strict=True)) for table in model._compiled("").tables]
+    return [dict(zip(table.keys.tolist(), table.weight.tolist(), strict=True)) for table in model.trainer.tables]

@@ -317,13 +317,13 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_batch_norm_trains_by_batches_and_evaluates_by_running_statistics(small: Path) -> None:
     model = make_model(SMALL, small)
     model.start_data_reading()
-    trainer = model._compiled("test")
+    trainer = model.trainer
     statistics = trainer.network.statistics()
     assert not statistics[0][0].any()
     mean, variance = np.zeros(5), np.ones(5)
     for _ in range(3):
         weight, bias = (w.detach().numpy().copy() for w in trainer.weights[:2])
-        batch = model._readers["train"].next_batch()
+        batch = model.get_data_reader_train().next_batch()
         assert batch is not None
         x = batch.dense @ weight + bias
         mean = 0.75 * mean + 0.25 * x.mean(axis=0)
@@ -357,11 +357,11 @@ def test_training_goes_on_from_its_files_as_if_it_had_not_stopped(small: Path, k
     second.load_sparse_optimizer_states(["part0_opt_sparse_4.model"])
     second.start_data_reading()
     for _ in range(4):
-        second._readers["train"].next_batch()
+        second.get_data_reader_train().next_batch()
     steps(second, 4)
-    for ours, theirs in zip(second._compiled("").weights, whole._compiled("").weights, strict=True):
+    for ours, theirs in zip(second.trainer.weights, whole.trainer.weights, strict=True):
         torch.testing.assert_close(ours, theirs)
-    (ours,), (theirs,) = second._compiled("").tables, whole._compiled("").tables
+    (ours,), (theirs,) = second.trainer.tables, whole.trainer.tables
     known = np.isin(theirs.keys.numpy(), ours.keys.numpy())
     assert known.all()
     before = torch.from_numpy(np.fromfile("part0_sparse_4.model/key", np.int64))
@@ -422,7 +422,7 @@ def test_a_snapshot_that_fails_leaves_no_model(small: Path, monkeypatch: pytest.
 def test_frozen_parts_stay_as_they_are(small: Path) -> None:
     model = make_model(SMALL, small)
     model.start_data_reading()
-    trainer = model._compiled("")
+    trainer = model.trainer
     (table,) = trainer.tables
 
     def state() -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -527,8 +527,8 @@ def test_losses_are_weighted_and_regularized(small: Path) -> None:
         return build
 
     plain, model = first_loss(network(), lr=0.0)
-    sizes = [float(w.detach().abs().sum()) for w in model._compiled("").weights]
-    squares = [float(w.detach().square().sum()) for w in model._compiled("").weights]
+    sizes = [float(w.detach().abs().sum()) for w in model.trainer.weights]
+    squares = [float(w.detach().square().sum()) for w in model.trainer.weights]
     for kind, expected in (("L1", sum(sizes)), ("L2", sum(squares) / 2)):
         regularizer = hugectr.Regularizer_t(kind)
         found, _ = first_loss(network(use_regularizer=True, regularizer_type=regularizer, **{"lambda": 5.0}), lr=0.0)
@@ -565,7 +565,7 @@ def test_a_group_of_layers_is_the_layers_it_stands_for(small: Path) -> None:
         binary(model, "fc3")
 
     model = make_model(Sample(**{**vars(SMALL), "network": network}), small)
-    assert [tuple(w.shape) for w in model._compiled("").weights] == [(4, 8), (8,), (8, 4), (4,), (4, 1), (1,)]
+    assert [tuple(w.shape) for w in model.trainer.weights] == [(4, 8), (8,), (8, 4), (4,), (4, 1), (1,)]
     model.fit(max_iter=3, display=1)
 
 
