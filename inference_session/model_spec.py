@@ -397,7 +397,9 @@ def _check_ranking(spec: ModelSpec) -> None:
     largest = spec.ranking.largest_input
     if largest is not None and (type(largest) not in (int, float) or not largest > 0):
         raise ValueError(f"field 'ranking': largest_input must be a number above 0, found {largest!r}")
-    contexts = {(lookup.dense_input, lookup.keys in spec.context) for lookup in spec.ranking.lookups}
+    # Keys that a network computes may be of either: the session compares their number of rows in each batch.
+    given = [lookup for lookup in spec.ranking.lookups if lookup.keys in names]
+    contexts = {(lookup.dense_input, lookup.keys in spec.context) for lookup in given}
     if len(contexts) > len({name for name, _ in contexts}):
         raise ValueError("field 'ranking': lookups of the context and of candidates fill one input of the network")
     if not spec.batched or not spec.has_own_inputs or CANDIDATES in names:

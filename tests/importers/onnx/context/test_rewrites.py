@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from inference_session import InferenceSession
+from inference_session.model_spec import CANDIDATES
+from tests.testing.onnx_evaluation import run_network
 from tests.testing.onnx_models import model_of, table
-from tests.testing.ranking import DIM, check_ranking, matrix, network, operators, requests
+from tests.testing.ranking import DIM, TOLERANCE, check_ranking, matrix, network, operators, requests, tiled
 
 LENGTH, WIDTH = 5, 3
 
@@ -126,6 +129,30 @@ def test_keys_that_stand_side_by_side_are_looked_up_apart(tmp_path: Path) -> Non
     assert_nothing_tiled(report)
     assert report.spec.ranking.lookups_fraction == pytest.approx(3 / 5)
     assert report.spec.ranking.multiply_adds_fraction == pytest.approx(3 / 5)
+
+
+def test_given_and_computed_keys_of_the_context_share_a_matrix(tmp_path: Path) -> None:
+    """A session opens the version, whose keys are an input and the output of a network."""
+    report = check(
+        tmp_path,
+        """g (int64[n] u, int64[n] u2, int64[n] v) => (float[n, 4] y) {
+            a = Gather(items, u)
+            k = Mod(u2, hundred)
+            b = Gather(items, k)
+            c = Concat<axis = 1>(a, b)
+            p = MatMul(c, w)
+            t = Gather(items, v)
+            y = Mul(p, t)
+        }""",
+        {"hundred": np.array(100), "w": matrix(2 * DIM, DIM)},
+        {"u": (), "u2": (), "v": ()},
+    )
+    assert len({lookup.dense_input for lookup in report.spec.ranking.lookups}) == 2
+    with InferenceSession.open(report.version_dir) as session:
+        for inputs, counts in requests(u=(), u2=(), v=()):
+            expected = run_network(tmp_path / "model.onnx", tiled(report, inputs, counts))["y"]
+            found = session.run({**inputs, CANDIDATES: np.array(counts, np.int32)}, ["y"])["y"]
+            np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE * np.abs(expected).max())
 
 
 DIN = """g (int64[n, 5] u, int64[n] v) => (float[n, 4] y) {
