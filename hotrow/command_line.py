@@ -12,7 +12,8 @@ from click.shell_completion import CompletionItem
 
 from hotrow import __version__
 from hotrow.formatting import printable
-from hotrow.progress import is_watched
+from hotrow.interrupts import raise_after_imports
+from hotrow.output import prepare_standard_streams
 from inference_session.errors import HotrowError
 
 _SECTIONS = {
@@ -92,6 +93,8 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point: an error that we raise on purpose, or that a file system raises, is one line and exit code 1."""
+    prepare_standard_streams()
+    raise_after_imports()
     _show_what_takes_long()
     try:
         cli(prog_name="hotrow")
@@ -102,7 +105,7 @@ def main() -> None:
 
 def _show_what_takes_long() -> None:
     """Tell an interactive user why the first command on a machine waits: it compiles kernels."""
-    if is_watched():
+    if sys.stderr.isatty():
         log = logging.getLogger("inference_session.kernels.machine_code")
         log.setLevel(logging.INFO)
         log.addHandler(logging.StreamHandler())

@@ -32,14 +32,9 @@ def waiting(title: str) -> AbstractContextManager[Any]:
     return _shown("activity", title)
 
 
-def is_watched() -> bool:
-    """Whether stderr is a terminal. Python has no stderr where the parent process has closed it."""
-    return sys.stderr is not None and sys.stderr.isatty()
-
-
 def _shown(kind: str, *arguments: Any) -> AbstractContextManager[Any]:
     """What progress_bars.py has under this name."""
-    if not is_watched():
+    if not sys.stderr.isatty():
         return nullcontext(_ignore)
     bar: AbstractContextManager[Any] = getattr(import_module("hotrow.progress_bars"), kind)(*arguments)
     return bar

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from hotrow.formatting import as_cell, in_units
+from hotrow.output import output_console
 from inference_session.device.placement import Place
 from inference_session.embedding_cache.cpu_budget import bytes_to_hold, rows_held
 from inference_session.model_spec import ModelSpec, TableSpec
@@ -28,7 +27,6 @@ _PLACES = {
 }
 _NUM_ROWS_SHOWN = 12
 _BAR_LENGTH = 30
-_PLAIN_WIDTH = 200
 
 
 @dataclass(frozen=True)
@@ -178,7 +176,7 @@ def _table_as_json(table: TableReport) -> dict[str, Any]:
 
 def show(report: SizingReport) -> None:
     """Print all as tables."""
-    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
+    console = output_console()
     console.print(f"[b]Memory[/b] of {as_cell(str(report.version_dir))}")
     console.print(_memory_table(report))
     for line in memory_lines(report):

@@ -88,21 +88,27 @@ class TopView:
         self._states: list[IndexEntry] = []
         self._history: defaultdict[_Version, deque[float]] = defaultdict(lambda: deque(maxlen=_HISTORY))
         self._events: deque[str] = deque(maxlen=_MOST_EVENTS)
-        self._is_lost = ""
+        self._failure = ""
+        """Why the server does not answer; empty: it does."""
 
     @property
     def has_rates(self) -> bool:
         """Whether two pages exist to compare."""
         return len(self._pages) > 1
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the server did not answer the last time."""
+        return bool(self._failure)
+
     def add(self, page: MetricsPage, states: list[IndexEntry]) -> None:
         """Add a page, and the repository index if it is queried."""
         last = self._pages[-1]
-        if self._is_lost or last.time_s == 0:
+        if self._failure or last.time_s == 0:
             self._pages.clear()  # the server that returns may be another one, with reset counters
-        if self._is_lost:
+        if self._failure:
             self._note("the server answers again")
-            self._is_lost = ""
+            self._failure = ""
         if last.time_s > 0:
             self._note_changes(last, page)
         self._pages.append(page)
@@ -118,9 +124,9 @@ class TopView:
 
     def lose(self, reason: str) -> None:
         """The server does not answer."""
-        if not self._is_lost:
+        if not self._failure:
             self._note(f"the server does not answer: {reason}")
-        self._is_lost = reason
+        self._failure = reason
 
     def render(self, width: int) -> RenderableType:
         """The whole view for a terminal of this many columns."""
@@ -141,8 +147,8 @@ class TopView:
     def _title(self) -> Text:
         clock = time.strftime("%H:%M:%S")
         title = Text.assemble(("hotrow top", "bold"), f"  {self._source}  {clock}")
-        if self._is_lost:
-            return title.append(f"  no answer, trying again: {self._is_lost}", style=_BAD)
+        if self._failure:
+            return title.append(f"  no answer, trying again: {self._failure}", style=_BAD)
         return title
 
     def _machine(self) -> Text:

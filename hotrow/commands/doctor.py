@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hotrow.formatting import counted
+from hotrow.output import print_json
 
 if TYPE_CHECKING:
     from hotrow.machine_checks import Finding
@@ -62,7 +62,7 @@ def command(
         if not as_json:
             _show(finding)
     if as_json:
-        click.echo(json.dumps([asdict(finding) for finding in found], indent=1, ensure_ascii=False))
+        print_json([asdict(finding) for finding in found])
     counts = Counter(finding.level for finding in found)
     if not as_json:
         click.echo(f"{counted(counts['problem'], 'problem')}, {counted(counts['warning'], 'warning')}.")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from hotrow.dense_network import describe_dense_network
 from hotrow.formatting import as_cell
+from hotrow.output import output_console, print_json
 from hotrow.progress import byte_progress
 from inference_session.errors import ConfigurationError
 from inference_session.model_spec import INDEX_FILE, TABLES_FOLDER, VECTOR_FILE, ModelSpec, RankingSpec, TensorSpec
@@ -22,9 +21,6 @@ from inference_session.platform.mapped_large_pages import large_page_fraction
 from inference_session.urls.store_url import OPTIONS as URL_OPTIONS
 from inference_session.urls.store_url import StoreUrl
 from inference_session.version_directory import manifest
-
-_NUMBERS_WIDTH = 80
-"""Columns enough for all of a line but a table's tag: programs that read the output need unbroken lines."""
 
 
 def _target(ctx: click.Context, parameter: click.Parameter, value: str) -> Path | StoreUrl:
@@ -63,15 +59,12 @@ def _inspect_store(url: StoreUrl, *, as_json: bool) -> None:
 
     tables = list_tables(url)
     if as_json:
-        click.echo(json.dumps({"store": str(url), "tables": [_stored_table(table) for table in tables]}, indent=1))
+        print_json({"store": str(url), "tables": [_stored_table(table) for table in tables]})
         return
-    shown = Table("table", title="Tables", title_justify="left")
-    for heading in ("rows", "dim"):
-        shown.add_column(heading, justify="right")
+    shown = _table("Tables", ["table"], ["rows", "dim"])
     for table in tables:
         shown.add_row(as_cell(table.tag), str(table.num_rows), str(table.embedding_dim or "?"))
-    longest = max((len(table.tag) for table in tables), default=0)
-    Console(width=None if sys.stdout.isatty() else longest + _NUMBERS_WIDTH).print(shown)
+    output_console().print(shown)
 
 
 def _stored_table(table: StoredTable) -> dict[str, Any]:
@@ -88,7 +81,7 @@ def _inspect_version(version_dir: Path, *, as_json: bool, verify: bool) -> None:
         _check_indexes(version_dir, spec)
     description = _describe(spec, version_dir)
     if as_json:
-        click.echo(json.dumps(description, indent=1, ensure_ascii=False))
+        print_json(description)
     else:
         _show(description)
         _show_ranking(spec)
@@ -179,20 +172,28 @@ def _network(facts: dict[str, Any] | None) -> str:
 
 
 def _show(description: dict[str, Any]) -> None:
-    console = Console()
+    console = output_console()
     for title in ("inputs", "outputs"):
-        table = Table("name", "type", "shape", title=title.capitalize(), title_justify="left")
+        table = _table(title.capitalize(), ["name"], ["type", "shape"])
         for tensor in description[title]:
             table.add_row(as_cell(tensor["name"]), tensor["dtype"], escape(str(tensor["shape"])))
         console.print(table)
-    tables = Table("name", "folder", title="Tables", title_justify="left")
-    for heading in ("rows", "dim", "type", "bytes", "large pages"):
-        tables.add_column(heading, justify="right")
+    tables = _table("Tables", ["name", "folder"], ["rows", "dim", "type", "bytes", "large pages"])
     for row in description["tables"]:
         numbers = (str(row["rows"]), str(row["embedding_dim"]), row["dtype"], str(row["bytes"]))
         fraction = row["large_pages_fraction"]
         tables.add_row(as_cell(row["name"]), row["folder"], *numbers, "-" if fraction is None else f"{fraction:.0%}")
     console.print(tables)
-    console.print(f"Dense network: {_network(description['dense_network'])}", highlight=False)
-    console.print(f"Tasks: {as_cell(', '.join(description['tasks'])) or 'none'}", highlight=False)
-    console.print(f"Bytes of all tables: {description['total_table_bytes']}", highlight=False)
+    console.print(f"Dense network: {_network(description['dense_network'])}")
+    console.print(f"Tasks: {as_cell(', '.join(description['tasks'])) or 'none'}")
+    console.print(f"Bytes of all tables: {description['total_table_bytes']}")
+
+
+def _table(title: str, names: Sequence[str], facts: Sequence[str]) -> Table:
+    """An empty table. Long names take several lines, so that nothing is cut off."""
+    table = Table(title=title, title_justify="left")
+    for heading in names:
+        table.add_column(heading, overflow="fold")
+    for heading in facts:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
 
+from hotrow.output import print_json
 from hotrow.progress import byte_progress
 from inference_session.errors import CanaryError
 from inference_session.model_spec import ModelSpec
@@ -98,7 +98,7 @@ def command(
     with byte_progress(f"Quantizing {version_dir.name}") as progress:
         versions = quantize_version(version_dir, target, tables, progress=progress, accept=accept)
     if as_json:
-        click.echo(json.dumps(_as_json(target, versions, found[0]), indent=1, ensure_ascii=False))
+        print_json(_as_json(target, versions, found[0]))
     else:
         click.echo(f"Wrote {target}, quantized from {version_dir}")
         click.echo("\n".join(_table_lines(versions)))

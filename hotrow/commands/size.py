@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from decimal import Decimal
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hotrow.output import print_json
 from inference_session.errors import ConfigurationError
 from inference_session.model_spec import ModelSpec
 from inference_session.sizing.trace_file import TRACE_FORMATS
@@ -145,7 +145,7 @@ def command(
 
         write_plot(report, plot)
     if as_json:
-        click.echo(json.dumps(report.as_json(), indent=1, ensure_ascii=False))
+        print_json(report.as_json())
     else:
         show(report)
 

@@ -105,7 +105,7 @@ def _print_often(view: TopView, metrics_url: str, index: _RepositoryIndex, inter
     console = _plain_console()
     while True:
         _look(view, metrics_url, index)
-        if view.has_rates:
+        if view.has_rates or view.is_lost:
             console.print(view.render(console.width))
             sys.stdout.flush()
         time.sleep(interval)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import click
 
 from hotrow.metrics_page import MetricsPage
+from hotrow.output import print_json
 from hotrow.server_options import ServerAddress, server_options
 from inference_session.errors import UnavailableError
 from triton_backend.client.server import RemoteError, RemoteServer, VersionState
@@ -39,7 +39,7 @@ def command(model: str, address: ServerAddress, metrics_url: str | None, as_json
     serving = max((state.version for state in states if state.state == "READY"), default=None)
     rows = [_facts(model, state, serving, requests.get(state.version), page) for state in states]
     if as_json:
-        click.echo(json.dumps(rows, indent=1))
+        print_json(rows)
         return
     if not rows:
         click.echo(f"{model}: no version has been loaded")

@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from inference_session.errors import ConfigurationError, UnavailableError
 
 MAX_VERSION = 2**63 - 1
 """The highest version number that Triton can read."""
+_SERVER_FILE = "config.pbtxt"
+"""What importers add to a new model's folder before the version appears."""
 ABANDONED_S = 60.0
 """Seconds without a change after which a folder that no process holds counts as abandoned, where several make them."""
 ABANDONED_VERSION_S = 3600.0
@@ -59,12 +61,19 @@ def stage_version(repository: Path, model: str, version: int | None = None) -> I
             flush(folder)
         except BaseException as error:
             shutil.rmtree(staging, ignore_errors=True)
-            for path in made:
-                with suppress(OSError):  # others have put something there
-                    path.rmdir()
+            _discard(folder, made)
             if isinstance(error, OSError) and error.errno and not error.filename:
                 error.filename = str(staging)  # the error of a full disk does not name the folder
             raise
+
+
+def _discard(folder: Path, made: Sequence[Path]) -> None:
+    """Remove those folders that this process made, unless others have put something there."""
+    with suppress(OSError):
+        if folder in made and {path.name for path in folder.iterdir()} == {_SERVER_FILE}:
+            (folder / _SERVER_FILE).unlink()
+        for path in made:
+            path.rmdir()
 
 
 @contextmanager

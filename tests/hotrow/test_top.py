@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -19,6 +22,7 @@ from hotrow.commands.top import command
 from hotrow.metrics_page import MetricsPage, Window
 from hotrow.top_view import IndexEntry, TopView
 from inference_session.errors import UnavailableError
+from tests.testing.servers import free_port
 
 _PAGE = """
 # HELP hotrow_requests_total Requests
@@ -274,3 +278,13 @@ def test_once_fails_where_no_server_answers(failing_server: str) -> None:
 
     assert isinstance(result.exception, UnavailableError)
     assert "cannot read the metrics of a server: HTTP Error 503" in str(result.exception)
+
+
+def test_a_pipe_learns_that_no_server_answers() -> None:
+    """A report says so at once, although there are no figures yet."""
+    command = [sys.executable, "-m", "hotrow", "top", "--metrics-url", f"http://127.0.0.1:{free_port()}/metrics"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "no answer, trying again" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+    assert process.returncode == 0

@@ -1,0 +1,39 @@
+"""Ctrl-C: at any moment it ends a command without a traceback, and with nothing half done left behind."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+_RETRY_S = 0.05
+
+
+def end_at_once() -> None:
+    """Until `raise_after_imports` is called, Ctrl-C ends the process: nothing needs to be cleaned up yet."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a parent may have chosen to ignore it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def raise_after_imports() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt, but not in an import.
+
+    A package whose import is broken off raises errors of its own, and compiled ones may crash.
+    """
+    if signal.getsignal(signal.SIGINT) in {signal.default_int_handler, signal.SIG_DFL}:
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    if _is_importing(frame):
+        signal.signal(signal.SIGALRM, _interrupt)
+        signal.setitimer(signal.ITIMER_REAL, _RETRY_S)
+    else:
+        raise KeyboardInterrupt
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
