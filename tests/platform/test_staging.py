@@ -47,9 +47,8 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_a_failure_leaves_no_configuration_of_a_model_without_versions(tmp_path: Path) -> None:
     """Importers write config.pbtxt before the version appears; a server could not load the folder."""
-    with pytest.raises(KeyboardInterrupt), stage_version(tmp_path, "ctr") as (staging, _):
-        (staging.parent / "config.pbtxt").touch()
-        raise KeyboardInterrupt
+    with pytest.raises(OSError, match="disk"), stage_version(tmp_path, "ctr") as (staging, _):
+        _write_configuration(staging.parent)
 
     assert not (tmp_path / "ctr").exists()
 
@@ -58,11 +57,16 @@ def test_a_failure_leaves_no_configuration_of_a_model_without_versions(tmp_path:
 def test_a_failure_leaves_a_configuration_that_others_need(tmp_path: Path, other: str) -> None:
     """Another process writes a version of the same new model."""
     with pytest.raises(OSError, match="disk"), stage_version(tmp_path, "ctr", 3) as (staging, _):
-        (staging.parent / other).mkdir()
-        (staging.parent / "config.pbtxt").touch()
-        raise OSError("disk full")
+        _write_configuration(staging.parent, other)
 
     assert sorted(path.name for path in (tmp_path / "ctr").iterdir()) == sorted([other, "config.pbtxt"])
+
+
+def _write_configuration(folder: Path, *others: str) -> None:
+    for other in others:
+        (folder / other).mkdir()
+    (folder / "config.pbtxt").touch()
+    raise OSError("disk full")
 
 
 def _write_half(staging: Path) -> None:
