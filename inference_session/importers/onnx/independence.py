@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from onnx import ModelProto, NodeProto, ValueInfoProto, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, numpy_helper
 
 from inference_session.importers.onnx.carve import CarvedModel
 from inference_session.importers.onnx.evaluation import open_network, save_network
+from inference_session.importers.onnx.graph import Names, defined, make_node
 from inference_session.importers.onnx.probe import PRIME_SIZES, Arrays
 from inference_session.importers.onnx.replay import Replay
 from inference_session.importers.onnx.sample_axis import CONSTANT, Free, Kind, Observations, PerSample, SampleAxis
@@ -22,6 +23,7 @@ from inference_session.importers.onnx.weights import Weight
 from inference_session.model_spec import LookupSpec, ModelSpec
 
 _SAMPLES = PerSample(1)
+_BFLOAT16 = "tensor(bfloat16)"
 
 
 @dataclass(frozen=True)
@@ -111,15 +113,34 @@ def _observe(network: ModelProto, weights: list[Weight], feeds: tuple[Arrays, ..
     names = [name for node in model.graph.node for name in node.output if name and name not in given]
     model.graph.output.extend(ValueInfoProto(name=name) for name in names)
     save_network(model, path)
-    session = open_network(path)
+    session, original = open_network(path), dict[str, str]()
+    if lacking := [value.name for value in session.get_outputs() if value.type == _BFLOAT16]:
+        original = _widen(model, lacking)
+        save_network(model, path)
+        session = open_network(path)
     wanted = {value.name for value in session.get_inputs()}
-    found = [value.name for value in session.get_outputs()]
+    outputs = [value.name for value in session.get_outputs()]
+    found = [original.get(name, name) for name in outputs]
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in network.graph.initializer}
     runs = []
     for arrays in feeds:
         inputs = {name: arrays[name] for name in wanted}
-        runs.append({**constants, **inputs, **dict(zip(found, session.run(found, inputs), strict=True))})
+        runs.append({**constants, **inputs, **dict(zip(found, session.run(outputs, inputs), strict=True))})
     return Observations.of_runs(PRIME_SIZES, tuple(runs), {weight.name: weight.dims for weight in weights})
+
+
+def _widen(model: ModelProto, names: list[str]) -> dict[str, str]:
+    """Let float32 copies of values be outputs in their place: NumPy lacks bfloat16. Returns the values by their copies'
+    names.
+    """
+    free, graph = Names(defined(model.graph)), model.graph
+    copies = {name: free.fresh(f"{name}_float32") for name in names}
+    graph.node.extend(make_node("Cast", [name], copy, to=TensorProto.FLOAT) for name, copy in copies.items())
+    outputs = [value for value in graph.output if value.name not in copies]
+    outputs += [ValueInfoProto(name=copy) for copy in copies.values()]
+    del graph.output[:]
+    graph.output.extend(outputs)
+    return {copy: name for name, copy in copies.items()}
 
 
 def _described(node: NodeProto | None) -> str:

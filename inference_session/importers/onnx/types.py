@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from onnx import ModelProto, TypeProto, ValueInfoProto, helper, shape_inference
+from onnx import ModelProto, TensorProto, TypeProto, ValueInfoProto, helper, shape_inference
 
 from inference_session.importers.onnx.graph import all_graphs
 from inference_session.importers.onnx.weights import Weight
@@ -46,6 +46,11 @@ class Types:
         """The number of dimensions, where known."""
         dims = self.dims(name)
         return None if dims is None else len(dims)
+
+
+def has_numpy_type(elem_type: int) -> bool:
+    """Whether NumPy itself has arrays of TensorProto's type of that number, which must not be 0."""
+    return elem_type == TensorProto.STRING or helper.tensor_dtype_to_np_dtype(elem_type).isbuiltin == 1
 
 
 def value_type(value: ValueInfoProto) -> ValueType:

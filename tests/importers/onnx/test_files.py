@@ -190,6 +190,16 @@ def test_outputs_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
         import_model(tmp_path, model)
 
 
+@pytest.mark.parametrize("name", ["z", "y"])
+def test_types_that_numpy_lacks_are_refused(tmp_path: Path, name: str) -> None:
+    """A session could neither read nor answer them."""
+    types = {"z": "float", "y": "float", name: "bfloat16"}
+    text = f"m (int64[b] k, {types['z']}[b, 4] z) => ({types['y']}[b, 4] y) {{ v = Gather(w, k) y = CastLike(v, z) }}"
+
+    with pytest.raises(UnsupportedModelError, match=f"'{name}' is bfloat16, which NumPy lacks"):
+        import_model(tmp_path, model_of(text, {"w": table()}))
+
+
 def test_versions_count_up(tmp_path: Path) -> None:
     """Without a number the next one is taken; 1 comes first, and gaps are not filled."""
     assert import_model(tmp_path, two_lookups()).version_dir.name == "1"

@@ -176,6 +176,7 @@ NOISY = frozenset({"random", "normalisation in training"})
 """ONNX Runtime itself answers these in different ways, with and without its optimisations."""
 
 SOUND = {
+    "bfloat16 between layers": "b = Cast<to = 16>(both) c = Cast<to = 1>(b) y = Mul(c, d)",
     "dense layers": "a = MatMul(both, m44) b = Relu(a) y = Gemm<transB = 1>(b, m44, ones)",
     "factorisation machine": """s = ReduceSum<keepdims = 0>(h, one) q = Mul(s, s) p = Mul(h, h) r =
         ReduceSum<keepdims = 0>(p, one)
