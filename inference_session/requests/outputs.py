@@ -111,7 +111,13 @@ class Outputs:
         if len(labels) == 1 and first.ndim == 2 and first.dtype == _FLOAT32:
             return first  # most models: each call of NumPy costs a request about a microsecond
         parts = [c.reshape(len(c), math.prod(c.shape[1:])).astype(np.float32, copy=False) for c in labels]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+        if len(parts) == 1:
+            return parts[0]
+        try:
+            return np.concatenate(parts, axis=1)
+        except ValueError as error:
+            shapes = ", ".join(str(list(label.shape)) for label in labels)
+            raise HotrowError(f"{PREDICTIONS} cannot be made of outputs of different lengths: {shapes}") from error
 
     def of_no_samples(self, wanted: Sequence[str]) -> Answer:
         """The answer to a request without samples, which networks often cannot compute."""

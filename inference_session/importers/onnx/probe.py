@@ -139,7 +139,7 @@ class Prober:
         )
         if recipe is None:
             note = "the original could not be run on generated inputs, so the imported model is not verified against it"
-            batched = may_be_batched and len(self._first_symbols()) == 1
+            batched = may_be_batched and len(self._first_symbols()) == 1 and not self._declares_fixed_output()
             return Findings(batched, batched, None, (note,))
         batched = may_be_batched and not self._takes_unequal(recipe) and self._follows_samples(recipe)
         feeds = tuple(self._feeds(recipe))
@@ -148,6 +148,10 @@ class Prober:
         notes = self._notes(batched, joinable)
         primes = tuple(self._primes(recipe)) if joinable else ()
         return Findings(batched, joinable, self._shapes(feeds), notes, feeds, primes, equal_sizes, recipe)
+
+    def _declares_fixed_output(self) -> bool:
+        """Whether an output, as declared, cannot have a row for each sample."""
+        return any(isinstance(dim, int) for value in self.network.get_outputs() for dim in value.shape[:1])
 
     def _primes(self, recipe: Recipe) -> Iterator[Arrays]:
         for size in PRIME_SIZES:

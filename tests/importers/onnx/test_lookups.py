@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 from onnx import TensorProto, helper, numpy_helper
 
 from inference_session import InferenceSession
-from inference_session.errors import InvalidRequestError, ModelFormatError
+from inference_session.errors import HotrowError, InvalidRequestError, ModelFormatError
 from inference_session.importers.onnx import import_onnx, importer
 from inference_session.importers.onnx.graph import bodies
 from tests.testing.example_models import ExampleModels
@@ -522,6 +522,35 @@ def test_predictions_of_no_samples(tmp_path: Path) -> None:
     with InferenceSession.open(report.version_dir) as session:
         assert session.predict({"ids": KEYS[0]}).shape == (2, 4)
         assert session.predict({"ids": KEYS[0, :0]}).shape == (0, 4)
+
+
+SEVEN = """g (int64[n] ids) => (float[n, 4] y, float[{length}] z) {{
+    v = Gather(t, ids) y = Add(v, seven) z = Identity(four) }}"""
+"""Takes no made-up requests: only those of 1 or 7 samples."""
+
+
+def test_an_output_of_fixed_length_has_no_row_for_each_sample(tmp_path: Path) -> None:
+    """The declaration says so, where the model cannot be run on generated inputs."""
+    constants = {"t": table(), "seven": table(rows=7), "four": np.arange(4, dtype=np.float32)}
+    report = import_model(tmp_path, model_of(SEVEN.format(length=4), constants))
+
+    assert any("could not be run" in note for note in report.notes)
+    assert not report.spec.batched
+    with InferenceSession.open(report.version_dir) as session:
+        found = session.run({"ids": np.arange(7)}, ["y", "z", "OUTPUT0"])
+    np.testing.assert_array_equal(found["y"], table()[:7] + table(rows=7))
+    np.testing.assert_array_equal(found["z"], constants["four"])
+    np.testing.assert_array_equal(found["OUTPUT0"], found["y"])
+
+
+def test_predictions_of_outputs_of_different_lengths_are_an_error(tmp_path: Path) -> None:
+    """The declarations promise a row of each for each sample."""
+    constants = {"t": table(), "seven": table(rows=7), "four": np.arange(4, dtype=np.float32)}
+    report = import_model(tmp_path, model_of(SEVEN.format(length="n"), constants))
+
+    message = r"OUTPUT0 cannot be made of outputs of different lengths: \[7, 4\], \[4\]"
+    with InferenceSession.open(report.version_dir) as session, pytest.raises(HotrowError, match=message):
+        session.predict({"ids": np.arange(7)})
 
 
 DLRM = """g (float[batch, 4] dense, int64[2, batch] offsets, int64[n] keys) => (float[batch, 4] y) {
