@@ -59,7 +59,7 @@ HOST = HostDevice()
 
 
 class Readers:
-    """Look-ups announce themselves for as long as they run, without a lock; one writer at a time may wait for them."""
+    """The look-ups that read some memory now. They enter and leave without a lock; one writer at a time may wait."""
 
     def __init__(self) -> None:
         self._readers: set[Reader] = set()
@@ -81,11 +81,11 @@ class Readers:
 
     @property
     def includes_this_thread(self) -> bool:
-        """Whether waiting would never end."""
+        """Whether this thread is among them: then it would wait for itself, and never end."""
         return any(thread == get_ident() for thread, _ in self._readers.copy())
 
     def wait_for_those_under_way(self) -> None:
-        """Wait until the look-ups under way have ended; later ones see what was written before."""
+        """Wait until the look-ups that are running now have ended; later ones see what was written before."""
         under_way = self._readers.copy()
         self.writer_waits = True
         while not under_way.isdisjoint(self._readers):

@@ -4,8 +4,8 @@ How a request uses one that stands over a parameter server (rows/stored.py):
 
     num_missing = cache.look_up(lookup)          # vectors go straight into the dense network's inputs
     for misses in cache.misses(lookup):          # what the cache lacks, each key once per table
-        …                                        # fetched from the parameter server into misses.rows
-        misses.complete()                        # and written to the places left open
+        …                                        # the caller fetches the rows into misses.rows
+        misses.complete()                        # their vectors are written to the outputs
     cache.insert(table, keys, vectors)           # now, or later from another thread
 """
 
@@ -36,7 +36,7 @@ _FLOAT16_END = 65520.0
 
 
 class Misses(ABC):
-    """Missing keys of a look-up, whose outputs are open."""
+    """Keys that a look-up did not find, and whose outputs have yet to be written."""
 
     rows: MissingRows
     """To be filled in by the caller, before `complete`."""
@@ -85,10 +85,11 @@ class EmbeddingCache(ABC):
 
     @abstractmethod
     def look_up(self, lookup: Lookup) -> int:
-        """Answer the keys that are cached, within a request of the device; returns how many are not.
+        """Answer the keys that are cached, within a request of the device; returns how many are missing.
 
-        Outputs of missing keys stay as they are, or pooled hold anything; `Lookup.num_unknown` receives their number
-        per segment. Tables are counted in the order of `dims`.
+        Outputs of missing keys stay as they are; pooled outputs that lack a key may hold anything.
+        `Lookup.num_unknown` receives the number of missing keys per segment. Tables are numbered in the order of
+        `dims`.
         """
 
     @abstractmethod

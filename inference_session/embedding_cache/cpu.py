@@ -1,8 +1,8 @@
 """CpuEmbeddingCache: rows in host memory, read by the look-up kernel without a lock while others write.
 
-Look-ups announce themselves in a set for as long as they run. A writer never touches a row that the index leads to; it
-retires rows instead (kernels/cpu/cache.py), and when it has used up the free ones, waits until the look-ups that were
-under way have ended. So a look-up never waits for a writer, and a writer waits for one look-up at most.
+A look-up enters a set (`Readers`) while it runs. A writer never changes a row that the index leads to. It retires the
+row and writes to a free one (kernels/cpu/cache.py). When it has used up the free rows, it waits until the look-ups that
+were running have ended. So a look-up never waits for a writer, and a writer waits for one look-up at most.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class CpuEmbeddingCache(HostCache):
                 done = cpu_cache.write_rows(arrays, capacity, checked, rows, done, may_insert)
 
     def _await_readers(self) -> None:
-        """Wait until the look-ups under way have ended; later ones see what was written before.
+        """Wait until the look-ups that are running have ended; later ones see what was written before.
 
         Must be called while holding the write lock.
         """
@@ -256,7 +256,7 @@ class _HostMisses(Misses):
         return None
 
     def _pool_again(self, segments: NDArray[np.void]) -> int:
-        """Look pooled segments up again, now with the missing rows; returns how many keys are missing still, because
+        """Look pooled segments up again, now with the missing rows; returns how many keys are still missing, because
         the cache has dropped their rows meanwhile.
         """
         with self._cache.reading() as records:

@@ -19,13 +19,13 @@ _SPARE_PARTS, _MAX_SPARE_ROWS = 16, 4096
 _MOST_ROWS = MAX_ROWS - NUM_LISTS
 
 
-def bytes_to_hold(dims: Mapping[str, int], num_rows: Mapping[str, int], dtype: VectorType = "float32") -> int:
-    """The cache_bytes that a cache for this many rows of each table takes."""
-    return sum(table_bytes(rows_to_hold(num_rows[table]), bytes_per_row(dim, dtype)) for table, dim in dims.items())
+def bytes_to_hold(dims: Mapping[str, int], num_rows: Mapping[str, int]) -> int:
+    """The cache_bytes that a cache for this many float32 rows of each table takes."""
+    return sum(table_bytes(rows_to_hold(num_rows[t]), bytes_per_row(dim, "float32")) for t, dim in dims.items())
 
 
 def rows_held(dims: Mapping[str, int], cache_bytes: int, num_rows: Mapping[str, int] | None = None) -> dict[str, int]:
-    """The rows of each table that a cache of this many bytes keeps; ConfigurationError where it cannot keep any."""
+    """The float32 rows of each table that a cache of this many bytes keeps; ConfigurationError if it keeps none."""
     rows = rows_per_table(dims, cache_bytes, num_rows, "float32")
     return {table: n - spare_rows(n) for table, n in rows.items()}
 

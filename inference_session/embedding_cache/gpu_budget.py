@@ -13,7 +13,7 @@ from inference_session.kernels.cuda.records import (
     aligned,
     table_bytes,
 )
-from inference_session.model_spec import VectorType, bytes_per_row
+from inference_session.model_spec import bytes_per_row
 
 _LOAD = 0.7
 """The fraction of slots that a table with a known number of rows fills: then hardly a key is evicted."""
@@ -29,9 +29,9 @@ def buckets_to_hold(num_rows: int | None) -> int:
     return MOST_BUCKETS if num_rows is None else min(int(num_rows / (SLOTS * _LOAD)) + 1, MOST_BUCKETS)
 
 
-def bytes_to_hold(dims: Mapping[str, int], num_rows: Mapping[str, int], dtype: VectorType = "float32") -> int:
-    """The cache_bytes that a GPU cache for this many rows of each table takes."""
-    tables = (table_bytes(buckets_to_hold(num_rows[t]), bytes_per_row(dim, dtype)) for t, dim in dims.items())
+def bytes_to_hold(dims: Mapping[str, int], num_rows: Mapping[str, int]) -> int:
+    """The cache_bytes that a GPU cache for this many float32 rows of each table takes."""
+    tables = (table_bytes(buckets_to_hold(num_rows[t]), bytes_per_row(dim, "float32")) for t, dim in dims.items())
     return fixed_bytes(len(dims)) + sum(tables)
 
 

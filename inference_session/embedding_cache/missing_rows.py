@@ -1,4 +1,4 @@
-"""The rows that a look-up did not find in a cache, as tables that the kernel reads after the cache's own."""
+"""The rows that a look-up did not find in a cache, as tables that the kernel reads after those of the cache."""
 
 from __future__ import annotations
 

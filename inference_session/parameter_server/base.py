@@ -100,8 +100,8 @@ class EmbeddingStore(ABC):
     def scan(self, table: str) -> Iterator[RowBatch]:
         """All rows of a table, in batches of some MiB and in no particular order.
 
-        A row that exists throughout comes at least once; one that is written or erased meanwhile may or may not come.
-        What is malformed does not come; see `fetch`.
+        Gives a row that exists throughout at least once, and perhaps one that is written or erased meanwhile. Leaves
+        out malformed values; see `fetch`.
         """
 
     @abstractmethod
@@ -119,7 +119,7 @@ class EmbeddingStore(ABC):
 
     @abstractmethod
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
-        """Drop the rows of these keys; keys that are not held are no error."""
+        """Drop the rows of these keys. Keys without a row are ignored."""
 
     def clear(self, table: str) -> None:
         """Drop all rows of a table, and its note."""
@@ -213,7 +213,7 @@ class MalformedValues:
 
 
 class BoundStore(EmbeddingStore):
-    """A store that gets its list of tables when made, whether or not they have rows."""
+    """A store that gets its list of tables when it is made; a table may have no rows."""
 
     def __init__(self, embedding_dims: Mapping[str, int]) -> None:
         """`embedding_dims`: the number of elements of each table's vectors."""

@@ -21,6 +21,9 @@ from inference_session.parameter_server.tier import Tier
 from inference_session.urls.store_url import DEFAULT_TIMEOUT_MS, StoreUrl
 from inference_session.version_directory.version import VersionDirectory
 
+_LIST_TIMEOUT_MS = 30_000
+"""The longest time one call waits for Redis while its tables are listed."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -95,7 +98,7 @@ def create_store(
     return RedisStore(url, namespace, embedding_dims, timeout_ms=timeout_ms)
 
 
-def list_tables(url: str | StoreUrl, *, timeout_ms: int = 30_000) -> list[StoredTable]:
+def list_tables(url: str | StoreUrl) -> list[StoredTable]:
     """All tables of all models that a store holds, sorted by tag. Counts the rows of a RocksDB one by one."""
     url = StoreUrl.parse(url) if isinstance(url, str) else url
     if url.scheme == "rocksdb":
@@ -104,7 +107,7 @@ def list_tables(url: str | StoreUrl, *, timeout_ms: int = 30_000) -> list[Stored
         return list_rocksdb_tables(Path(url.path))
     from inference_session.parameter_server.redis.store import list_redis_tables
 
-    return list_redis_tables(url, timeout_ms=timeout_ms)
+    return list_redis_tables(url, timeout_ms=_LIST_TIMEOUT_MS)
 
 
 def _known_incarnation(tiers: Sequence[Tier]) -> KnownIncarnation:

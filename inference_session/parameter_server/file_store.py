@@ -1,9 +1,8 @@
 """The table files of a version as a tier: all of their rows, except those that were erased.
 
-Files are never changed. The erased keys are rows of a second table in a store, next to the table they were erased from,
-one element wide. They outlive this process as the store's rows do, and every other process that reads the store sees
-them. What the store loses, or cannot show because it is down, is not erased any more (docs/how-to/use-stores.md has a
-table by store).
+Files are never changed. A store keeps the erased keys as the keys of a second table, one element wide. So they outlive
+this process if the store's rows do, and other processes that read the store see them. If the store loses them, or is
+down, the rows of the files are answered again (docs/how-to/use-stores.md has a table by store).
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ class DeletableFiles(EmbeddingStore):
             yield keys[left], vectors[left]
 
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
-        """Nothing: the store above has the rows, and comes before the files."""
+        """Does nothing: the store above has the rows, and is asked before the files."""
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
         """See EmbeddingStore."""
@@ -134,7 +133,7 @@ class DeletableFiles(EmbeddingStore):
         """See whether others have erased rows of a table from which none were erased so far."""
         with contextlib.suppress(UnavailableError, StoreError):
             for table in [table for table, known in self._any_erased.items() if not known]:
-                if self._store.num_rows(table + ERASED_SUFFIX):  # no other answer says that none is being erased now
+                if self._store.num_rows(table + ERASED_SUFFIX):
                     self._any_erased[table] = True
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ class KnownIncarnation:
         """What others have noted and no caller has read yet."""
 
     def read(self) -> str | None:
-        """What others have noted since this was last called, else None. Where it cannot be read that is no news."""
+        """What others have noted since this was last called; None also if the note cannot be read."""
         with self._lock:
             self._look()
             news, self._news = self._news, None
@@ -46,7 +46,7 @@ class KnownIncarnation:
         if self._durable is None or incarnation == self._text:
             return
         with self._lock:
-            self._look()  # the overwritten note must still be read
+            self._look()  # a caller must still learn of the note that this overwrites
             if incarnation != self._text:
                 self._durable.set_note(NOTE_TABLE, incarnation)
                 self._text = incarnation
@@ -65,5 +65,5 @@ class KnownIncarnation:
 
     @property
     def misses_writes(self) -> bool:
-        """Whether the note says so, be it by this process or another."""
+        """Whether the note says so, whichever process wrote it."""
         return self._text == _MISSES_WRITES

@@ -1,4 +1,4 @@
-"""Work that fetches leave to the background: rows to promote, rows to mark as used. Bounded, and thread-safe."""
+"""Bounded queues of what fetches leave to the background: rows to promote, rows to mark as used. Thread-safe."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from inference_session.parameter_server.tier import Tier
 
 MAX_PENDING_PROMOTIONS = 1024
 MAX_PENDING_BYTES = 64 << 20
-"""Promotions that wait for their turn; further ones are dropped and counted: the next miss brings them again."""
+"""Promotions that may wait. Further ones are dropped and counted; the next miss of these rows queues them again."""
 MAX_PENDING_TOUCHES = 1 << 20
-"""Keys read that wait to be marked as used; further ones are not marked."""
+"""Keys that may wait to be marked as used; further ones are not marked."""
 PROMOTIONS_AT_ONCE, ROWS_AT_ONCE = 64, 1024
-"""Promotions, or rows of promotions or touches, after which the rest of the background work has its turn."""
+"""Promotions, and rows of promotions or touches, that are done at once before other background work."""
 
 
 class Promotion(NamedTuple):

@@ -1,4 +1,4 @@
-"""Retired versions leave the volatile store, where every version has its own rows, once a newer one serves."""
+"""Removes the rows of old versions from the volatile store, where each version has rows of its own."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from inference_session.errors import HotrowError
 from inference_session.parameter_server.base import EmbeddingStore
 
 DELAY_S = 10.0
-"""Time from a version's opening to its predecessors' removal: until then it may yet fail to serve."""
+"""Time between opening a version and removing older ones: until then the new version may still fail to serve."""
 _CLOSE_S = 5.0
 
 _log = logging.getLogger(__name__)
 
 
 def retired_versions(versions: Collection[str], current: str, num_kept: int) -> list[str]:
-    """Those before the newest `num_kept` up to the current one. Names that are no number, or newer, are kept."""
+    """The versions to remove: all but the newest `num_kept` up to the current one. Newer versions, and names that are
+    not numbers, are kept.
+    """
     older = sorted((v for v in versions if v.isdecimal() and int(v) < int(current)), key=int)
     return older[: max(0, len(older) - (num_kept - 1))]
 

@@ -4,9 +4,9 @@
     write      the lowest tier first, so that no tier is ever ahead of one that outlives it
     outage     a tier that fails is left out until it answers again
 
-upkeep.py does what fetches leave to the background: rows are promoted or marked as used, tiers are tried again.
-No row is invented here: keys that no tier has are not found, and the caller must answer them. They are
-remembered briefly, so that a popular one does not go through all tiers every time.
+upkeep.py works in the background: it promotes rows, marks rows as used, and tries tiers again that are out.
+The server makes up no rows: it reports keys that no tier has as not found, and the caller must answer them. It
+remembers them briefly (unknown_keys.py), so that not every request for a popular one asks all tiers.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _WantedRows:
     """The write log's moment when the fetch began."""
 
     def missing(self) -> FetchRequest:
-        """A request for the keys that are left, straight to their place as long as these are all."""
+        """A request for the keys that are left. If these are all keys, the tier writes straight to `vectors`."""
         if len(self.left) == len(self.keys):
             return FetchRequest(self.table, self.keys, self.vectors)
         vectors = np.empty((len(self.left), self.vectors.shape[1]), np.float32)
@@ -93,12 +93,14 @@ class ParameterServer:
         retirement: Retirement | None = None,
         known: KnownIncarnation | None = None,
     ) -> None:
-        """`tiers` from the fastest to the one that has everything; they and `retirement` are closed with the server.
+        """Ask these tiers.
 
-        known: what is known of the volatile tier, including writes of other processes.
-
-        on_store_failure: what becomes of keys that are not found while a tier is out: `default_vector` leaves them not
-        found and counts them, `error` raises UnavailableError.
+        Args:
+            tiers: from the fastest to the one that has all rows; the server closes them.
+            on_store_failure: how keys are treated that are not found while a tier is out: `default_vector` counts
+                them and reports them as not found, `error` raises UnavailableError.
+            retirement: removes old versions; the server closes it.
+            known: what is known of the volatile tier, including writes of other processes.
         """
         self.tiers = tuple(tiers)
         """The tiers, from the top."""
@@ -123,8 +125,8 @@ class ParameterServer:
     ) -> list[NDArray[np.bool_]]:
         """Write the vectors of all keys that any tier has to the outputs; returns for each request which those are.
 
-        Each key is in its request once. Outputs of keys that are not found may hold anything. `on_store_failure` comes
-        before the server's own.
+        Each key is in its request once. Outputs of keys that are not found may hold anything. `on_store_failure`
+        replaces the server's own.
 
         Raises:
             UnavailableError: with `on_store_failure="error"`, a key was not found while a tier was out.
@@ -159,7 +161,7 @@ class ParameterServer:
         self._write(table, keys, lambda store: store.erase(table, keys))
 
     def forget(self, table: str, keys: NDArray[np.int64]) -> None:
-        """See what others have written, and drop rows that they have changed below from the volatile tiers."""
+        """Refresh the stores, and drop rows from the volatile tiers that others have changed below."""
         self.refresh()
         self._write(table, keys, lambda store: store.erase(table, keys), [tier for tier in self.tiers if tier.volatile])
 
@@ -250,7 +252,7 @@ class ParameterServer:
         return _WantedRows(table, keys, vectors, np.zeros(len(keys), np.bool_), left, self.log.moment)
 
     def _fetch_from(self, tier: Tier, above: Sequence[Tier], wanted: Sequence[_WantedRows]) -> bool:
-        """Fetch what is missing from one tier; whether it answered."""
+        """Fetch what is missing from one tier; returns whether the tier answered."""
         asking = [want for want in wanted if len(want.left)]
         if not asking:
             return True
@@ -300,7 +302,7 @@ class ParameterServer:
         write: Callable[[EmbeddingStore], None],
         tiers: Sequence[Tier] | None = None,
     ) -> None:
-        """Write to these tiers; all if none are given. Rows that none of them has kept are an error."""
+        """Write to these tiers, or to all; an error if none of the tiers that keep rows has taken them."""
         keepers = [tier for tier in self.tiers if tier.store.keeps_rows]
         if tiers is None and not keepers:
             raise StoreError(f"table {table!r} cannot be written to: {self!r} has no writable store")
@@ -331,8 +333,8 @@ class ParameterServer:
         *,
         is_news: bool,
     ) -> HotrowError | None:
-        """Write to one tier, if it takes any writes. A volatile one may refuse this one: then it drops what it has
-        of these keys, and the error is returned. `is_news`: the tiers below have just taken the same.
+        """Write to one tier, if it takes writes. If a volatile tier refuses this one, it drops its rows of these keys,
+        and the error is returned. `is_news`: the tiers below have just taken the same write.
         """
         if not tier.store.supports_writes:
             return None
@@ -351,8 +353,9 @@ class ParameterServer:
         return error
 
     def _drop_above(self, table: str, keys: NDArray[np.int64]) -> None:
-        """A tier has refused a write, and may have taken some of its rows. The tiers above must not show older ones:
-        after an outage of theirs, in which the newer ones were answered, these would come back.
+        """Drop rows from the tiers above one that refused a write, because it may have taken some of these rows.
+
+        During an outage of a tier above, look-ups would answer the newer rows; after it, the older ones again.
         """
         for tier in self.tiers:
             if tier.volatile and tier.is_backed:

@@ -21,7 +21,7 @@ STEADY_S = 10.0
 MAX_TIMES_LATE = 3
 """After this many late calls in a row, a tier is left out although it answers checks."""
 MAX_UNWRITTEN_KEYS = 1_000_000
-"""Different keys of a table whose newest rows a tier missed; with more it drops the whole table."""
+"""Different keys of a table whose newest rows a tier may miss; if there are more, it drops the whole table."""
 KEYS_PER_DROP = 4096
 """Keys that a tier drops at once on its way back: few enough that neither requests nor writers wait for long."""
 MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.5, 16.0
@@ -82,7 +82,7 @@ class Tier:
     retry_at: float = 0.0
     """When it is tried again."""
     unwritten: KeysByTable = field(default_factory=lambda: KeysByTable(MAX_UNWRITTEN_KEYS))
-    """Keys whose newest rows could not be written here; the tier is left out until it has dropped them."""
+    """Keys whose newest rows this tier did not take; it is left out until it has dropped its rows of them."""
     is_returning: bool = False
     """It answers again, and is dropping these rows."""
     hits: int = 0
@@ -178,7 +178,7 @@ class Tier:
             self.failure, self.is_returning, self.back_since = None, False, time.monotonic()
 
     def attempt(self, act: Callable[[EmbeddingStore], None]) -> HotrowError | None:
-        """Do something to the store, or say why not. A volatile tier that is out is not even tried."""
+        """Call the store; returns its error, if any. A volatile tier that is out is not called."""
         if self.failure is not None and self.volatile:
             return UnavailableError(self.failure)
         try:
@@ -188,7 +188,7 @@ class Tier:
         return None
 
     def learn_incarnation(self) -> HotrowError | None:
-        """Find out which incarnation of a volatile store the first write goes to; or say why not."""
+        """Find out which incarnation of a volatile store the first write goes to; returns the store's error, if any."""
         return self.attempt(lambda store: self.trust(store.incarnation())) if self.incarnation is None else None
 
     def trust(self, incarnation: str) -> None:
@@ -217,8 +217,8 @@ class Tier:
         return error is None
 
     def miss_write(self, table: str, keys: NDArray[np.int64], error: HotrowError) -> None:
-        """Newer rows of these keys could not be written. Where a tier below has them drop the older ones; if that fails
-        as well, serve nothing from here. Must be called while no other thread writes.
+        """Handle the failure of a write: if a tier below has the newer rows, drop the older ones here; if that fails as
+        well, leave the tier out. Must be called while no other thread writes.
         """
         if not self.is_backed or (
             isinstance(error, StoreError) and self.attempt(lambda store: store.erase(table, keys)) is None
@@ -228,15 +228,15 @@ class Tier:
             self.leave_out(table, keys, error)
 
     def drop(self, table: str, keys: NDArray[np.int64]) -> None:
-        """Drop rows that a tier below may have newer ones of; if that fails serve nothing from here. Must be called
-        while no other thread writes.
+        """Drop rows of which a tier below may have newer ones; if that fails, leave the tier out. Must be called while
+        no other thread writes.
         """
         error = self.attempt(lambda store: store.erase(table, keys))
         if error is not None:
             self.leave_out(table, keys, error)
 
     def leave_out(self, table: str, keys: NDArray[np.int64], error: HotrowError) -> None:
-        """Serve nothing from here, as it has older rows of these keys. Call only while no other thread writes."""
+        """Use the tier no more, because it has older rows of these keys. Call only while no other thread writes."""
         self.unwritten.add(table, keys)
         self.report(error, leave_out=True)
 

@@ -1,4 +1,4 @@
-"""Keys that no tier has, remembered briefly so that a popular one does not go through all tiers every time."""
+"""Keys that no tier has, remembered briefly, so that not every request for a popular one asks all tiers."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class UnknownKeys:
                 memory.until[places] = memory.any_until = now + MEMORY_S
 
     def forget(self, table: str, keys: NDArray[np.int64]) -> None:
-        """These keys are known from now on; the log says so already."""
+        """Forget keys that were written; the log has the write already."""
         with self._lock:
             if memory := self._tables.get(table):
                 places = _places(keys)
                 memory.until[places[memory.keys[places] == keys]] = -np.inf
 
     def forget_all(self) -> None:
-        """Any key may be known from now on."""
+        """Forget all keys: any of them may have been written."""
         with self._lock:
             self._tables.clear()
 

@@ -1,4 +1,4 @@
-"""The background work of a parameter server: work that fetches queue, and work that keeps tiers usable.
+"""The background work of a parameter server: what fetches have queued, and what keeps tiers usable.
 
 promote    rows found in a lower tier go up to the volatile tiers above it
 touch      rows that were read are marked as used, where a tier ranks its rows by that
@@ -37,8 +37,7 @@ from inference_session.platform.pacing import rest_after
 ROUND_INTERVAL_S = 0.5
 """How often tiers that are out are tried."""
 TURN_INTERVAL_S = 0.02
-"""How often rows are promoted and touched, and readers catch up: what arrives meanwhile is one piece, and the pieces
-are small."""
+"""How often rows are promoted and touched, and readers catch up. What has been queued in between is done together."""
 BRING_BACK_S = 0.1
 """How long a tier drops rows in one turn."""
 _REST_S = 0.001
@@ -78,7 +77,8 @@ class Upkeep:
         """End the work. May be called twice."""
         self._closing.set()
         self._worker.join()
-        # It leads to caches, which lead here: only the garbage collector would free their memory, and mapped files.
+        # The callback refers to caches, which refer to this object. While it does, only the garbage collector would
+        # free their memory and the mapped files.
         self.on_drop = _ignore_drop
 
     def _work(self) -> None:
@@ -154,15 +154,15 @@ class Upkeep:
                 tier.touched += len(used) if touched else 0
 
     def drop_outdated(self, inserted: Sequence[UnverifiedPromotion]) -> None:
-        """Drop promoted rows that another process has changed or erased, where the source tier showed that too late.
+        """Drop promoted rows that another process changed or erased before the source tier showed it here.
 
-        That process writes the lower tier first: what it changes after this look, it will change above as well. Done
-        once a round, because a tier that catches up may block all threads of this process meanwhile.
+        What that process changes after this check, it changes in the upper tier as well, because it writes the lower
+        tier first. This is done once a round, because a tier that catches up may block all threads of this process.
         """
         if not inserted:
             return
         sources = {one.promotion.source for one in inserted}
-        # Also the tiers that lag: one of them may hold which rows of the files were erased.
+        # Tiers that lag are refreshed as well: one of them may hold the keys that were erased from the files.
         read = [tier for tier in self._tiers if tier in sources or tier.store.lags]
         failures = [tier.attempt(lambda store: store.refresh()) for tier in read]
         with self._writes.lock:
@@ -172,8 +172,8 @@ class Upkeep:
                 self._drop_unless_rewritten(one._replace(promotion=outdated))
 
     def _drop_unless_rewritten(self, outdated: UnverifiedPromotion) -> None:
-        """Drop promoted rows, except those written again since: where no tier below has what was
-        written, that would be lost. Must be called while no other thread writes.
+        """Drop promoted rows, except those that were written since: a write that no tier below has would be lost.
+        Must be called while no other thread writes.
         """
         tier, promotion, moment = outdated
         if len(promotion.keys):
@@ -215,8 +215,11 @@ class Upkeep:
         return None
 
     def _say_that_it_has_all(self, tier: Tier) -> None:
-        """Note it for sessions that are opened later, where this one writes. UnavailableError where it must not be
-        noted: another process misses writes there, or the store refuses the note that says that this one does.
+        """Save a note for sessions that are opened later, if this one writes.
+
+        Raises:
+            UnavailableError: another process has noted that the tier misses writes, or the store refuses to replace
+                such a note.
         """
         if self._writes.keys:
             with contextlib.nullcontext() if self._known.misses_writes else contextlib.suppress(HotrowError):

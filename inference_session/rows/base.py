@@ -23,7 +23,7 @@ from inference_session.tables.base import RowBatch
 class RowWriter:
     """Changes the rows of a model while they are looked up. Tables are named by their folders.
 
-    This one refuses: rows that are in files alone never change.
+    This base class refuses all changes: rows that are in files alone never change.
     """
 
     is_durable = False
@@ -116,8 +116,9 @@ class Rows(ABC):
         return {}
 
     def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:  # noqa: B027
-        """Load rows before a request needs them, these if there is a cache. Ends at `deadline`, a value of
-        time.monotonic(), at the latest.
+        """Load rows before a request needs them: into a cache, if there is one, the rows of `hot_keys`.
+
+        Ends at `deadline`, a value of time.monotonic(), at the latest.
         """
 
     @abstractmethod
@@ -130,9 +131,13 @@ class Rows(ABC):
 
 
 def fetch(rows: Rows, table: int, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The vectors of the table of that number: keys int64 [n] to `out`, float32 [n, embedding_dim], both contiguous.
+    """Look keys up in the table of that number: writes their vectors to `out`, which is returned.
 
-    Returns `out`.
+    Args:
+        rows: of the model.
+        table: its number.
+        keys: int64 [n], contiguous.
+        out: float32 [n, embedding_dim], contiguous.
     """
     with rows.device.request():
         staged, vectors = rows.device.stage(keys), rows.device.output(out)

@@ -59,7 +59,7 @@ def resolved_cache_bytes(spec: ModelSpec, config: SessionConfig, *, on_device: b
 
 
 def _stored_rows(version: VersionDirectory, config: SessionConfig, devices: Sequence[Device]) -> list[Rows]:
-    """One parameter server, and over it a cache on each device."""
+    """The rows of one parameter server, with a cache on each device."""
     tables = version.spec.tables
     may_default = config.insert_mode == "async" and config.unknown_keys == "default_vector"
     async_from = config.hit_rate_threshold if may_default else None

@@ -1,4 +1,4 @@
-"""The rows of a version's table files, and in front of them those that an update stream has changed."""
+"""The rows of a version's table files, except those that an update stream has changed: these come from memory."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class FileRows(Rows):
     """The rows of a version's table files, looked up wherever a device has them."""
 
     def __init__(self, files: Sequence[TableFile], tables: DeviceTables, changes: TableWriter | None = None) -> None:
-        """Read files, which become this object's to close.
+        """Read files.
 
         Args:
-            files: the version's.
-            tables: the same ones, for look-ups; they become this object's to close.
+            files: the version's; this object closes them.
+            tables: the same tables, for look-ups; this object closes them.
             changes: the rows that were changed since, which `tables` answers as well; None: rows never change.
         """
         self._files = {file.spec.folder: file for file in files}
@@ -62,7 +62,7 @@ class FileRows(Rows):
             yield keys[unchanged], rows[unchanged]
 
     def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:  # noqa: ARG002
-        """See Rows: all rows are mapped, so that no request waits for the kernel to map them."""
+        """See Rows. Maps all pages of files that the host reads, if memory has room: requests have no page faults."""
         arrays = [array for file in self._files.values() for array in file.arrays()]
         if self._tables.placement is None and sum(array.nbytes for array in arrays) <= available_bytes():
             for array in arrays:

@@ -1,4 +1,4 @@
-"""Rows that are fetched and cached after the request that missed them was answered: one thread, a bounded queue."""
+"""A thread that caches rows after the request that missed them was answered, and its bounded queue."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from inference_session.embedding_cache.missing_rows import MissingRows
 from inference_session.errors import HotrowError
 
 MAX_WAITING = 256
-"""Requests whose missing rows wait; those of further ones are dropped and counted: the next miss fetches them again."""
+"""Requests whose missing rows may wait. The rows of further requests are dropped and counted; the next request that
+misses them fetches them again."""
 
 _log = logging.getLogger(__name__)
 
 
 class LateInserts:
-    """Passes queued rows to `insert`, in order, from its own thread: those of up to `at_once` requests."""
+    """Passes queued rows to `insert`, in order, from its own thread; in each call those of up to `at_once` requests."""
 
     def __init__(self, insert: Callable[[Sequence[MissingRows]], None], at_once: int = 1) -> None:
         self._insert = insert

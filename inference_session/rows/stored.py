@@ -1,4 +1,4 @@
-"""The rows of a parameter server, the hottest of them in a cache. Missing keys are fetched here."""
+"""Rows of stores, the hottest of them in a cache: this module fetches the keys that the cache lacks."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _KEYS_PER_FETCH = 1 << 13
 class StoredRows(Rows):
     """The rows of a parameter server, the hottest of them in a cache.
 
-    Cached rows go straight to the outputs. Missing keys are collected, each once per table, and fetched; rows that
-    were found go to the cache, default vectors never do.
+    The cache writes the rows that it has to the outputs. It collects the keys that it lacks, each once per table; this
+    class fetches their rows from the parameter server, and then inserts those that exist into the cache.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class StoredRows(Rows):
         writer: StoredWriter | None = None,
         async_from: float | None = None,
     ) -> None:
-        """Put a cache over a parameter server; both become this object's to close.
+        """Put a cache over a parameter server; this object closes both.
 
         Several objects, each for a device with its own cache, may have the same server and the same writer.
 
@@ -54,7 +54,7 @@ class StoredRows(Rows):
             cache: of the same tables in the same order.
             server: the source of missing rows.
             writer: to this server, and to the caches of all devices; None: there is no other cache.
-            async_from: hit rate from which on missing keys are answered with default vectors, and fetched after that;
+            async_from: from this hit rate on, look-ups answer missing keys with default vectors, and fetch them later;
                 None: look-ups always wait for them.
         """
         self.device = cache.device
@@ -120,7 +120,7 @@ class StoredRows(Rows):
         self.cache.close()
 
     def _complete(self, misses: Misses, waits: bool) -> None:
-        """Answer keys that the cache lacks: with their rows, or where the look-up does not wait, by default."""
+        """Answer keys that the cache lacks: with their rows, or with default vectors if the look-up does not wait."""
         rows = misses.rows
         if waits:
             with misses.paused():
@@ -137,17 +137,18 @@ class StoredRows(Rows):
         if self._late is not None and (self.cache.inserts_at_once or not waits):
             self._late.put(rows)
         else:
-            # Not before: these rows might have taken the place of some that were about to be pooled.
+            # Not before `complete`: the cache might evict rows for these that have yet to be pooled.
             self._writer.keep(self.cache, [rows])
 
     def _insert_late(self, missing: Sequence[MissingRows]) -> None:
+        """Insert rows into the cache, fetching first those that a look-up did not wait for."""
         for rows in missing:
             if not rows.is_fetched:
                 self._fetch(rows)
         self._writer.keep(self.cache, missing)
 
     def _fetch(self, rows: MissingRows) -> None:
-        """Fill in the vectors."""
+        """Fetch the rows into `rows`; keys without a row get default vectors."""
         rows.moment = self._writer.log.moment
         requests = [
             FetchRequest(self._specs[t].folder, stored_keys(self._specs[t], part.keys), part.vectors)

@@ -1,4 +1,4 @@
-"""Changes to the rows of a parameter server and to the caches over it. Here an update reaches the caches."""
+"""Changes to rows of stores: this module writes an update to the parameter server, then to the caches over it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from inference_session.rows.base import RowWriter
 from inference_session.tables.row_numbers import stored_keys
 
 _KEYS_PER_REFRESH = 256
-"""Few enough not to delay a request that meets them in a store, or waits for the interpreter meanwhile."""
+"""Few enough that a request waits only briefly for them in a store, or for the interpreter."""
 _CLOSE_S = 10.0
 
 _log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class StoredWriter(RowWriter):
         *,
         refresh_interval_s: float = 0.0,
     ) -> None:
-        """Write to a server and its caches, which are the caller's to close.
+        """Write to a server and its caches, which the caller closes.
 
         Args:
             specs: the tables, which caches and server know by their folders.
@@ -91,7 +91,7 @@ class StoredWriter(RowWriter):
         self._forget(table, keys)
 
     def refresh(self) -> None:
-        """See RowWriter. Rows that a tier which is down may have stay as they are."""
+        """See RowWriter. Rows that a tier may have that is down stay as they are."""
         self._refresh_all(over_s=0.0)
 
     def renew(self) -> None:
@@ -109,7 +109,7 @@ class StoredWriter(RowWriter):
             yield
 
     def keep(self, cache: EmbeddingCache, missing: Sequence[MissingRows]) -> None:
-        """Put those rows into one of the caches that were found, and not written since they were fetched."""
+        """Insert rows that were fetched into one of the caches, except those that were written since."""
         for number, table in enumerate(self._specs):
             if not any(number in rows.parts for rows in missing):
                 continue
@@ -121,7 +121,7 @@ class StoredWriter(RowWriter):
                 cache.insert(table, keys, vectors)
 
     def bring_in(self, cache: EmbeddingCache, table: str, keys: NDArray[np.int64]) -> None:
-        """Put those of the keys that have rows into one of the caches, unless they are written meanwhile."""
+        """Fetch the rows of these keys into one of the caches, except those that are written meanwhile."""
         keys = stored_keys(self._specs[table], keys)
         vectors = np.empty((len(keys), self._specs[table].embedding_dim), np.float32)
         moment = self.log.moment
@@ -153,7 +153,7 @@ class StoredWriter(RowWriter):
     def _refresh_all(self, over_s: float) -> None:
         """Read all cached rows again, while requests go on; see `paced`."""
         self._server.refresh()
-        with self._caching:  # rows that were fetched before, and are not in a cache yet, would escape
+        with self._caching:  # or rows that were fetched before, and are inserted later, would not be read again
             self.log.add_all()
         parts = [
             (table, keys[begin : begin + _KEYS_PER_REFRESH])
@@ -165,7 +165,7 @@ class StoredWriter(RowWriter):
         self.log.add_all()  # rows that are not cached may have changed in the stores as well
 
     def _refresh(self, table: str, keys: NDArray[np.int64]) -> None:
-        """Read some cached rows again; those that seem to be written meanwhile leave the caches."""
+        """Read some cached rows again. The caches drop those that seem to have been written meanwhile."""
         vectors = np.empty((len(keys), self._specs[table].embedding_dim), np.float32)
         request = FetchRequest(table, keys, vectors)
         moment = self.log.moment
@@ -226,8 +226,10 @@ class StoredWriter(RowWriter):
                 changes.callback(change, cache)
 
     def _current(self, table: str, part: TableRows, moment: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Those of a fetch's rows that `keep` keeps; `moment`: of the fetch. Call it while holding `_caching`."""
+        """The rows that were found, and not written since `moment`, when the fetch began. Must be called while holding
+        `_caching`.
+        """
         keys = stored_keys(self._specs[table], part.keys)
         current = part.found & ~self.log.written(table, keys, moment)
-        # Usually all are kept, and then nothing is copied.
+        # Usually these are all rows, and then nothing is copied.
         return (keys, part.vectors) if current.all() else (keys[current], part.vectors[current])

@@ -1,4 +1,4 @@
-"""Rows that an update stream changes while no store keeps them: in memory, in front of the table files."""
+"""Rows that an update stream changes while no store keeps them: in memory, looked up before the table files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TableWriter(RowWriter):
     """Keeps the changed rows of all tables, and publishes them to look-ups: on the host, then on each device."""
 
     def __init__(self, files: Sequence[TableFile], copies: Sequence[DeviceTables] = ()) -> None:
-        """`copies`: the tables of devices that look them up; they are the caller's to close."""
+        """`copies`: the tables of GPUs, which get the changed rows as well; the caller closes them."""
         super().__init__()
         self._copies = copies
         self.specs = [file.spec for file in files]

@@ -60,7 +60,7 @@ MAX_MESSAGES = 500
 _BYTES_AT_ONCE = 256 << 10
 """Bytes of messages that are taken at once, about."""
 TAKES = 8
-"""After this many, the messages taken are applied: stores take rows faster in larger batches."""
+"""How often messages are taken before they are applied: stores write rows faster in larger batches."""
 _POLL_S = 0.05
 _SAVE_S = 1.0
 BROKER_S = 2.0
@@ -132,7 +132,7 @@ class KafkaUpdateStream:
         self._thread.start()
 
     def wait_until_current(self, timeout_s: float) -> bool:
-        """Wait until all messages that were there at the beginning are applied; returns whether that was in time.
+        """Wait until all messages that topics had when this stream began are applied; returns False after `timeout_s`.
 
         Does not wait for brokers that cannot be reached.
         """
@@ -154,8 +154,8 @@ class KafkaUpdateStream:
             self._hold = None
 
     def wait_until_applied(self, wanted: AppliedPartitions, timeout_s: float) -> bool:
-        """Wait until as much is applied as another stream of the same topics has applied; returns whether that was in
-        time. Does not wait for topics that the filter leaves out here, or that were created again.
+        """Wait until this stream has applied what another stream of the same topics has; returns False after
+        `timeout_s`. Does not wait for topics that this stream's filter leaves out, or that were created again.
         """
         end = time.monotonic() + timeout_s
         ours = {one: how_far for one, how_far in wanted.items() if self._is_ours(one[0])}
@@ -184,13 +184,14 @@ class KafkaUpdateStream:
                 self._survive(self._step)
             self._survive(self._save)
         finally:
-            # It leads to the rows, and back here: only the garbage collector would free their memory, and mapped files.
+            # It refers to the rows, which refer to this object. While it does, only the garbage collector would free
+            # their memory and the mapped files.
             del self._updates
             self._consumer.close()
 
     def _may_go_on(self) -> bool:
-        """Wait while held; returns False once closing. What is applied after a hold that ends with closing would be
-        older than what a successor has written meanwhile.
+        """Wait while held; returns False once closing. After a hold that ends with closing nothing is applied: it would
+        be older than what a successor has written meanwhile.
         """
         while (hold := self._hold) is not None and not self._closing.is_set():
             hold.set()
@@ -241,7 +242,7 @@ class KafkaUpdateStream:
             changed = self._identify(topics)
         except KafkaException as error:
             self._stats.fail(f"no broker answers at {self._url}: {error.args[0].str()}")
-            # The consumer may reach them before the next question is answered, and they may have lost the topics.
+            # The consumer may reach the brokers before they answer the next question, and they may have lost topics.
             self._suspect(self._positions.followed - self._positions.unproved)
             if error.args[0].code() != KafkaError._TIMED_OUT:  # wait for a broker that is up but busy
                 self._current.set()
@@ -363,7 +364,7 @@ class KafkaUpdateStream:
                 self._discover_at = 0.0
 
     def _take(self) -> Iterator[list[Any]]:
-        """Messages, and events for partitions' ends, as far as they have arrived."""
+        """The messages that have arrived, and the events of partitions' ends."""
         for take in range(TAKES):
             num_wanted = self._num_at_once
             try:
@@ -394,7 +395,7 @@ class KafkaUpdateStream:
         self._measure_lag()
 
     def _reach(self, ends: Mapping[Partition, int]) -> None:
-        """Count what lies between the last message and the end as read: marks of transactions, messages compacted."""
+        """Count offsets between the last message and the end as read: marks of transactions, or compacted messages."""
         for one, end in ends.items():
             self._positions.reach(one, end)
         self._measure_lag()
@@ -405,7 +406,7 @@ class KafkaUpdateStream:
             self._current.set()
 
     def _measure_lag(self) -> None:
-        """How many messages partitions have beyond those applied, as the brokers reported last."""
+        """Count the messages that partitions have beyond those applied, as the brokers reported last."""
         positions = self._positions
         self._stats.lag(sum(max(self._end(one) - positions.offset(one), 0) for one in positions.followed))
 
@@ -418,9 +419,9 @@ class KafkaUpdateStream:
         return end
 
     def _save(self) -> None:
-        """Store, next to the rows, up to where they have been applied, and tell the brokers."""
+        """Store next to the rows how far updates have been applied, and commit that to the brokers."""
         self._save_at = time.monotonic() + _SAVE_S
-        # A store that cannot take a note cannot take rows either, and that is reported then.
+        # A store that takes no notes takes no rows either: the failed write of rows is reported.
         with contextlib.suppress(UnavailableError, StoreError):
             self._replay_pushed()
             applied = self._positions.applied()
@@ -430,7 +431,7 @@ class KafkaUpdateStream:
                     self._consumer.commit(offsets=reached, asynchronous=True)
 
     def _replay_pushed(self) -> None:
-        """A push replaces rows by those of its files, so that their updates have to be written again."""
+        """Read the updates of tables again that were pushed meanwhile: the push has replaced their rows."""
         pushed = self._updates.pushed_tables()
         for one in sorted(self._positions.followed) if pushed else ():
             if self._updates.table_of(one[0]) in pushed and self._positions.offset(one):

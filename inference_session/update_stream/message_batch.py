@@ -1,4 +1,4 @@
-"""Messages as they are taken from the client library, apart from its objects."""
+"""Messages, copied out of the objects of the client library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MessageBatch:
 
     def __init__(self) -> None:
         self.contents: list[Message] = []
-        """Without those that were published too early."""
+        """Key and value of each message, except those that were published too early."""
         self.partitions: list[int] = []
         """The partition of each of the contents."""
         self.offsets: list[int] = []
@@ -29,7 +29,7 @@ class MessageBatch:
         """By partition, its last message."""
 
     def add(self, messages: Sequence[Any], since_ms: int) -> None:
-        """Add messages of the client library; the contents of those published before are passed over."""
+        """Add messages of the client library; leave out the contents of those published before `since_ms`."""
         partitions, offsets = [m.partition() for m in messages], [m.offset() for m in messages]
         self.num_messages += len(messages)
         self._last.update(zip(partitions, messages, strict=True))

@@ -3,8 +3,8 @@
     {"offsets": {topic: {partition: offset of the next message}},
      "topics": {topic: {partition: {"id": the topic's id, "last": [offset, fingerprint]}}}}
 
-`id` and `last` are present where they are known; notes from before hotrow recorded them have only offsets. Whatever
-else a note says, such as how far a push has come, stays.
+`id` and `last` are present where they are known; notes of older versions of hotrow have only offsets. Other fields of a
+note, such as how far a push has come, are kept.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from inference_session.update_stream.positions import AppliedPosition, LastMessa
 
 
 def read_applied(note: str | None, topic: str) -> dict[int, AppliedPosition]:
-    """By partition of a topic, how far a note says that it is applied; {} where it says nothing."""
+    """How far a note says that each partition of a topic is applied; {} if it says nothing."""
     parsed = _parse(note)
     offsets, identities = (_dict(_dict(parsed.get(name)).get(topic)) for name in ("offsets", "topics"))
     return {
@@ -40,7 +40,7 @@ def is_push_unfinished(note: str | None) -> bool:
 
 
 def with_applied(note: str | None, applied: Mapping[Partition, AppliedPosition | None]) -> str:
-    """The note with how far these partitions are applied (None: nothing is); what it says of others stays."""
+    """The note, changed to say how far these partitions are applied (None: nothing is)."""
     parsed = _parse(note)
     offsets, identities = ({**_dict(parsed.get(name))} for name in ("offsets", "topics"))
     for (topic, partition), one in applied.items():

@@ -22,7 +22,7 @@ from inference_session.update_stream.topics import table_of
 
 _ROWS_AT_ONCE = 1024
 FOLLOW_S = 5.0
-"""How long a store's one writer may take to write what we have read before we log that we wait for it."""
+"""How long the store's one writer may take to write what this process has read before an error is logged."""
 _POLL_S = 0.05
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 
@@ -59,8 +59,8 @@ class UpdateApplier:
     ) -> None:
         """See KafkaUpdateStream.
 
-        What the stores refuse is retried until they take it, or until `closing` is set: then their error is raised.
-        `while_waiting` is called each time.
+        A write that the stores refuse is tried again until they take it, or until `closing` is set: then their error
+        is raised. `while_waiting` is called between the attempts.
         """
         self._model = model
         self._tables = {spec.folder: spec for spec in tables}
@@ -76,7 +76,7 @@ class UpdateApplier:
         """Tables in whose notes this object has stored how far they are applied."""
 
     def apply(self, topic: str, topic_id: str, messages: MessageBatch) -> None:
-        """Write the rows in messages of a topic, and set aside messages that are not rows. No update is skipped."""
+        """Write the rows in messages of a topic, once the stores take them; set aside messages that are not rows."""
         table = self.table_of(topic)
         if table is None:
             text = f"the model has no table of that name; its tables: {', '.join(map(repr, self._tables)) or 'none'}"
@@ -98,14 +98,16 @@ class UpdateApplier:
         self._stats.count_rows(updated=len(updates.keys), deleted=len(updates.deleted))
 
     def saved(self, topic: str, partition: int) -> AppliedPosition | None:
-        """Up to where rows that outlive this process have been applied; None: nothing is known of that."""
+        """How far a partition's updates have been applied to rows that outlive this process; None: unknown."""
         table = self.table_of(topic)
         if table is None or not self._rows.is_durable:
             return None
         return self._persist(lambda: read_applied(self._rows.note(table), topic)).get(partition)
 
     def renew_cached(self) -> None:
-        """Read cached rows again that may be older than what the notes count as applied: no message brings these."""
+        """Read cached rows again: they may be older than the updates that notes count as applied, which no message
+        repeats.
+        """
         self._rows.renew()
 
     def forget_saved(self, topic: str) -> None:
@@ -115,7 +117,7 @@ class UpdateApplier:
             self._unsaved.add(table)
 
     def save(self, applied: Mapping[Partition, AppliedPosition | None]) -> bool:
-        """Store, next to the rows, up to where they have been applied; returns whether there was anything to store.
+        """Store next to the rows how far updates have been applied; returns whether there was anything to store.
 
         Raises:
             UnavailableError, StoreError: a store cannot take a note at present.

@@ -1,8 +1,8 @@
-"""What a look-up left open: which keys, each once per table, and their vectors' way into the outputs.
+"""The keys that a look-up did not find: they are collected, and their vectors are written to the outputs.
 
-The keys that a look-up has not found are collected into a small table of their own, the *overlay*: TABLE records like
-any other, whose vectors somebody else fills in. Keys with vectors of their own in the output are then copied there;
-pooled ones are looked up again, with the overlay behind the table that they were missing from.
+The missing keys of each table, each once, become a small table, the *overlay*: TABLE records like any other, whose
+vectors the caller fetches. `write_vectors` copies them to outputs that are not pooled. Pooled segments are looked up
+again, with the overlay as the table to search after the one that lacked the keys.
 """
 
 from __future__ import annotations

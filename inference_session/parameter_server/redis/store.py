@@ -53,7 +53,7 @@ class RedisStore(BoundStore):
         *,
         timeout_ms: int = DEFAULT_TIMEOUT_MS,
     ) -> None:
-        """See `store_url.create_store`."""
+        """See `parameter_server.create.create_store`."""
         compile_kernels()
         layout.compile_kernels()
         self.url = url
