@@ -43,6 +43,7 @@ from inference_session.requests.caller_arrays import (
     as_keys,
     as_rows,
     as_written_keys,
+    check_arguments,
     inputs_with_gpu,
     is_on_gpu,
     may_stay_on_gpu,
@@ -201,6 +202,7 @@ class InferenceSession:
         """
         if answers := self._run_staged([Request(inputs, outputs)], unmarked):  # type: ignore[arg-type]  # it looks
             return answers[0]
+        check_arguments(inputs, outputs)
         if any(map(is_on_gpu, inputs.values())):
             return self._run_from_gpu(inputs, outputs)
         arrays = {name: as_input(name, value, self._input_types.get(name)) for name, value in inputs.items()}
@@ -397,14 +399,16 @@ class InferenceSession:
         arrays: Arrays = []
         names = self._input_names
         for request in requests:
-            num_inputs = len(request.inputs)
             if request.outputs != requests[0].outputs:
                 return None
-            if num_inputs != len(names) and not (self.spec.ranking and gives_one_context(self.spec, request.inputs)):
-                return None
             try:
+                num_inputs = len(request.inputs)
+                if num_inputs != len(names) and not (
+                    self.spec.ranking and gives_one_context(self.spec, request.inputs)
+                ):
+                    return None
                 arrays.extend(map(request.inputs.__getitem__, names))
-            except KeyError:
+            except (KeyError, TypeError, AttributeError):  # an input is absent, or the inputs are not by name
                 return None
         return arrays
 

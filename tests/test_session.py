@@ -171,6 +171,9 @@ MALFORMED = {
     "rank": (_with("user", np.zeros(2, np.int64)), "'user' has shape \\[2\\], expected 2 dimensions"),
     "scalar": (_with("user", np.int64(3)), "'user' has shape \\[\\], expected 2 dimensions"),
     "width": (_with("codes", np.zeros((2, 3), np.int64)), "'codes' has shape \\[2, 3\\], expected \\[-1, 2\\]"),
+    "list": (_with("user", [[1], [2]]), "'user' is of type list, expected an array of NumPy"),
+    "none": (_with("user", None), "input 'user' is missing"),
+    "unnamed": (lambda inputs: [*inputs.values()], "inputs are of type list, expected a dict of arrays by name"),
     "samples": (_with("dense", np.zeros((3, 3), np.float32)), "'dense' has 3 samples, but 'user' has 2"),
 }
 
@@ -189,6 +192,20 @@ def test_a_malformed_request_harms_no_other(session: InferenceSession, tables: s
         raise answers[1]
     assert_answers(answers[0], small_model.expected(tables, good))
     assert_answers(answers[2], small_model.expected(tables, good))
+
+
+@pytest.mark.parametrize("inputs", [None, 5, "user", [1, 2, 3, 4]])
+def test_inputs_are_given_by_name(session: InferenceSession, inputs: Any) -> None:
+    """Anything else is a request's error, as a wrong array is."""
+    with pytest.raises(InvalidRequestError, match="expected a dict of arrays by name"):
+        session.predict(inputs)
+
+
+@pytest.mark.parametrize("outputs", ["click", 5])
+def test_outputs_are_a_list_of_names(session: InferenceSession, outputs: Any) -> None:
+    """A single name would be taken for a list of letters."""
+    with pytest.raises(InvalidRequestError, match="expected a list of names"):
+        session.run(small_model.random_inputs(1, np.random.default_rng(0)), outputs)
 
 
 def test_an_unknown_output_is_refused(session: InferenceSession) -> None:

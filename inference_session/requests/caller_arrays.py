@@ -6,7 +6,7 @@ same GPU reads them where they are, if nothing in its model needs them on the ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,14 @@ def as_input(name: str, value: ArrayLike, expected: np.dtype[Any] | None) -> NDA
     if np.can_cast(array.dtype, expected, "safe"):
         return array.astype(expected, copy=False)
     return array if isinstance(value, np.ndarray) else _narrowed(array, expected)
+
+
+def check_arguments(inputs: object, outputs: object) -> None:
+    """Refuse inputs that are not by name, and outputs that are no list of names."""
+    if not isinstance(inputs, Mapping):
+        raise InvalidRequestError(f"inputs are of type {type(inputs).__name__}, expected a dict of arrays by name")
+    if outputs is not None and (isinstance(outputs, str) or not isinstance(outputs, Iterable)):
+        raise InvalidRequestError(f"outputs are {outputs!r}, expected a list of names")
 
 
 def is_on_gpu(value: object) -> bool:

@@ -6,8 +6,11 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
-from inference_session.errors import HotrowError
+import numpy as np
+
+from inference_session.errors import HotrowError, InvalidRequestError
 from inference_session.requests.batch import CheckedRequest, Request, RequestLayout
+from inference_session.requests.caller_arrays import check_arguments
 from inference_session.requests.outputs import Answer
 
 
@@ -30,7 +33,7 @@ class GroupedRequests:
         groups: dict[Hashable, tuple[list[int], list[CheckedRequest]]] = {}
         for i, request in enumerate(requests):
             try:
-                checked = layout.check(request)
+                checked = _checked(request, layout)
             except HotrowError as error:
                 self.answers[i] = error
                 continue
@@ -60,6 +63,19 @@ class GroupedRequests:
             return
         pairs = zip(group.positions, group.requests, strict=True)
         self._waiting.extendleft(reversed([Group([position], [request]) for position, request in pairs]))
+
+
+def _checked(request: Request, layout: RequestLayout) -> CheckedRequest:
+    try:
+        return layout.check(request)
+    except (AttributeError, TypeError):  # a Python caller gave other values than arrays
+        check_arguments(*request)
+        for name, value in request.inputs.items():
+            if not isinstance(value, np.ndarray):
+                raise InvalidRequestError(
+                    f"input {name!r} is of type {type(value).__name__}, expected an array of NumPy"
+                ) from None
+        raise
 
 
 _UNANSWERED = HotrowError("the request has not been answered")

@@ -116,7 +116,7 @@ class TensorLayout(RequestLayout):
 
     def _explain_names(self, inputs: Mapping[str, NDArray[Any]]) -> None:
         expected = [e.name for e in self._inputs]
-        missing = [name for name in expected if name not in inputs]
+        missing = [name for name in expected if inputs.get(name) is None]
         if missing:
             raise InvalidRequestError(f"input {missing[0]!r} is missing; the model's inputs: {_listed(expected)}")
         unknown = [name for name in inputs if name not in expected]
