@@ -2,8 +2,8 @@
 
     from hotrow.training import hugectr          # instead of `import hugectr`
 
-or, without a change, `python -m hotrow.training.hugectr SCRIPT.py`. docs/how-to/hugectr-training.md says what
-each call does here.
+or, without a change, `python -m hotrow.training.hugectr SCRIPT.py`. docs/reference/hugectr-training.md says
+what each call does here.
 """
 
 from __future__ import annotations

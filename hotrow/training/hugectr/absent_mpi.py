@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -18,6 +19,9 @@ class _World:
     def Get_size(self) -> int:  # noqa: N802  mpi4py's name
         """The number of processes."""
         return int(os.environ.get("WORLD_SIZE", "1"))
+
+    def Barrier(self) -> None:  # noqa: N802  mpi4py's name
+        """Nothing: the processes wait for each other when they read, train and save."""
 
     @property
     def rank(self) -> int:
@@ -36,5 +40,6 @@ def provide_mpi() -> None:
         return
     package, mpi = ModuleType("mpi4py"), ModuleType("mpi4py.MPI")
     mpi.COMM_WORLD = _World()  # type: ignore[attr-defined]
+    mpi.Is_thread_main = lambda: threading.current_thread() is threading.main_thread()  # type: ignore[attr-defined]
     package.MPI = mpi  # type: ignore[attr-defined]
     sys.modules.update({"mpi4py": package, "mpi4py.MPI": mpi})

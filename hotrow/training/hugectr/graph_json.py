@@ -69,6 +69,8 @@ _FIELDS: Mapping[str, tuple[_Field, ...]] = {
     "WeightMultiply": (_Field("weight_dims", ("weight_dims",)), *_initializers((), "weight")),
 }
 
+_FORMER_NAMES = {"Multiply": "WeightMultiply"}
+"""Types of layers in configurations of releases before 3.0, and their later names."""
 _REGULARIZER = (_Field("regularizer_type", ("regularizer",), Regularizer_t), _Field("lambda_", ("lambda",)))
 _HPARAMS: Mapping[Optimizer_t, tuple[str, Mapping[str, str]]] = {
     Optimizer_t.Adam: ("adam_hparam", {"beta1": "beta1", "beta2": "beta2", "epsilon": "epsilon"}),
@@ -232,7 +234,8 @@ def read_dense(document: Mapping[str, Any]) -> DenseLayer:
         ConfigurationError: a field is missing.
         UnsupportedModelError: the layer cannot be served.
     """
-    kind = _member(Layer_t, _get(document, "type"))
+    name = _get(document, "type")
+    kind = _member(Layer_t, _FORMER_NAMES.get(name, name))
     layer: Any = DenseLayer(kind, _get(document, "bottom"), _get(document, "top"))
     layer.selected = "selected" in document
     layer.use_regularizer = "regularizer" in document

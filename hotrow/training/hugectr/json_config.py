@@ -10,16 +10,16 @@ from typing import Any
 from hotrow.training.hugectr.enums import Check_t, DataReaderType_t, MetricsType
 from hotrow.training.hugectr.graph_json import read_optimizer
 from hotrow.training.hugectr.model import Model
-from hotrow.training.hugectr.parameters import DataReaderParams, OptParamsPy, Solver, is_whole
+from hotrow.training.hugectr.parameters import DataReaderParams, OptParamsPy, Solver, is_from, is_whole
 from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.importers.hugectr.json_file import JsonFile, read_json
 
 _SOLVER = frozenset(
     {
-        "batchsize", "batchsize_eval", "dense_model_file", "dense_opt_states_file", "display", "eval_batches",
-        "eval_interval", "eval_metrics", "gpu", "input_key_type", "lr_policy", "max_eval_batches", "max_eval_samples",
-        "max_iter", "mixed_precision", "model_name", "num_epochs", "seed", "snapshot", "snapshot_prefix",
-        "sparse_model_file", "sparse_opt_states_file",
+        "auc_threshold", "batchsize", "batchsize_eval", "dense_model_file", "dense_opt_states_file", "display",
+        "eval_batches", "eval_interval", "eval_metrics", "gpu", "input_key_type", "lr_policy", "max_eval_batches",
+        "max_eval_samples", "max_iter", "mixed_precision", "model_name", "num_epochs", "seed", "snapshot",
+        "snapshot_prefix", "sparse_model_file", "sparse_opt_states_file",
     }
 )  # fmt: skip
 _WITHOUT_EFFECT = frozenset(
@@ -33,6 +33,8 @@ _WHOLE_NUMBERS = {
 _TEXTS = frozenset(
     {"dense_model_file", "dense_opt_states_file", "input_key_type", "lr_policy", "model_name", "snapshot_prefix"}
 )
+_REFUSED = {"export_predictions_prefix": "call Model.export_predictions after Model.eval in a script"}
+"""Fields of the solver that are not supported, and what to do in their place."""
 _SCHEDULE = ("warmup_steps", "decay_start", "decay_steps", "decay_power", "end_lr")
 
 
@@ -68,6 +70,8 @@ def read_configuration(path: Path) -> Configuration:
             file.fail((section,), "a list of layers is required" if kind is list else "an object is required")
     solver = file.document["solver"]
     for name in solver:
+        if name in _REFUSED:
+            file.fail(("solver", name), f"not supported: {_REFUSED[name]}")
         if name not in _SOLVER | _WITHOUT_EFFECT:
             file.fail(("solver", name), f"unknown; allowed: {', '.join(sorted(_SOLVER | _WITHOUT_EFFECT))}")
         if (allowed := _allowed(name, solver[name])) is not None:
@@ -145,7 +149,8 @@ def _solver(file: JsonFile, settings: Mapping[str, Any]) -> Solver:
     batches = settings.get("max_eval_batches", settings.get("eval_batches", 100))
     if "max_eval_samples" in settings:
         batches = -(-settings["max_eval_samples"] // size_eval)
-    metrics: dict[MetricsType, float] = _within(file, "solver", _metrics, settings.get("eval_metrics", ["AUC"]))
+    target = settings.get("auc_threshold", 1.0)
+    metrics: dict[MetricsType, float] = _within(file, "solver", _metrics, settings.get("eval_metrics", ["AUC"]), target)
     arguments: dict[str, Any] = {
         "model_name": settings.get("model_name", ""),
         "seed": settings.get("seed", 0),
@@ -174,7 +179,10 @@ def _rates(file: JsonFile) -> dict[str, Any]:
     return {**rates, "lr": given["learning_rate"]} if "learning_rate" in given else rates
 
 
-def _metrics(names: list[str]) -> dict[MetricsType, float]:
+def _metrics(names: list[str], auc_target: float) -> dict[MetricsType, float]:
+    """By metric its target, which a name may have behind a colon."""
+    if not is_from(0, auc_target):
+        raise ConfigurationError(f"auc_threshold is {auc_target!r}; allowed: numbers from 0")
     found = {}
     for text in names:
         name, _, target = text.partition(":")
@@ -182,7 +190,7 @@ def _metrics(names: list[str]) -> dict[MetricsType, float]:
             raise ConfigurationError(
                 f"eval_metrics: no metric {name!r}; there are {', '.join(MetricsType.__members__)}"
             )
-        found[MetricsType[name]] = float(target) if target else 1.0
+        found[MetricsType[name]] = float(target) if target else auc_target
     return found
 
 

@@ -22,6 +22,7 @@ from hotrow.training.hugectr.graph_json import (
     read_embedding,
 )
 from hotrow.training.hugectr.metrics import Metrics
+from hotrow.training.hugectr.network import TrainingNetwork
 from hotrow.training.hugectr.parameters import (
     DataReaderParams,
     DenseLayer,
@@ -123,8 +124,9 @@ class Model:
         }
 
     def summary(self) -> None:
-        """Print the layers with the names and shapes of their tensors."""
-        tensors = self._compiled("summary").network.translated.tensors
+        """Print the layers with the names and shapes of their tensors, also before `compile`; errors as there."""
+        network = self._trainer.network if self._trainer else TrainingNetwork(self._graph(), self._solver.seed)
+        tensors = network.translated.tensors
         self._say(summary_text(self._data(), self._design.embeddings, self._design.layers, tensors))
 
     def graph_to_json(self, graph_config_file: str) -> None:

@@ -37,6 +37,12 @@ from inference_session.importers.hugectr.layers import reason_against
 _REQUIRED: Any = object()
 """Marks an argument without a default that follows one with a default."""
 _SCALERS = (128, 256, 512, 1024)
+_SOLVER_INSTEAD = {
+    "kafka_brockers": "hotrow.training.UpdatePublisher and `hotrow publish` send rows to servers",
+    "use_embedding_collection": "use one SparseEmbedding for each table",
+    "training_callbacks": "write a loop over train() and eval(), the low-level API",
+}
+"""Unsupported arguments of the solver, and what to use in their place."""
 Member = TypeVar("Member", bound=Enum)
 
 
@@ -46,7 +52,7 @@ class Solver:
 
     Without effect, as they change no result: enable_tf32_compute, use_algorithm_search, use_cuda_graph,
     async_mlp_wgrad, overlap_*, device_layout, use_holistic_cuda_graph, use_overlapped_pipeline, all_reduce_algo,
-    grouped_all_reduce, num_iterations_statistics, is_dlrm.
+    grouped_all_reduce, num_iterations_statistics, is_dlrm; and of later releases: *_iteration_overlap, perf_logging.
     """
 
     model_name: str = ""
@@ -85,24 +91,29 @@ class Solver:
     kafka_brockers: str = ""
     data_source_params: DataSourceParams | None = field(default=None, kw_only=True)
     drop_incomplete_batch: bool = field(default=True, kw_only=True)
+    train_intra_iteration_overlap: bool = field(default=False, kw_only=True)
+    train_inter_iteration_overlap: bool = field(default=False, kw_only=True)
+    eval_intra_iteration_overlap: bool = field(default=False, kw_only=True)
+    eval_inter_iteration_overlap: bool = field(default=False, kw_only=True)
+    perf_logging: bool = field(default=False, kw_only=True)
+    use_embedding_collection: bool = field(default=False, kw_only=True)
+    training_callbacks: Sequence[Any] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("batchsize", "batchsize_eval", "warmup_steps", "decay_steps"):
             value = getattr(self, name)
             _check(is_whole(value) and value >= 1, "CreateSolver", name, value, "whole numbers from 1")
         for name in ("lr", "end_lr", "decay_start", "max_eval_batches"):
-            _check(_is_from(0, getattr(self, name)), "CreateSolver", name, getattr(self, name), "numbers from 0")
-        _check(_is_from(1, self.decay_power), "CreateSolver", "decay_power", self.decay_power, "numbers from 1")
+            _check(is_from(0, getattr(self, name)), "CreateSolver", name, getattr(self, name), "numbers from 0")
+        _check(is_from(1, self.decay_power), "CreateSolver", "decay_power", self.decay_power, "numbers from 1")
         _check(
             not self.use_mixed_precision or self.scaler in _SCALERS,
             "CreateSolver", "scaler", self.scaler, f"{_SCALERS} with use_mixed_precision",
         )  # fmt: skip
         _check(_are_gpus(self.vvgpu), "CreateSolver", "vvgpu", self.vvgpu, "a list of lists of GPUs, [[0]]")
-        if self.kafka_brockers:
-            raise UnsupportedModelError(
-                "CreateSolver: kafka_brockers is not supported; hotrow.training.UpdatePublisher and `hotrow publish` "
-                "send rows to servers"
-            )
+        for name, instead in _SOLVER_INSTEAD.items():
+            if getattr(self, name):
+                raise UnsupportedModelError(f"CreateSolver: {name} is not supported; {instead}")
 
     @property
     def num_gpus(self) -> int:
@@ -131,15 +142,15 @@ class OptParamsPy:
         self.update_type = member(Update_t, self.update_type, "CreateOptimizer", "update_type")
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
-            _check(_is_from(0, value) and value < 1, "CreateOptimizer", name, value, "numbers from 0 below 1")
+            _check(is_from(0, value) and value < 1, "CreateOptimizer", name, value, "numbers from 0 below 1")
         for name in ("epsilon", "initial_accu_value", "momentum_factor", "beta", "lambda1", "lambda2"):
-            _check(_is_from(0, getattr(self, name)), "CreateOptimizer", name, getattr(self, name), "numbers from 0")
+            _check(is_from(0, getattr(self, name)), "CreateOptimizer", name, getattr(self, name), "numbers from 0")
 
 
 class DataReaderParams:
     """Where training data is, and how it is read.
 
-    `num_workers`, `cache_eval_data` and `async_param` change no result.
+    `num_workers`, `cache_eval_data`, `async_param` and `read_file_sequentially` change no result.
     """
 
     def __init__(
@@ -158,11 +169,9 @@ class DataReaderParams:
         async_param: Any = None,
         *,
         data_source_params: DataSourceParams | None = None,
+        read_file_sequentially: bool = False,
     ) -> None:
-        required = {"eval_source": eval_source, "check_type": check_type}
-        missing = [name for name, value in required.items() if value is _REQUIRED]
-        if missing:
-            raise TypeError(f"DataReaderParams lacks {', '.join(missing)}")
+        _check_given("DataReaderParams", eval_source=eval_source, check_type=check_type)
         self.data_reader_type = member(DataReaderType_t, data_reader_type, "DataReaderParams", "data_reader_type")
         if self.data_reader_type is DataReaderType_t.RawAsync:
             raise UnsupportedModelError(
@@ -184,6 +193,7 @@ class DataReaderParams:
         self.num_samples, self.eval_num_samples = num_samples, eval_num_samples
         self.float_label_dense, self.data_source_params = float_label_dense, data_source_params
         self.num_workers, self.cache_eval_data, self.async_param = num_workers, cache_eval_data, async_param
+        self.read_file_sequentially = read_file_sequentially
         self.slot_size_array = list(slot_size_array)
 
 
@@ -251,16 +261,18 @@ class SparseEmbedding:
     """An embedding layer. Its table grows with the keys it meets: `workspace_size_per_gpu_in_mb` has no effect."""
 
     embedding_type: Embedding_t
-    workspace_size_per_gpu_in_mb: int
-    embedding_vec_size: int
-    combiner: str
-    sparse_embedding_name: str
-    bottom_name: str
+    workspace_size_per_gpu_in_mb: int = 0
+    embedding_vec_size: int = _REQUIRED
+    combiner: str = _REQUIRED
+    sparse_embedding_name: str = _REQUIRED
+    bottom_name: str = _REQUIRED
     slot_size_array: Sequence[int] = ()
     optimizer: OptParamsPy | None = None
     hybrid_embedding_param: Any = None
 
     def __post_init__(self) -> None:
+        names = ("embedding_vec_size", "combiner", "sparse_embedding_name", "bottom_name")
+        _check_given("SparseEmbedding", **{name: getattr(self, name) for name in names})
         self.embedding_type = member(Embedding_t, self.embedding_type, "SparseEmbedding", "embedding_type")
         if self.embedding_type is Embedding_t.HybridSparseEmbedding:
             raise UnsupportedModelError(
@@ -373,7 +385,8 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _is_from(lowest: float, value: Any) -> bool:
+def is_from(lowest: float, value: Any) -> bool:
+    """Whether a value is a number, no less than the lowest allowed."""
     return not isinstance(value, bool) and isinstance(value, Real) and float(value) >= lowest
 
 
@@ -385,6 +398,12 @@ def _are_gpus(value: Any) -> bool:
         and bool(value)
         and all(isinstance(gpus, kinds) and gpus and all(is_whole(gpu) and gpu >= 0 for gpu in gpus) for gpus in value)
     )
+
+
+def _check_given(owner: str, **values: Any) -> None:
+    missing = [name for name, value in values.items() if value is _REQUIRED]
+    if missing:
+        raise TypeError(f"{owner} lacks {', '.join(missing)}")
 
 
 def _check(is_good: bool, owner: str, name: str, value: Any, allowed: str) -> None:

@@ -54,6 +54,26 @@ def test_training_goes_on_from_the_files_that_the_solver_names(tmp_path: Path, m
     assert Path("more/dcn_graph.json").exists()
 
 
+def test_fields_of_other_releases_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`Multiply` of release 2.3, which is WeightMultiply, and `auc_threshold`, a target of AUC."""
+    monkeypatch.chdir(tmp_path)
+    make_data(SAMPLES["dcn"], tmp_path)
+    document = dcn_configuration()
+    document["solver"] |= {"auc_threshold": 0.01, "eval_metrics": ["AUC"]}
+    document["layers"][3:5] = [
+        {"type": "Multiply", "bottom": "dense", "top": "multiply1", "weight_dims": [13, 4]},
+        {"type": "Concat", "bottom": ["reshape1", "multiply1"], "top": "concat1"},
+        document["layers"][4],
+    ]
+    Path("a.json").write_text(json.dumps(document))
+    train(read_configuration(Path("a.json")))
+    assert "Hit target accuracy AUC 0.010000 at 10 / 31 iterations" in capsys.readouterr().out
+    kinds = [layer["type"] for layer in json.loads(Path("dcn_graph.json").read_text())["layers"]]
+    assert "WeightMultiply" in kinds
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -66,6 +86,11 @@ def test_training_goes_on_from_the_files_that_the_solver_names(tmp_path: Path, m
         ({"solver": {"max_iter": 1, "gpu": 0}}, r"'solver\.gpu': found 0; allowed: a list of GPUs"),
         ({"solver": {"max_iter": 1, "model_name": 3}}, r"'solver\.model_name': found 3; allowed: text"),
         ({"solver": {"max_iter": 1, "eval_metrics": "AUC"}}, r"'solver\.eval_metrics': found 'AUC'; allowed: a list"),
+        ({"solver": {"max_iter": 1, "auc_threshold": "x"}}, "auc_threshold is 'x'; allowed: numbers from 0"),
+        (
+            {"solver": {"max_iter": 1, "export_predictions_prefix": "a"}},
+            r"'solver\.export_predictions_prefix': not supported: call Model\.export_predictions",
+        ),
         ({"optimizer": {"type": "Best"}}, "'Best' is no Optimizer_t; allowed: 'Adam'"),
         ({"layers": []}, "the first layer must be of type 'Data'"),
         ({"layers": [{"type": "Data", "format": "Text"}]}, "found 'Text'; allowed: Norm, Raw, Parquet"),

@@ -263,6 +263,8 @@ def test_names_order_and_defaults_are_those_of_release_3_4() -> None:
             lambda: hugectr.CreateOptimizer(Optimizer_t.Adam, "Global"),
             "update_type is 'Global'; allowed: Update_t.Local",
         ),
+        (lambda: hugectr.CreateSolver(use_embedding_collection=True), "use_embedding_collection is not .*SparseEmb"),
+        (lambda: hugectr.CreateSolver(training_callbacks=[1]), "training_callbacks is not supported; write a loop"),
         (lambda: hugectr.CreateETC([], []), "CreateETC is not supported: .*TorchRec"),
         (lambda: hugectr.EmbeddingTableConfig("a"), "EmbeddingTableConfig is not supported: use one SparseEmbedding"),
         (
@@ -581,6 +583,8 @@ from hugectr.inference import InferenceParams
 from helper import WIDTH
 
 assert MPI.COMM_WORLD.Get_rank() == 0
+assert MPI.Is_thread_main()
+MPI.COMM_WORLD.Barrier()
 assert sys.argv == ["script.py", "--steps", "21"]
 solver = hugectr.CreateSolver(batchsize=100, batchsize_eval=100, vvgpu=[[0, 1]], max_eval_batches=1, i64_input_key=True)
 reader = hugectr.DataReaderParams(hugectr.DataReaderType_t.Norm, ["train.txt"], eval_source="eval.txt",
@@ -602,5 +606,48 @@ model.add(hugectr.DenseLayer(hugectr.Layer_t.GRU, ["a"], ["b"]))
     assert done.returncode == 1, done.stderr
     assert len(losses(done.stdout)) == 2
     assert "vvgpu names 2 GPUs, this machine has 0: one process trains whole batches on the processor" in done.stdout
-    assert re.search(r"script\.py:22: DenseLayer GRU .* not supported", done.stderr)
+    assert re.search(r"script\.py:24: DenseLayer GRU .* not supported", done.stderr)
     assert (tmp_path / "files" / "gmf_dense_20.model").exists()
+
+
+def test_arguments_of_later_releases_that_change_no_result_are_taken() -> None:
+    later = ["train_intra", "train_inter", "eval_intra", "eval_inter"]
+    solver = hugectr.CreateSolver(perf_logging=True, **{f"{name}_iteration_overlap": True for name in later})
+    assert solver.batchsize == 2048
+    reader = hugectr.DataReaderParams(
+        DataReaderType_t.Norm, "a", eval_source="b", check_type=hugectr.Check_t.Non, read_file_sequentially=True
+    )
+    assert reader.num_workers == 12
+
+
+def test_a_table_needs_no_workspace() -> None:
+    """As release 4.0 takes it, by slot_size_array or by nothing."""
+    kind = hugectr.Embedding_t.LocalizedSlotSparseEmbeddingHash
+    names = {"combiner": "sum", "sparse_embedding_name": "table", "bottom_name": "data"}
+    table = hugectr.SparseEmbedding(kind, embedding_vec_size=4, slot_size_array=[3, 5], **names)
+    assert (table.workspace_size_per_gpu_in_mb, table.slot_size_array) == (0, [3, 5])
+    with pytest.raises(TypeError, match="SparseEmbedding lacks embedding_vec_size"):
+        hugectr.SparseEmbedding(kind, 10, **names)
+
+
+def test_a_summary_may_come_before_compile(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model(SMALL, small).graph_to_json("graph.json")
+    printed = []
+    for is_first in (True, False):
+        model = bare_model(small)
+        model.construct_from_json("graph.json", include_dense_network=True)
+        calls = (model.summary, model.compile) if is_first else (model.compile, model.summary)
+        capsys.readouterr()
+        for call in calls:
+            call()
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    assert "BinaryCrossEntropyLoss" in printed[0]
+
+
+def bare_model(folder: Path) -> Model:
+    reader = hugectr.DataReaderParams(
+        DataReaderType_t.Parquet, str(folder / "train.txt"), eval_source=str(folder / "eval.txt"),
+        check_type=hugectr.Check_t.Non,
+    )  # fmt: skip
+    return Model(hugectr.CreateSolver(batchsize=100, i64_input_key=True), reader, hugectr.CreateOptimizer())
