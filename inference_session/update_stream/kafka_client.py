@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from inference_session.errors import ConfigurationError
@@ -37,8 +38,12 @@ __all__ = [
     "TopicPartition",
     "assign",
     "create_client",
+    "learn_leaders",
     "topic_ids",
 ]
+
+_LEARN_S = 1.0
+"""How long the brokers may take to name leaders: after this time, a client asks for them by itself."""
 
 Client = TypeVar("Client")
 
@@ -67,9 +72,24 @@ def assign(consumer: Consumer, partitions: Sequence[TopicPartition]) -> None:
     has stopped reading those from before. It works through its queue in order, so it has stopped once two requests are
     answered: the first waits until the stop is under way, the second until it is done.
     """
+    read = {partition.topic for partition in consumer.assignment()}
+    learn_leaders(consumer, {partition.topic for partition in partitions} - read)
     consumer.assign(partitions)
     for _ in range(2):
         consumer.assignment()
+
+
+def learn_leaders(client: Consumer | Producer, topics: Iterable[str]) -> None:
+    """Let a client ask now which brokers lead the partitions of topics that exist.
+
+    A connected client that first uses a topic asks for it only in its next look through its topics, once a second.
+    Until then it sends and reads no message of that topic. Errors are ignored, since the client asks again.
+    """
+    end = time.monotonic() + _LEARN_S
+    with contextlib.suppress(KafkaException):
+        for topic in topics:
+            if (left_s := end - time.monotonic()) > 0:
+                client.list_topics(topic, timeout=left_s)
 
 
 def topic_ids(admin: AdminClient, topics: Collection[str], timeout_s: float) -> dict[str, str]:

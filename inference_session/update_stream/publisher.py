@@ -24,6 +24,7 @@ from inference_session.update_stream.kafka_client import (
     NewTopic,
     Producer,
     create_client,
+    learn_leaders,
 )
 from inference_session.update_stream.topics import PREFIXES, announcement_topic, topic_name
 from inference_session.urls.kafka_url import KafkaUrl
@@ -216,6 +217,7 @@ class Publisher:
             if not found:
                 self._create_topic(topic)
                 found = self._await_topic(topic)
+            learn_leaders(self._producer, [topic])
             self._num_partitions[topic] = found
         return self._num_partitions[topic]
 

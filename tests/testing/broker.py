@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import signal
+import socket
 import subprocess
 from pathlib import Path
 from types import TracebackType
@@ -123,6 +124,8 @@ class Broker:
         assert self._process is not None
         assert self._process.poll() is None, "the broker ended while starting"
         try:
+            # Else the client, whose first attempt to connect fails, takes up to a second for the next one.
+            socket.create_connection(("127.0.0.1", self.port), 1).close()
             self.admin().list_topics(timeout=1)
         except Exception:  # noqa: BLE001 - not yet
             return False
