@@ -21,23 +21,16 @@ from inference_session import InferenceSession
 from inference_session.errors import UnavailableError
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
-from inference_session.parameter_server.table_push import TablePush
 from tests.testing import small_model
 from tests.testing.servers import PATIENCE_MS, RedisClusterServers, RedisServer, wait_until
+from tests.testing.stored_model import DIMS, push
 
 pytestmark = pytest.mark.slow
 
-DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}
 NUM_ROWS, NUM_READERS = 50, 3
 PAUSE_S = 0.005
 """Between two reads, or writes, of a thread, so that waiting for a fail-over costs little processor time."""
 EVERY = np.arange(NUM_ROWS)
-
-
-def push(directory: Path, url: str) -> None:
-    with create_store(url, Namespace("small", "1"), DIMS, writable=True, timeout_ms=PATIENCE_MS) as store:
-        for table in small_model.TABLES:
-            TablePush(directory, table, store).run()
 
 
 @contextlib.contextmanager

@@ -12,20 +12,11 @@ import pytest
 
 from inference_session import InferenceSession
 from inference_session.errors import UnavailableError
-from inference_session.parameter_server.create import create_store
-from inference_session.parameter_server.namespace import Namespace
-from inference_session.parameter_server.table_push import TablePush
 from tests.testing import small_model
-from tests.testing.servers import PATIENCE_MS, RedisServer, wait_until
+from tests.testing.servers import RedisServer, wait_until
+from tests.testing.stored_model import push
 
-DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}
 EVERY, ERASED = np.arange(50), np.arange(0, 50, 3)
-
-
-def push(directory: Path, url: str) -> None:
-    with create_store(url, Namespace("small", "1"), DIMS, writable=True, timeout_ms=PATIENCE_MS) as store:
-        for table in small_model.TABLES:
-            TablePush(directory, table, store).run()
 
 
 def assert_erased(session: InferenceSession, rows: np.ndarray) -> None:

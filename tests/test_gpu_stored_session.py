@@ -5,7 +5,6 @@ Runs where there is a CUDA device: `make test PYTEST_ARGS="-m gpu"`.
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import threading
@@ -23,7 +22,7 @@ from inference_session.device.discovery import unusable_for_sessions
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache
 from inference_session.errors import ConfigurationError, SessionClosedError, UnavailableError, UnknownKeyError
 from inference_session.kernels.records import SEGMENT, Lookup, PoolingCode, VectorCode, address_of
-from inference_session.model_spec import TABLES_FOLDER, TableSpec
+from inference_session.model_spec import TableSpec
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
@@ -35,7 +34,14 @@ from tests.testing.faulty_stores import FaultStore
 from tests.testing.hooked_store import HookedStore
 from tests.testing.memory_store import MemoryStore
 from tests.testing.servers import PATIENCE_S, wait_until
-from tests.testing.stored_model import DIMS, HASHED_DEFAULT, assert_answers, assert_updates_are_read_back, push, url_of
+from tests.testing.stored_model import (
+    DIMS,
+    HASHED_DEFAULT,
+    assert_answers,
+    assert_updates_are_read_back,
+    url_of,
+    write_stored,
+)
 
 NO_GPU = unusable_for_sessions(0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NO_GPU is not None, reason=f"no GPU: {NO_GPU}")]
@@ -52,12 +58,7 @@ SPECS = (
 @pytest.fixture(scope="module")
 def version(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, small_model.Arrays]:
     """The small model, its tables pushed to a RocksDB next to the repository, and then removed."""
-    root = tmp_path_factory.mktemp("stored")
-    directory = root / "repository" / "small" / "1"
-    tables = small_model.write(directory)
-    push(directory, f"rocksdb://{root}/db")
-    shutil.move(directory / TABLES_FOLDER, root / "tables")
-    return directory, tables
+    return write_stored(tmp_path_factory.mktemp("stored"))
 
 
 @pytest.fixture(scope="module", params=[SMALL_CACHE_BYTES, 1 << 20], ids=["small cache", "all cached"])
@@ -69,11 +70,7 @@ def session(version: tuple[Path, small_model.Arrays], request: pytest.FixtureReq
 @pytest.fixture
 def written(tmp_path: Path) -> tuple[Path, small_model.Arrays]:
     """The same, for one test that changes it."""
-    directory = tmp_path / "repository" / "small" / "1"
-    tables = small_model.write(directory)
-    push(directory, f"rocksdb://{tmp_path}/db")
-    shutil.move(directory / TABLES_FOLDER, tmp_path / "tables")
-    return directory, tables
+    return write_stored(tmp_path)
 
 
 def open_on_gpu(directory: Path, **settings: Any) -> InferenceSession:

@@ -17,12 +17,9 @@ from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.execution.kept_contexts import Context, ContextMemory
 from inference_session.importers.onnx import ImportReport
 from inference_session.model_spec import CANDIDATES
-from inference_session.parameter_server.create import create_store
-from inference_session.parameter_server.namespace import Namespace
-from inference_session.parameter_server.table_push import TablePush
 from inference_session.parameter_server.write_log import WriteLog
 from tests.testing.onnx_models import import_model, model_of, table
-from tests.testing.servers import PATIENCE_S
+from tests.testing.stored_model import push
 
 DIM, ROWS = 4, 10
 Tables = dict[str, NDArray[np.float32]]
@@ -129,11 +126,7 @@ actions = st.lists(
 def session(imported: ImportReport, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[InferenceSession]:
     """Over a RocksDB, with a cache of this many bytes."""
     url = f"rocksdb://{tmp_path}/rows"
-    namespace = Namespace(imported.version_dir.parent.name, imported.version_dir.name)
-    dims = {spec.folder: DIM for spec in imported.tables}
-    with create_store(url, namespace, dims, writable=True, timeout_ms=int(PATIENCE_S * 1000)) as store:
-        for spec in imported.tables:
-            TablePush(imported.version_dir, spec, store).run()
+    push(imported.version_dir, url)
     settings = {"persistent_store": url, "cache_bytes": request.param, "context_cache_bytes": 1 << 20}
     with InferenceSession.open(imported.version_dir, **settings) as opened:
         yield opened

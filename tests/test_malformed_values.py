@@ -17,12 +17,11 @@ from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.redis import layout
 from inference_session.parameter_server.rocksdb.store import RocksDbStore
-from inference_session.parameter_server.table_push import TablePush
 from tests.testing import small_model
 from tests.testing.servers import PATIENCE_MS, RedisServer, wait_until
 from tests.testing.store_contract import packed
+from tests.testing.stored_model import DIMS, push
 
-DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}
 NAMESPACE = Namespace("small", "1")
 BAD_KEY = 7
 EVERY = np.arange(50)
@@ -54,12 +53,6 @@ def server(directory: Path, tables: small_model.Arrays) -> Iterator[RedisServer]
                 if client.hexists(name, packed(BAD_KEY)):
                     client.hset(name, packed(BAD_KEY), b"short")
         yield server
-
-
-def push(directory: Path, url: str) -> None:
-    with opened_store(url) as store:
-        for table in small_model.TABLES:
-            TablePush(directory, table, store).run()
 
 
 def inputs_of(*users: int) -> small_model.Arrays:

@@ -5,7 +5,6 @@ The devices stand in for GPUs; where there are two GPUs, the same tests run ther
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from inference_session import InferenceSession
 from inference_session.device.discovery import unusable, unusable_for_sessions
 from inference_session.embedding_cache.base import EmbeddingCache
 from inference_session.errors import ConfigurationError, UnavailableError
-from inference_session.model_spec import TABLES_FOLDER, TableSpec
+from inference_session.model_spec import TableSpec
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
@@ -31,7 +30,14 @@ from tests.testing.hooked_store import HookedStore
 from tests.testing.memory_store import MemoryStore
 from tests.testing.servers import PATIENCE_S, wait_until
 from tests.testing.several_devices import StandIn, StandInCache, stand_in
-from tests.testing.stored_model import DIMS, HASHED_DEFAULT, assert_answers, assert_updates_are_read_back, push, url_of
+from tests.testing.stored_model import (
+    DIMS,
+    HASHED_DEFAULT,
+    assert_answers,
+    assert_updates_are_read_back,
+    url_of,
+    write_stored,
+)
 
 CACHE_BYTES = 1 << 20
 NO_PAIR = unusable_for_sessions(0) or unusable(1)
@@ -59,11 +65,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
 @pytest.fixture
 def written(tmp_path: Path) -> tuple[Path, small_model.Arrays]:
     """The small model, whose rows are in a RocksDB alone, and its tables."""
-    directory = tmp_path / "repository" / "small" / "1"
-    tables = small_model.write(directory)
-    push(directory, f"rocksdb://{tmp_path}/db")
-    shutil.move(directory / TABLES_FOLDER, tmp_path / "tables")
-    return directory, tables
+    return write_stored(tmp_path)
 
 
 @pytest.fixture

@@ -16,20 +16,13 @@ from inference_session import InferenceSession
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.redis import client as redis_client
-from inference_session.parameter_server.table_push import TablePush
 from tests.testing import small_model
 from tests.testing.servers import PATIENCE_MS, RedisServer, slowed, wait_until
 from tests.testing.store_contract import assert_same_bits, fetch, random_keys, random_vectors
+from tests.testing.stored_model import push
 
-DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}
 EVERY = np.arange(50)
 LARGE_BYTES = 500
-
-
-def push(directory: Path, url: str) -> None:
-    with create_store(url, Namespace("small", "1"), DIMS, writable=True, timeout_ms=PATIENCE_MS) as store:
-        for table in small_model.TABLES:
-            TablePush(directory, table, store).run()
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,6 @@ from inference_session.errors import (
     UnknownKeyError,
 )
 from inference_session.execution.network import Network
-from inference_session.model_spec import TABLES_FOLDER
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
@@ -35,7 +33,7 @@ from tests.testing.faulty_stores import FaultStore
 from tests.testing.hooked_store import HookedStore
 from tests.testing.memory_store import MemoryStore
 from tests.testing.servers import PATIENCE_S, wait_until
-from tests.testing.stored_model import DIMS, HASHED_DEFAULT, assert_answers, push, url_of
+from tests.testing.stored_model import DIMS, HASHED_DEFAULT, assert_answers, push, url_of, write_stored
 
 TINY_CACHE_BYTES = 2000
 """Room for some eight rows of each table."""
@@ -44,12 +42,7 @@ TINY_CACHE_BYTES = 2000
 @pytest.fixture(scope="module")
 def version(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, small_model.Arrays]:
     """The small model, its tables pushed to a RocksDB next to the repository, and then removed."""
-    root = tmp_path_factory.mktemp("stored")
-    directory = root / "repository" / "small" / "1"
-    tables = small_model.write(directory)
-    push(directory, f"rocksdb://{root}/db")
-    shutil.move(directory / TABLES_FOLDER, root / "tables")
-    return directory, tables
+    return write_stored(tmp_path_factory.mktemp("stored"))
 
 
 @pytest.fixture(scope="module", params=[0, TINY_CACHE_BYTES, 1 << 20], ids=["no cache", "tiny cache", "all cached"])
@@ -260,11 +253,8 @@ def test_a_row_in_a_store_comes_before_the_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cache_bytes", [0, TINY_CACHE_BYTES, 1 << 20])
 def test_what_is_updated_is_answered(tmp_path: Path, cache_bytes: int) -> None:
     """Rows updated, erased and new are answered at once, in stores and cache, whichever way a row is counted."""
-    directory = tmp_path / "repository" / "small" / "1"
-    tables = small_model.write(directory)
-    url = f"rocksdb://{tmp_path}/db"
-    push(directory, url)
-    shutil.move(directory / TABLES_FOLDER, tmp_path / "tables")
+    directory, tables = write_stored(tmp_path)
+    url = url_of(directory)
     first = int(tables["hashed/key"][0])
     sevens = np.full((2, 3), 7, np.float32)
     with InferenceSession.open(directory, persistent_store=url, cache_bytes=cache_bytes) as session:

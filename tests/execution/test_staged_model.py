@@ -20,13 +20,10 @@ from inference_session.execution import staged_model as staged
 from inference_session.execution.array_forms import is_readable
 from inference_session.kernels import array_headers
 from inference_session.model_spec import TensorSpec
-from inference_session.parameter_server.create import create_store
-from inference_session.parameter_server.namespace import Namespace
-from inference_session.parameter_server.table_push import TablePush
 from inference_session.rows import changing_rows
 from tests.testing import staged_model
 from tests.testing.onnx_models import import_model, model_of, table
-from tests.testing.servers import PATIENCE_MS
+from tests.testing.stored_model import push, url_of
 
 KINDS = ("files", "threads", "updates", "cache", "tiny cache")
 
@@ -53,11 +50,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("staged")
     version = root / "repository" / "staged" / "1"
     staged_model.write(version)
-    dims = {table.folder: table.embedding_dim for table in staged_model.TABLES}
-    store_url, space = f"rocksdb://{root}/db", Namespace("staged", "1")
-    with create_store(store_url, space, dims, writable=True, timeout_ms=PATIENCE_MS) as store:
-        for each in staged_model.TABLES:
-            TablePush(version, each, store).run()
+    push(version, url_of(version))
     return version
 
 

@@ -13,11 +13,9 @@ from inference_session.parameter_server import retirement
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.retirement import retired_versions
-from inference_session.parameter_server.table_push import TablePush
 from tests.testing import small_model
 from tests.testing.servers import PATIENCE_MS, RedisServer, wait_until
-
-DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}
+from tests.testing.stored_model import DIMS, push
 
 
 @pytest.mark.parametrize(
@@ -34,12 +32,6 @@ DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}
 def test_the_newest_up_to_the_current_one_are_kept(versions: str, num_kept: int, retired: str) -> None:
     """Of versions before 4, by number; later ones and other names are never removed."""
     assert retired_versions(versions.split(), "4", num_kept) == retired.split()
-
-
-def push(directory: Path, url: str) -> None:
-    with create_store(url, Namespace("small", directory.name), DIMS, writable=True, timeout_ms=PATIENCE_MS) as store:
-        for table in small_model.TABLES:
-            TablePush(directory, table, store).run()
 
 
 def versions_in(url: str) -> Collection[str]:

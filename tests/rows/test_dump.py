@@ -32,11 +32,10 @@ from tests.testing.hadoop import Hdfs
 from tests.testing.memory_store import MemoryStore
 from tests.testing.server_calls import fetch_any
 from tests.testing.servers import PATIENCE_MS, RedisServer
+from tests.testing.stored_model import DIMS
 from tests.testing.wrapper_store import WrapperStore
 
 Table = dict[int, list[float]]
-
-DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session import InferenceSession
+from inference_session.model_spec import TABLES_FOLDER, ModelSpec
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.table_push import TablePush
@@ -22,14 +24,29 @@ HASHED_DEFAULT = [0.5, -0.5]
 
 
 def push(directory: Path, url: str) -> None:
-    with create_store(
-        url, Namespace(directory.parent.name, directory.name), DIMS, writable=True, timeout_ms=PATIENCE_MS
-    ) as store:
-        for table in small_model.TABLES:
+    """Fill a store with the rows of a version of any model."""
+    tables = ModelSpec.read(directory).tables
+    dims = {table.folder: table.embedding_dim for table in tables}
+    namespace = Namespace.of(directory, shared=False)
+    with create_store(url, namespace, dims, writable=True, timeout_ms=PATIENCE_MS) as store:
+        for table in tables:
             TablePush(directory, table, store).run()
 
 
+def write_stored(root: Path) -> tuple[Path, small_model.Arrays]:
+    """Write the small model, push its rows to a RocksDB, whose URL `url_of` gives, and remove their files.
+
+    Returns the version directory, and the tables.
+    """
+    directory = root / "repository" / "small" / "1"
+    tables = small_model.write(directory)
+    push(directory, url_of(directory))
+    shutil.rmtree(directory / TABLES_FOLDER)
+    return directory, tables
+
+
 def url_of(directory: Path) -> str:
+    """The URL of a RocksDB next to the repository of a version."""
     return f"rocksdb://{directory.parent.parent.parent}/db"
 
 

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from numpy.typing import NDArray
 
-from hotrow.command_line import cli
 from inference_session.errors import (
     ConfigurationError,
     InvalidRequestError,
@@ -29,6 +27,7 @@ from inference_session.urls.kafka_url import KafkaUrl
 from inference_session.version_directory import manifest
 from tests.testing import small_model
 from tests.testing.broker import Broker
+from tests.testing.command_line import hotrow
 from tests.testing.small_version import SmallVersion
 
 
@@ -43,12 +42,6 @@ def rows_of(updates: Updates) -> dict[int, list[float]]:
 
 def as_rows(keys: NDArray[np.int64], vectors: NDArray[np.floating]) -> dict[int, list[float]]:
     return dict(zip(keys.tolist(), vectors.astype(np.float32).tolist(), strict=True))
-
-
-def hotrow(*arguments: object) -> str:
-    result = CliRunner().invoke(cli, [str(argument) for argument in arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output
 
 
 @pytest.mark.parametrize("encoding", ["row", "batch"])

@@ -14,18 +14,14 @@ import pytest
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, ModelFormatError
 from inference_session.model_spec import ModelSpec, TableSpec, VectorType
-from inference_session.parameter_server.create import create_store
-from inference_session.parameter_server.namespace import Namespace
-from inference_session.parameter_server.table_push import TablePush
 from inference_session.rows import changing_rows, fetch
 from inference_session.tables.quantized_rows import dequantize_rows, quantize_rows
 from inference_session.tables.table_file import TableFile, write_table
 from inference_session.version_directory import manifest
 from inference_session.version_directory.quantizing import narrowed, quantize_tables, quantize_version
 from tests.testing import small_model
-from tests.testing.servers import PATIENCE_MS
+from tests.testing.stored_model import push
 
-DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}
 UPDATED = np.array([[1 / 3, 1e9, -1e-9, 7]], np.float32)
 
 
@@ -34,13 +30,6 @@ def version_dir(tmp_path: Path) -> Path:
     """The small model as version 1 of `ctr`."""
     small_model.write(tmp_path / "ctr" / "1")
     return tmp_path / "ctr" / "1"
-
-
-def push(directory: Path, url: str) -> None:
-    """Fill a store with the rows of a version of `ctr`."""
-    with create_store(url, Namespace("ctr", directory.name), DIMS, writable=True, timeout_ms=PATIENCE_MS) as store:
-        for table in ModelSpec.read(directory).tables:
-            TablePush(directory, table, store).run()
 
 
 def write_version(directory: Path, *vectors: np.ndarray) -> ModelSpec:

@@ -59,8 +59,10 @@ class RocksDbStore(BoundStore):
         *,
         writable: bool | Literal["later"] = False,
     ) -> None:
-        """See `store_url.create_store`. A writer from the beginning makes the database if there is none; for a reader,
-        one that is damaged is an UnavailableError of every call until it is mended.
+        """See `parameter_server.create.create_store`.
+
+        With `writable=True` the database is made if there is none. A reader of a damaged database raises an
+        UnavailableError in each call, until the database is repaired.
         """
         self.path = path
         self.namespace = namespace

@@ -18,7 +18,6 @@ from inference_session.errors import ConfigurationError, StoreError, Unavailable
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.redis.store import RedisStore, list_redis_tables
-from inference_session.parameter_server.table_push import TablePush
 from inference_session.urls.store_url import StoreUrl
 from tests.testing import small_model
 from tests.testing.certificates import new_authority
@@ -38,6 +37,7 @@ from tests.testing.servers import (
     wait_until,
 )
 from tests.testing.store_contract import DIMS, assert_same_bits, fetch, random_keys, random_vectors
+from tests.testing.stored_model import push
 
 KEYS, VECTORS = random_keys(500), random_vectors(500, 4)
 EVERY = np.arange(50)
@@ -221,11 +221,8 @@ def test_a_version_is_served_through_a_fail_over(
         stores = {"volatile_store": servers.url}
         if has_rocksdb:
             stores["persistent_store"] = f"rocksdb://{tmp_path}/db"
-        dims = {table.folder: table.embedding_dim for table in small_model.TABLES}
         for url in stores.values():
-            with create_store(url, Namespace("small", "1"), dims, writable=True, timeout_ms=PATIENCE_MS) as store:
-                for table in small_model.TABLES:
-                    TablePush(directory, table, store).run()
+            push(directory, url)
         shutil.rmtree(directory / "tables")
         with InferenceSession.open(directory, cache_bytes=0, store_timeout_ms=2000, **stores) as session:
             session.update("user.weight", EVERY, -rows)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 
 from hotrow.training import hugectr
@@ -18,11 +17,6 @@ from inference_session.importers.hugectr import import_hugectr
 from tests.testing.hugectr_training_samples import SAMPLES, Sample, losses, make_data, make_model, write_ps_json
 
 pytestmark = pytest.mark.training
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def served(session: InferenceSession, block: hugectr.readers.block.Block, sample: Sample) -> NDArray[np.float32]:

@@ -27,11 +27,6 @@ STEPS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
 """Operations on files of which Python raises audit events."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def test_a_save_that_is_killed_at_any_step_leaves_no_half_of_a_model(tmp_path: Path) -> None:
     """SIGKILL before each operation on a file in turn, each time with the files that the previous one left."""
     multiprocessing.spawn(_kill_at_each_step, (tmp_path,), nprocs=1)

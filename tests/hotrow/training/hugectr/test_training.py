@@ -37,11 +37,6 @@ pytestmark = pytest.mark.training
 Array = NDArray[np.float64]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def oracle_step(  # noqa: PLR0917  a formula's letters
     kind: Optimizer_t, p: Any, w: Array, g: Array, s: dict[str, Array], lr: float, t: int
 ) -> None:
