@@ -19,7 +19,7 @@ from inference_session.config import SessionConfig
 from inference_session.dense_engine import check_precision
 from inference_session.device.base import Device
 from inference_session.device.discovery import open_devices
-from inference_session.device.host import HOST, vectors_at_line
+from inference_session.device.host import vectors_at_line
 from inference_session.errors import (
     HotrowError,
     InvalidRequestError,
@@ -33,7 +33,7 @@ from inference_session.execution.network import Network, RunResult
 from inference_session.execution.replicas import Replica
 from inference_session.execution.staged_model import Arrays
 from inference_session.execution.stages import Mark, unmarked
-from inference_session.execution.warm_up import MadeUpBatch, made_up_batches
+from inference_session.execution.warm_up import MadeUpBatch, warm_up
 from inference_session.kernels.cpu import lookup as cpu
 from inference_session.kernels.records import Lookup
 from inference_session.model_spec import CANDIDATES
@@ -51,7 +51,7 @@ from inference_session.requests.caller_arrays import (
 from inference_session.requests.canary import check_canary
 from inference_session.requests.grouped import GroupedRequests
 from inference_session.requests.outputs import Answer
-from inference_session.requests.ranking_layout import RankingLayout, contexts_apart, gives_one_context
+from inference_session.requests.ranking_layout import contexts_apart, gives_one_context
 from inference_session.rows import fetch
 from inference_session.rows.dump import DumpReport, dump
 from inference_session.rows.hot_keys import HotKeys, HotKeysWriter, merged, read_hot_keys
@@ -599,30 +599,15 @@ class InferenceSession:
     def _warm_up(self) -> None:
         """Prepare everything that the first requests need: the network, its memory, the hot rows."""
         seconds = self.config.warm_up_s / len(self.replicas.all)
+        hot_keys = read_hot_keys(self._hot_keys_file) if seconds and self.config.state_dir else {}
         for replica in self.replicas.all:  # one by one, as only one may record
-            replica.thread.run(partial(self._warm_up_on, replica, seconds))
+            answer = partial(self._answer_made_up, replica)
+            replica.thread.run(partial(warm_up, replica, self.layout, hot_keys, seconds, answer))
         if self.failure is not None:
             raise UnavailableError(self.failure)
 
-    def _warm_up_on(self, replica: Replica, seconds: float) -> None:
-        batches = made_up_batches(self.spec, self.layout, on_gpu=replica.thread.device is not HOST)
-        self._run_made_up(replica, next(batches))  # without a time limit: kernels and network must be ready
-        deadline = time.monotonic() + seconds
-        if seconds:
-            hot_keys = read_hot_keys(self._hot_keys_file) if self.config.state_dir else {}
-            with contextlib.suppress(UnavailableError):  # if a store is down, some rows, or none, are enough
-                replica.network.rows.warm_up(hot_keys, deadline)
-        ranked = []
-        for batch in batches:
-            if time.monotonic() < deadline:
-                self._run_made_up(replica, batch)
-                ranked += [batch.ranking] if batch.ranking else []
-        for network in {replica.network, replica.ranking}:
-            network.dense.end_warm_up()
-        if isinstance(self.layout, RankingLayout) and self.spec.is_divided and replica.ranking.dense.replays:
-            self.layout.replayed = tuple(ranked)
-
-    def _run_made_up(self, replica: Replica, batch: MadeUpBatch) -> None:
+    def _answer_made_up(self, replica: Replica, batch: MadeUpBatch) -> None:
+        """Answer a batch in each way in which requests may be answered."""
         # Zeros may be an invalid request, and a store may be down; a failed warm-up batch affects no request.
         with contextlib.suppress(HotrowError):
             checked = [self.layout.check(batch.request)] * batch.num_requests
