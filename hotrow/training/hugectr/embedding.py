@@ -57,6 +57,8 @@ class EmbeddingTable:
         self.is_trainable = True
         self.num_steps = 0
         """All steps of the optimizer so far."""
+        self.read_from = ""
+        """The sparse folder that rows were read from last."""
         self.rule = table_rule(params)
         self._combiner = combiner
         self._moves_all = params.update_type is Update_t.Global and self.rule.moves_untouched

@@ -23,6 +23,7 @@ from hotrow.training.hugectr.graph_json import (
 )
 from hotrow.training.hugectr.metrics import Metrics
 from hotrow.training.hugectr.network import TrainingNetwork
+from hotrow.training.hugectr.original_states import layout_of
 from hotrow.training.hugectr.parameters import (
     DataReaderParams,
     DenseLayer,
@@ -43,6 +44,7 @@ from inference_session.errors import ConfigurationError, ModelFormatError, Unsup
 from inference_session.importers.hugectr.data_source import DataSourceParams
 from inference_session.importers.hugectr.graph import EMBEDDING_LAYERS, Graph, parse_graph
 from inference_session.importers.hugectr.json_file import JsonFile, read_json
+from inference_session.importers.hugectr.ps_fields import KeyType
 
 
 @dataclass
@@ -299,14 +301,14 @@ class Model:
 
     def load_sparse_weights(self, sparse_embedding_files: Sequence[str] | Mapping[str, str]) -> None:
         """Read tables, all of them by a list, or some by a dict of their names."""
-        key_type: Any = "int64" if self._solver.i64_input_key else "uint32"
         for table, place in self._by_table("load_sparse_weights", sparse_embedding_files):
-            snapshot.load_table(table, place, self._data_source, key_type)
+            snapshot.load_table(table, place, self._data_source, self._key_type)
 
     def load_sparse_optimizer_states(self, sparse_opt_states_files: Sequence[str] | Mapping[str, str]) -> None:
-        """Read optimizer states of tables, after their weights."""
+        """Read optimizer states of tables, after their weights; also those that HugeCTR wrote."""
+        layouts = {item.sparse_embedding_name: layout_of(item, self._solver) for item in self._design.embeddings}
         for table, place in self._by_table("load_sparse_optimizer_states", sparse_opt_states_files):
-            snapshot.load_table_states(table, place, self._data_source)
+            snapshot.load_table_states(table, place, self._data_source, layouts[table.name], self._key_type)
 
     def freeze_dense(self) -> None:
         """Train the dense network no more."""
@@ -335,6 +337,10 @@ class Model:
     def dump_incremental_model_2kafka(self) -> NoReturn:
         """Refused."""
         _refuse_training_cache()
+
+    @property
+    def _key_type(self) -> KeyType:
+        return "int64" if self._solver.i64_input_key else "uint32"
 
     @property
     def _data_source(self) -> DataSourceParams:

@@ -30,6 +30,11 @@ class Rule(ABC):
     def __init__(self, params: OptParamsPy) -> None:
         self.params = params
 
+    @property
+    def original_states(self) -> tuple[str, ...]:
+        """The states in the order in which HugeCTR saves those of a table; it does not save all of them."""
+        return self.state_names
+
     @abstractmethod
     def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
         """One step in place, the first of which is number 1."""
@@ -82,6 +87,11 @@ class LazyAdam(Rule):
     """Adam that applies the steps that a row missed when the row is touched next."""
 
     state_names = ("m", "v", "touched")
+
+    @property
+    def original_states(self) -> tuple[str, ...]:
+        """As `Rule`."""
+        return ("m", "v")
 
     def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
         """As `Rule`; `touched` holds the step before which each element was touched last, less 1."""
@@ -154,6 +164,11 @@ class Ftrl(Rule):
     """Follow the regularized leader."""
 
     state_names = ("z", "n")
+
+    @property
+    def original_states(self) -> tuple[str, ...]:
+        """As `Rule`."""
+        return ("n", "z")
 
     def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
         """As `Rule`."""

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hotrow.training.hugectr.embedding import EmbeddingTable
+from hotrow.training.hugectr.original_states import WAY_OUT, OriginalLayout
 from hotrow.training.hugectr.processes import Processes
 from hotrow.training.hugectr.trainer import Trainer
 from inference_session.errors import ConfigurationError, ModelFormatError
@@ -202,10 +203,12 @@ def load_dense_weights(trainer: Trainer, place: str, params: DataSourceParams) -
 def load_dense_states(trainer: Trainer, place: str, params: DataSourceParams) -> None:
     """Read optimizer states of the dense network; errors as `load_dense_weights`."""
     optimizer = trainer.dense_optimizer
-    path = fetch(params.place_of(place))
-    count = len(optimizer.rule.state_names)
-    _read_into(path, [states[i] for i in range(count) for states in optimizer.states])
     about = _about_states(place, params, optimizer.rule.__class__.__name__)
+    path = fetch(params.place_of(place))
+    tensors = [states[i] for i in range(len(optimizer.rule.state_names)) for states in optimizer.states]
+    num_halves = path.stat().st_size // 2 if path.exists() and not about else -1
+    # HugeCTR 3 writes halves in mixed precision.
+    _read_into(path, tensors, "<f2" if num_halves == sum(tensor.numel() for tensor in tensors) else "<f4")
     optimizer.num_steps = about.get("num_steps", 0)
 
 
@@ -216,38 +219,55 @@ def load_table(table: EmbeddingTable, place: str, params: DataSourceParams, key_
     keys = np.concatenate([np.empty(0, np.int64), *(part for part, _ in chunks)])
     vectors = np.concatenate([np.empty((0, table.embedding_dim), np.float32), *(part for _, part in chunks)])
     table.load(keys, vectors)
+    table.read_from = place
 
 
-def load_table_states(table: EmbeddingTable, place: str, params: DataSourceParams) -> None:
-    """Read optimizer states of a table whose rows were read before.
+def load_table_states(
+    table: EmbeddingTable, place: str, params: DataSourceParams, layout: OriginalLayout, key_type: KeyType
+) -> None:
+    """Read optimizer states of a table whose rows were read before; `layout` is that of files that HugeCTR wrote.
 
     Raises:
         ModelFormatError, OSError, UnavailableError: as `load_dense_weights`; also if the states are of another table.
+        UnsupportedModelError: as `OriginalLayout.read`.
     """
-    path = fetch(params.place_of(place))
+    path, names = fetch(params.place_of(place)), table.rule.state_names
     about = _about_states(place, params, table.rule.__class__.__name__)
-    if not table.rule.state_names:
+    if not names:
         return
-    if "num_rows" not in about:
-        raise ModelFormatError(
-            f"{path}: no {Path(place).name}.json says which keys its states belong to. Files that HugeCTR wrote have "
-            "none, and cannot be loaded"
-        )
-    keys = _keys_of_states(fetch(params.place_of(f"{place}{_KEYS}")), about)
+    if about or _is_there(f"{place}{_KEYS}", params):
+        keys, order = _keys_of_states(fetch(params.place_of(f"{place}{_KEYS}")), about), names
+        floats = _floats(path, len(names) * len(keys) * table.embedding_dim)
+        states: Iterable[NDArray[np.float32]] = floats.reshape(len(names), len(keys), table.embedding_dim)
+    else:
+        keys, order = _keys_of_rows(table, path, params, key_type), table.rule.original_states
+        states = layout.read(_existing(path), keys, len(order), table.embedding_dim)
     rows = table.rows_of(keys)
     if np.count_nonzero(rows) != table.num_rows:
         raise ModelFormatError(
             f"{path}: states of {len(keys)} rows, which are not those of the table {table.name!r}. Load the sparse "
             "weights of the same snapshot first"
         )
-    count = len(table.rule.state_names)
-    floats = _floats(path, count * len(keys) * table.embedding_dim).reshape(count, len(keys), table.embedding_dim)
-    for number, values in enumerate(floats):
-        table.set_state(number, rows[rows > 0], values[rows > 0])
-    table.num_steps = about["num_steps"]
+    for name, values in zip(order, states, strict=True):
+        table.set_state(names.index(name), rows[rows > 0], values[rows > 0])
+    table.num_steps = about.get("num_steps", 0)
+
+
+def _keys_of_rows(table: EmbeddingTable, path: Path, params: DataSourceParams, key_type: KeyType) -> NDArray[np.int64]:
+    """The keys of the sparse weights that were read last, in their order."""
+    if not table.read_from:
+        raise ModelFormatError(
+            f"{path}: HugeCTR wrote no keys with it. Load the sparse weights of the same snapshot first, which have "
+            f"them. {WAY_OUT}"
+        )
+    folder = SparseFolder(fetch(params.place_of(table.read_from)), table.embedding_dim, key_type)
+    return np.concatenate([np.empty(0, np.int64), *folder.key_chunks()])
 
 
 def _keys_of_states(path: Path, about: Mapping[str, Any]) -> NDArray[np.int64]:
+    if "num_rows" not in about:
+        name = path.name.removesuffix(_KEYS)
+        raise ModelFormatError(f"{path}: {name}.json, which belongs to it, is missing or not that of a table")
     if not path.exists():
         raise ModelFormatError(f"{path}: no such file; it holds the keys of the states next to it")
     if path.stat().st_size != 8 * about["num_rows"] or _digest(path) != about["keys"]:
@@ -257,34 +277,40 @@ def _keys_of_states(path: Path, about: Mapping[str, Any]) -> NDArray[np.int64]:
 
 def _about_states(place: str, params: DataSourceParams, optimizer: str) -> dict[str, Any]:
     """The content of the JSON that belongs to a file of states; empty if HugeCTR wrote the file."""
-    url = params.place_of(f"{place}.json")
-    folder, name = split_place(url)
-    with create_source(folder) as source:
-        if source.stat(name) is None:
-            return {}
-    path = fetch(url)
+    if not _is_there(f"{place}.json", params):
+        return {}
+    path = fetch(params.place_of(f"{place}.json"))
     document = read_json(path, ModelFormatError).document
     if document.get("optimizer") != optimizer:
         raise ModelFormatError(f"{path}: states of {document.get('optimizer')!r}; the model trains with {optimizer!r}")
     return document
 
 
-def _read_into(path: Path, tensors: Sequence[Tensor]) -> None:
-    floats = _floats(path, sum(tensor.numel() for tensor in tensors))
+def _is_there(place: str, params: DataSourceParams) -> bool:
+    folder, name = split_place(params.place_of(place))
+    with create_source(folder) as source:
+        return source.stat(name) is not None
+
+
+def _read_into(path: Path, tensors: Sequence[Tensor], dtype: str = "<f4") -> None:
+    floats = _floats(path, sum(tensor.numel() for tensor in tensors), dtype)
     begin = 0
     for tensor in tensors:
         tensor.copy_(torch.from_numpy(floats[begin : begin + tensor.numel()].reshape(tensor.shape)))
         begin += tensor.numel()
 
 
-def _floats(path: Path, count: int) -> NDArray[np.float32]:
+def _existing(path: Path) -> Path:
     if not path.exists():
         raise ConfigurationError(f"{path}: no such file; paths count from the working directory, {Path.cwd()}")
-    if path.stat().st_size != 4 * count:
-        raise ModelFormatError(
-            f"{path}: {path.stat().st_size} bytes, expected {4 * count}; does it belong to another model?"
-        )
-    return np.fromfile(path, "<f4").astype(np.float32, copy=False)
+    return path
+
+
+def _floats(path: Path, count: int, dtype: str = "<f4") -> NDArray[np.float32]:
+    num_bytes, expected = _existing(path).stat().st_size, count * np.dtype(dtype).itemsize
+    if num_bytes != expected:
+        raise ModelFormatError(f"{path}: {num_bytes} bytes, expected {expected}; does it belong to another model?")
+    return np.fromfile(path, dtype).astype(np.float32, copy=False)
 
 
 def _digest(path: Path) -> int:
