@@ -492,9 +492,10 @@ def test_rows_do_not_grow_older_when_new_content_takes_over(broker: Broker, smal
 
     def publish() -> None:
         with Publisher(broker.url, small.model, timeout_s=PATIENCE_S) as publisher:
-            for value in itertools.takewhile(lambda _: not ending.is_set(), itertools.count(1.0)):
+            for value in itertools.takewhile(lambda _: not ending.is_set(), itertools.count(first)):
                 publisher.publish("user.weight", np.arange(50), vectors(value, rows=50))
                 publisher.flush()
+                ending.wait(0.02)  # new content has to read all of it
 
     def found_by(versions: VersionManager) -> float:
         with versions.lease() as session:
