@@ -79,6 +79,8 @@ online-learning: $(TRAINING_VENV)/.ready
 test: $(VENV)/.test
 	@# The tests start many processes. Without these steps, several compile the same kernels at once, and each compiles
 	@# the package and the tests where Python is told to write no bytecode.
+	@# No test downloads anything: what no package has is fetched here, if it is not in the user's cache folder.
+	$(BIN)/python -m tests.testing.downloads
 	$(BIN)/python -m inference_session.execution.all_kernels & \
 	$(BIN)/python -m compileall -q hotrow inference_session triton_backend; \
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --collect-only -q >/dev/null; wait $$!

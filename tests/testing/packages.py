@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+_NUM_TRIALS = 3
+_PATIENCE_S = 450
+
 
 def kept_folder(name: str, fetch: Callable[[Path], None]) -> Path:
     """A folder of the cache; `fetch` makes it the first time, complete or not at all."""
@@ -31,11 +34,17 @@ def unpack_debian(packages: Sequence[str], folder: Path, what: str) -> Path:
 
 
 def run_or_skip(command: Sequence[str], folder: Path, what: str) -> None:
-    """Run a command in a folder; skips the test, which needs `what`, where it fails."""
-    try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=450, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        pytest.skip(f"{what} cannot be had: {error}")
-    if done.returncode:
-        reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
-        pytest.skip(f"{what} cannot be had: {command[0]}: {reason}")
+    """Run a command in a folder, again if it fails, as downloads do at times; skips the test, which needs `what`, where
+    it never succeeds.
+    """
+    reason = ""
+    for _ in range(_NUM_TRIALS):
+        try:
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            reason = str(error)
+            break
+        if done.returncode == 0:
+            return
+        reason = f"{command[0]}: {(done.stderr.strip() or 'no reason given').splitlines()[-1]}"
+    pytest.skip(f"{what} cannot be had: {reason}")
