@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from triton import FEATURES, Network, write_models, write_ours
 
 from inference_session import InferenceSession, Request
+from inference_session.requests.outputs import JoinedAnswer
 
 CASES = ((1, 1, "5"), (1, 64, "3"), (8, 64, "2.8"), (1, 1024, "2.5"))
 """Requests, samples of each, and how often faster than plain they should be."""
@@ -69,15 +70,20 @@ def ways_to_answer(session: InferenceSession, plain: Any, ids: list[NDArray[np.i
     ends = np.cumsum([len(each) for each in ids])[:-1]
     if len(ids) == 1:
         return {
-            "arrays": lambda: [session.run_arrays(arrays, 1, ("click",))[0]["click"]],  # type: ignore[index]
+            "arrays": lambda: split(session.run_arrays(arrays, 1, ("click",))),
             "requests": lambda: [session.run({"ids": ids[0]}, ("click",))["click"]],
             "plain": lambda: [plain.run(["click"], {"ids": ids[0]})[0]],
         }
     return {
-        "arrays": lambda: [each["click"] for each in session.run_arrays(arrays, len(ids), ("click",)) or ()],
+        "arrays": lambda: split(session.run_arrays(arrays, len(ids), ("click",))),
         "requests": lambda: [each["click"] for each in session.run_many(requests)],  # type: ignore[index]
         "plain": lambda: np.split(plain.run(["click"], {"ids": np.concatenate(ids)})[0], ends),
     }
+
+
+def split(joined: JoinedAnswer | None) -> list[NDArray[Any]]:
+    """The array of each request."""
+    return [each["click"] for each in joined.split()] if joined else []
 
 
 def check_answers(ways: Ways) -> None:

@@ -50,7 +50,7 @@ from inference_session.requests.caller_arrays import (
 )
 from inference_session.requests.canary import check_canary
 from inference_session.requests.grouped import GroupedRequests
-from inference_session.requests.outputs import Answer
+from inference_session.requests.outputs import Answer, JoinedAnswer
 from inference_session.requests.ranking_layout import contexts_apart, gives_one_context
 from inference_session.rows import fetch
 from inference_session.rows.dump import DumpReport, dump
@@ -304,7 +304,7 @@ class InferenceSession:
 
     def run_arrays(
         self, arrays: Arrays, num_requests: int, outputs: Collection[str] | None = None, mark: Mark = unmarked
-    ) -> list[Answer] | None:
+    ) -> JoinedAnswer | None:
         """Answer requests that match the model's inputs exactly, by one look-up and one run of the network.
 
         Args:
@@ -320,7 +320,7 @@ class InferenceSession:
 
     def _run_parts(
         self, arrays: Arrays, num_parts: int, outputs: Collection[str] | None, mark: Mark, num_requests: int
-    ) -> list[Answer] | None:
+    ) -> JoinedAnswer | None:
         """As `run_arrays`. The arrays are in `num_parts` parts: one for each request, or for each context of one."""
         if self._closed:
             self._check_open()
@@ -352,7 +352,7 @@ class InferenceSession:
         mark: Mark,
         *,
         num_requests: int,
-    ) -> list[Answer] | None:
+    ) -> JoinedAnswer | None:
         """As `_run_parts`, on a device; raises what the look-up and the network do."""
         model = replica.staged
         if model is None:
@@ -374,25 +374,25 @@ class InferenceSession:
                     results = [array[batch.places] for array in results]
                 if self._rejects_unknown and batch.lookup.num_unknown.any():
                     return None
-                counts = batch.counts.tolist() if num_requests == num_parts else [batch.num_samples]
+                counts = batch.counts.copy() if num_requests == num_parts else np.array([batch.num_samples])
                 self._stats.count_staged(batch.lookup, num_requests, batch.num_samples)
                 if self._ranks:
                     self._stats.count_contexts(batch.num_contexts, batch.num_samples, 0)
             mark("answer")
-            return self.layout.outputs.split_alike(results, wanted, counts)
+            return self.layout.outputs.joined(results, wanted, counts)
         finally:
             model.give_back(staging)
 
     def _run_staged(self, requests: Sequence[Request], mark: Mark) -> list[Answer] | None:
         """As `run_arrays`, where all ask for the same outputs."""
-        if arrays := self._arrays_of(requests):
-            return self._run_parts(arrays, len(requests), requests[0].outputs, mark, len(requests))
-        if len(requests) != 1 or not self.spec.is_divided:
+        arrays, num_parts = self._arrays_of(requests), len(requests)
+        if not arrays and len(requests) == 1 and self.spec.is_divided:
+            arrays = contexts_apart(self.spec, requests[0].inputs, self.layout.max_elements)
+            num_parts = len(arrays or ()) // len(self._input_names)
+        if not arrays:
             return None
-        (request,) = requests
-        arrays = contexts_apart(self.spec, request.inputs, self.layout.max_elements) or []
-        num_contexts = len(arrays) // len(self._input_names)
-        return self._run_parts(arrays, num_contexts, request.outputs, mark, 1) if arrays else None
+        joined = self._run_parts(arrays, num_parts, requests[0].outputs, mark, len(requests))
+        return None if joined is None else joined.split()
 
     def _arrays_of(self, requests: Sequence[Request]) -> Arrays | None:
         """The argument of `run_arrays`; None where requests lack inputs, or ask for different outputs."""

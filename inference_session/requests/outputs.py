@@ -25,8 +25,30 @@ class RequestedOutputs(NamedTuple):
     """What the network has to compute for it."""
     labels: tuple[int, ...]
     """The positions in `computed` of what the predictions are made of; none where these are not among `names`."""
-    places: tuple[tuple[str, int], ...]
-    """`names`, each with its position in `computed`, behind which the predictions are."""
+    places: tuple[int, ...]
+    """The position of each of `names` in `computed`, behind which the predictions are."""
+
+
+class JoinedAnswer(NamedTuple):
+    """The answers to requests that want the same outputs, not divided yet."""
+
+    names: Sequence[str]
+    arrays: list[NDArray[Any]]
+    """An output for each of `names`; with several requests, those of one follow those of the other in the rows."""
+    counts: NDArray[np.int64]
+    """The samples of each request."""
+
+    def split(self) -> list[Answer]:
+        """The answer of each request, as views."""
+        if len(self.counts) == 1:
+            return [dict(zip(self.names, self.arrays, strict=True))]
+        answers, begin = [], 0
+        for count in self.counts.tolist():
+            end = begin + count
+            parts = [array[begin:end] for array in self.arrays]
+            answers.append(dict(zip(self.names, parts, strict=True)))
+            begin = end
+        return answers
 
 
 class Outputs:
@@ -59,7 +81,7 @@ class Outputs:
             computed = tuple(self.of_network([names]))
             made = (*computed, PREDICTIONS) if adds else computed
             labels = tuple(map(computed.index, self._label_outputs)) if adds else ()
-            known = RequestedOutputs(names, computed, labels, tuple((name, made.index(name)) for name in names))
+            known = RequestedOutputs(names, computed, labels, tuple(map(made.index, names)))
             if len(self._known) < _MAX_KNOWN:
                 self._known[key] = known
         return known
@@ -87,21 +109,15 @@ class Outputs:
             begin += count
         return answers
 
-    def split_alike(
-        self, arrays: Sequence[NDArray[Any]], wanted: RequestedOutputs, num_samples: Sequence[int]
-    ) -> list[Answer]:
-        """As `split`, for requests that all want the same, from the arrays of `wanted.computed`."""
+    def joined(
+        self, arrays: Sequence[NDArray[Any]], wanted: RequestedOutputs, counts: NDArray[np.int64]
+    ) -> JoinedAnswer:
+        """The answer to requests with these numbers of samples, from the arrays of `wanted.computed`."""
         if wanted.labels:
             arrays = [*arrays, self.predictions(list(map(arrays.__getitem__, wanted.labels)))]
-        if len(num_samples) == 1:
-            return [{name: arrays[i] for name, i in wanted.places}]
-        _check_samples((*wanted.computed, PREDICTIONS), arrays, sum(num_samples))
-        answers, begin = [], 0
-        for count in num_samples:
-            end = begin + count
-            answers.append({name: arrays[i][begin:end] for name, i in wanted.places})
-            begin = end
-        return answers
+        if len(counts) > 1:
+            _check_samples((*wanted.computed, PREDICTIONS), arrays, int(counts.sum()))
+        return JoinedAnswer(wanted.names, list(map(arrays.__getitem__, wanted.places)), counts)
 
     def predictions(self, labels: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
         """All tasks side by side, from the label outputs: float32 [samples, number of labels]."""

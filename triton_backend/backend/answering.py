@@ -16,10 +16,11 @@ from inference_session.requests.outputs import Answer
 from inference_session.session import InferenceSession
 from inference_session.versions import VersionManager
 from triton_backend.backend.errors import triton_error
+from triton_backend.backend.output_tensors import ThreadTensors
 from triton_backend.backend.packed import packed_response
 from triton_backend.backend.plain_requests import PlainRequests
 from triton_backend.backend.probe_request import probe_request
-from triton_backend.backend.tensors import read_array, tensor_writer, write_tensor
+from triton_backend.backend.tensors import read_array, write_tensor
 from triton_backend.backend.tracing import RequestTracer
 from triton_backend.client.probe import is_probe
 
@@ -52,7 +53,7 @@ class RequestHandler:
         self._max_samples = max_samples
         self._tracing = tracing
         self._plain = PlainRequests(versions.spec, max_samples=max_samples)
-        self._tensor = tensor_writer()
+        self._thread = ThreadTensors()
         self._num_failed = 0
 
     def stats(self) -> dict[str, Any]:
@@ -68,7 +69,11 @@ class RequestHandler:
         return self._versions.failure is None
 
     def answer(self, requests: Sequence[TritonRequest]) -> list[TritonResponse]:
-        """One response for each request, in order. Their arrays are views of shared memory: keep the requests."""
+        """One response for each request, in order. Their tensors are views of memory that the next call in this thread
+        uses again: keep the requests, and send the responses, before.
+        """
+        if (tensors := self._thread.tensors) is not None:
+            tensors.release()
         if self._tracing is not None:
             with self._tracing.of(requests) as mark:
                 return self._answer(requests, mark)
@@ -78,29 +83,40 @@ class RequestHandler:
         mark("check")
         try:
             with self._versions.lease() as session:
-                if responses := self._answer_plain(session, requests, mark):
-                    return responses
-                read = [self._read(request) for request in requests]
-                return [self._response(answer, session.spec) for answer in session.run_many(read, mark)]
+                return self._answer_plain(session, requests, mark) or self._answer_any(session, requests, mark)
         except Exception as error:  # noqa: BLE001  every request must get an answer, whatever the error
-            if len(requests) > 1:
-                return [self._answer([request], mark)[0] for request in requests]
-            self._num_failed += 1
-            return [_failure(error)]
+            return self._answer_failed(requests, error, mark)
 
     def _answer_plain(
         self, session: InferenceSession, requests: Sequence[TritonRequest], mark: Mark
     ) -> list[TritonResponse] | None:
-        """The fast path for most requests: a list of arrays in, each answer's tensors out. None: it does not apply."""
+        """The fast path for most requests: a list of arrays in, tensors out. None: it does not apply."""
         if not session.stages_arrays or (plain := self._plain.read(requests)) is None:
             return None
-        answers = session.run_arrays(plain[0], len(requests), plain[1], mark)
-        if answers is None:
+        joined = session.run_arrays(plain[0], len(requests), plain[1], mark)
+        if joined is None:
             return None
         if not self._has_own_inputs:
-            return [packed_response(answer, session.spec, self._device_id) for answer in answers]
-        tensor, respond = self._tensor, pb_utils.InferenceResponse
-        return [respond(list(map(tensor, answer, answer.values()))) for answer in answers]
+            return [packed_response(answer, session.spec, self._device_id) for answer in joined.split()]
+        maker = self._thread.tensors
+        tensors = None if maker is None else maker.of(joined)
+        if tensors is None:
+            return [self._response(answer, session.spec) for answer in joined.split()]
+        # Those of one request after those of the other: zip takes as many for each response.
+        return list(map(pb_utils.InferenceResponse, map(list, zip(*[tensors] * len(joined.arrays), strict=True))))
+
+    def _answer_any(
+        self, session: InferenceSession, requests: Sequence[TritonRequest], mark: Mark
+    ) -> list[TritonResponse]:
+        read = [self._read(request) for request in requests]
+        return [self._response(answer, session.spec) for answer in session.run_many(read, mark)]
+
+    def _answer_failed(self, requests: Sequence[TritonRequest], error: Exception, mark: Mark) -> list[TritonResponse]:
+        """The answers to requests of which one failed, or all: each on its own."""
+        if len(requests) > 1:
+            return [self._answer([request], mark)[0] for request in requests]
+        self._num_failed += 1
+        return [_failure(error)]
 
     def _read(self, request: TritonRequest) -> Request:
         if is_probe(request.parameters()):

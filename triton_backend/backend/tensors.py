@@ -36,11 +36,6 @@ def write_tensor(name: str, array: NDArray[Any]) -> Any:
     return pb_utils.Tensor.from_dlpack(name, ExportedTensor(array))
 
 
-def tensor_writer() -> Callable[[str, NDArray[Any]], Any]:
-    """The fastest equivalent of `write_tensor`."""
-    return pb_utils.Tensor if knows_numpy() else write_tensor
-
-
 def check_types(tensors: Iterable[TensorSpec]) -> None:
     """UnsupportedModelError for strings where the stub would crash on them: DLPack does not support strings."""
     for tensor in tensors:
