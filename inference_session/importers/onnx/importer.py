@@ -29,7 +29,7 @@ from inference_session.importers.onnx.ranking_trials import TOLERANCE, RankingTr
 from inference_session.importers.onnx.replay import Replay
 from inference_session.importers.onnx.report import DenseInitializer, ImportReport
 from inference_session.importers.onnx.spec import TablePlace, model_spec, table_folders
-from inference_session.importers.onnx.types import ValueType, has_numpy_type, value_type
+from inference_session.importers.onnx.types import NUMPY_TYPES, ValueType, value_type
 from inference_session.importers.onnx.weights import Weight, weight_of
 from inference_session.importers.onnx.wire import read_skeleton
 from inference_session.model_spec import (
@@ -163,7 +163,7 @@ def _check_tensor(path: Path, value: ValueInfoProto) -> None:
     if value.type.WhichOneof("value") != "tensor_type":
         kind = (value.type.WhichOneof("value") or "untyped").removesuffix("_type")
         raise UnsupportedModelError(f"{path}: {value.name!r} is {kind}; inputs and outputs must be tensors")
-    if not has_numpy_type(value.type.tensor_type.elem_type):
+    if value.type.tensor_type.elem_type not in NUMPY_TYPES:
         kind = TensorProto.DataType.Name(value.type.tensor_type.elem_type).lower()
         raise UnsupportedModelError(f"{path}: {value.name!r} is {kind}, which NumPy lacks; cast it in the model")
 

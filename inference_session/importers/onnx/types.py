@@ -12,6 +12,14 @@ from inference_session.importers.onnx.weights import Weight
 
 Dims = tuple[int | str | None, ...]
 """A size, a symbol, or None for a dimension that nothing is known of."""
+NUMPY_TYPES = frozenset(
+    TensorProto.DataType.Value(name)
+    for name in (
+        *("BOOL", "STRING", "FLOAT16", "FLOAT", "DOUBLE", "COMPLEX64", "COMPLEX128"),
+        *("INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64"),
+    )
+)
+"""The element types that NumPy itself has. Some versions of onnx give float32 for others."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +54,6 @@ class Types:
         """The number of dimensions, where known."""
         dims = self.dims(name)
         return None if dims is None else len(dims)
-
-
-def has_numpy_type(elem_type: int) -> bool:
-    """Whether NumPy itself has arrays of TensorProto's type of that number, which must not be 0."""
-    return elem_type == TensorProto.STRING or helper.tensor_dtype_to_np_dtype(elem_type).isbuiltin == 1
 
 
 def value_type(value: ValueInfoProto) -> ValueType:
