@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import random
 import socket
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,8 @@ def reserved_ports(wanted: Mapping[str, tuple[str, int]]) -> Iterator[dict[str, 
     ports.
 
     Raises:
-        ConfigurationError: one is taken, by another program or by another of these; the message names it.
+        ConfigurationError: one is taken, by another program or by another of these, or a host is not this machine; the
+            message names it.
     """
     with contextlib.ExitStack() as listeners:  # all listen until the last one is known, so that no two are the same
         given = {flag: _listen(listeners, host, port, flag) for flag, (host, port) in wanted.items() if port}
@@ -69,4 +71,6 @@ def _bound(host: str, port: int, flag: str, *, shared: bool = True) -> socket.so
 
 def _unusable(host: str, port: int, flag: str, error: Exception) -> ConfigurationError:
     reason = getattr(error, "strerror", error)
+    if isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
+        return ConfigurationError(f"{host!r} is not an address of this machine: {reason}; choose another by --host")
     return ConfigurationError(f"port {port} of {host} cannot be used: {reason}; choose another by {flag}")

@@ -77,3 +77,13 @@ def test_a_port_that_cannot_be_used_is_named(port: str | int) -> None:
             reserved_ports({"--http-port": (HOST, number)}),
         ):
             pass
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no name"])
+def test_a_host_that_is_not_this_machine_is_named(host: str) -> None:
+    """No other port would help."""
+    with (
+        pytest.raises(ConfigurationError, match=f"'{host}' is not an address of this machine"),
+        reserved_ports({"--http-port": (host, 0)}),
+    ):
+        pass
