@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -30,3 +32,17 @@ def test_nothing_else_imports_it() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("command", [["-m", "hotrow.training.hugectr"], ["-m", "hotrow", "train"]])
+def test_scripts_and_configurations_say_what_to_install(tmp_path: Path, command: list[str]) -> None:
+    """In one line, before anything else is done with the file."""
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('absent', name='torch')")
+    script = tmp_path / "script.py"
+    script.write_text("print('runs')")
+
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, *command, script], capture_output=True, text=True, env=environment)  # noqa: PLW1510
+
+    line = "hotrow: training.hugectr needs the package `torch`: pip install 'hotrow[torch]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", line)

@@ -9,7 +9,7 @@ what each call does here.
 from __future__ import annotations
 
 import sys
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hotrow.training.hugectr import inference, tools
 from hotrow.training.hugectr.enums import (
@@ -54,12 +54,8 @@ from inference_session.errors import ConfigurationError, UnsupportedModelError
 from inference_session.importers.hugectr import data_source as data
 from inference_session.importers.hugectr.data_source import DataSource, DataSourceParams, DataSourceType_t
 
-try:
+if TYPE_CHECKING:
     from hotrow.training.hugectr.model import Model
-except ModuleNotFoundError as missing:
-    if (missing.name or "").partition(".")[0] != "torch":
-        raise
-    raise ConfigurationError("training.hugectr needs the package `torch`: pip install 'hotrow[torch]'") from missing
 
 CreateSolver = Solver
 CreateOptimizer = OptParamsPy
@@ -127,6 +123,8 @@ _INSTEAD = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Model":
+        return _model_class()
     if name in _INSTEAD:
 
         def refused(*_arguments: Any, **_named: Any) -> NoReturn:
@@ -136,10 +134,27 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def _model_class() -> Any:
+    """The class `Model`, loaded when it is first used, as it imports PyTorch."""
+    try:
+        from hotrow.training.hugectr.model import Model
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").partition(".")[0] != "torch":
+            raise
+        raise ConfigurationError("training.hugectr needs the package `torch`: pip install 'hotrow[torch]'") from missing
+    globals()["Model"] = Model
+    return Model
+
+
 def install() -> None:
-    """Make `import hugectr` mean this package, and `from mpi4py import MPI` work where mpi4py is absent."""
+    """Make `import hugectr` mean this package, and `from mpi4py import MPI` work where mpi4py is absent.
+
+    Raises:
+        ConfigurationError: PyTorch is not installed.
+    """
     from hotrow.training.hugectr.absent_mpi import provide_mpi
 
+    _model_class()
     package = sys.modules[__name__]
     for name, module in (("", package), (".inference", inference), (".data", data), (".tools", tools)):
         sys.modules[f"hugectr{name}"] = module

@@ -17,10 +17,10 @@ def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print("usage: python -m hotrow.training.hugectr SCRIPT.py [ARGS]", file=sys.stderr)
         sys.exit(0 if len(sys.argv) > 1 else 2)
-    hugectr.install()
     script, sys.argv = sys.argv[1], sys.argv[1:]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))  # noqa: PTH100, PTH120  as Python does it
     try:
+        hugectr.install()
         runpy.run_path(script, run_name="__main__")
     except HotrowError as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == script]
