@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from inference_session.errors import ConfigurationError
+from inference_session.platform.json_records import is_text
 from inference_session.urls.kafka_url import KafkaUrl
 from inference_session.urls.store_url import DEFAULT_TIMEOUT_MS, StoreUrl
 
@@ -31,6 +32,10 @@ def _choice(*allowed: str) -> Callable[[Any], str]:
 _MAX_THREADS = 1024
 """The most threads of one pool. A number mistyped by a few digits would take all threads that the machine allows."""
 _MAX_BATCH = 1 << 24
+DEFAULT_MAX_KEYS = 10_000_000
+_MAX_COUNT = 2**63 - 1
+_WHOLE_NUMBER = re.compile("[+-]?[0-9]{1,20}")
+"""Python reads other texts as numbers, too, such as `1_000`."""
 _MAX_TIME = 10**9
 """In seconds or milliseconds. Threads and sockets cannot wait for all numbers that are longer."""
 
@@ -39,11 +44,9 @@ def _count(at_least: int, at_most: int | None = None) -> Callable[[Any], int]:
     allowed = f"allowed: whole numbers from {at_least}" + (f" to {at_most}" if at_most else "")
 
     def parse(value: Any) -> int:
-        try:
-            number = int(str(value))
-        except ValueError:
-            number = at_least - 1
-        if number < at_least or (at_most and number > at_most):
+        text = str(value).strip()
+        number = int(text) if _WHOLE_NUMBER.fullmatch(text) else at_least - 1
+        if not at_least <= number <= (at_most or _MAX_COUNT):
             raise ValueError(allowed)
         return number
 
@@ -52,8 +55,9 @@ def _count(at_least: int, at_most: int | None = None) -> Callable[[Any], int]:
 
 def _number(low: float, high: float) -> Callable[[Any], float]:
     def parse(value: Any) -> float:
+        text = str(value)
         try:
-            number = float(str(value))
+            number = float(text) if text.isascii() and "_" not in text else math.nan
         except ValueError:
             number = math.nan
         if not low <= number <= high:
@@ -78,22 +82,44 @@ def _store(value: Any) -> StoreUrl | None:
     """A store's URL. Errors never show all of it, because it may hold a password. Empty: no store."""
     if value is None or value == "" or isinstance(value, StoreUrl):
         return value or None
-    return StoreUrl.parse(str(value))
+    return StoreUrl.parse(_url(value))
 
 
 def _stream(value: Any) -> KafkaUrl | None:
     """An update stream's URL. Errors never show it, because it may hold a password. Empty: none."""
     if value is None or value == "" or isinstance(value, KafkaUrl):
         return value or None
-    return KafkaUrl.parse(str(value))
+    return KafkaUrl.parse(_url(value))
+
+
+def _text(value: Any) -> str:
+    """A text or a path. Empty: none."""
+    if not isinstance(value, (str, os.PathLike)) or not _is_printable(text := str(value)):
+        raise ValueError(f"allowed: {_PRINTABLE}")
+    return text
+
+
+_PRINTABLE = "text that UTF-8 can express, without zero characters"
+
+
+def _is_printable(text: str) -> bool:
+    """Whether it can be a path, or go to a server."""
+    return is_text(text) and "\0" not in text
+
+
+def _url(value: Any) -> str:
+    if not _is_printable(text := str(value)):
+        raise ConfigurationError(f"the URL must be {_PRINTABLE}")
+    return text
 
 
 def _pattern(value: Any) -> str:
+    text = _text(value)
     try:
-        re.compile(str(value))
-    except re.error as error:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"allowed: regular expressions ({error})") from error
-    return str(value)
+    return text
 
 
 def _moment(value: Any) -> datetime | None:
@@ -123,9 +149,10 @@ def _device(value: Any) -> str:
 
 def _folder(value: Any) -> str:
     """Empty: none."""
-    if value and not Path(str(value)).is_absolute():
+    text = _text(value)
+    if text and not Path(text).is_absolute():
         raise ValueError("allowed: the absolute path of a folder")
-    return str(value or "")
+    return text
 
 
 def _setting(default: Any, parse: Callable[[Any], Any]) -> Any:
@@ -163,7 +190,7 @@ class SessionConfig:
     context_cache_bytes: int = _setting(0, _count(0))
     """Memory for results computed from contexts. A context that comes again is not computed again while no row that it
     looked up has changed. 0: nothing is kept. For models imported with context inputs, on a CPU."""
-    max_keys_per_request: int = _setting(10_000_000, _count(1))
+    max_keys_per_request: int = _setting(DEFAULT_MAX_KEYS, _count(1))
     """A request with more elements than this in any of its inputs is rejected."""
     volatile_store: StoreUrl | None = _setting(None, _store)  # noqa: RUF009  as the others
     """URL of the store that is asked first for rows that the cache lacks (docs/reference/stores.md)."""
@@ -211,9 +238,9 @@ class SessionConfig:
 
     warm_up_s: float = _setting(0.0, _seconds)
     """The longest that opening a version spends on fetching hot rows and on running batches of several sizes."""
-    state_dir: str = _setting("", str)
+    state_dir: str = _setting("", _text)
     """Folder where a session keeps which rows are hot, for the next version or process. Empty: nothing is kept."""
-    canary_requests: str = _setting("", str)
+    canary_requests: str = _setting("", _text)
     """A file of recorded requests and answers (canary.py) that a version has to answer before it serves."""
     canary_tolerance: float = _setting(0.2, _number(0, math.inf))
     """How far answers may be from the recorded ones: the mean absolute difference of any output."""

@@ -15,12 +15,13 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal
 
 from inference_session.errors import ModelFormatError, TableNotFoundError
+from inference_session.platform.json_records import LARGEST_INTEGER, parse_json, read_record
 
 FORMAT = 1
 SESSION_FILE = "session.json"
@@ -205,7 +206,7 @@ class ModelSpec:
     """How a request carries its keys: `tensors` (by input), `hugectr` (DES/CATCOLUMN/ROWINDEX), `hps`."""
     layout_options: Mapping[str, Any] = field(default_factory=dict)
     """What the layout needs to know beyond the tensors, as the importer wrote it."""
-    settings: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str | float | bool] = field(default_factory=dict)
     """Defaults for the model's settings (docs/reference/settings.md); config.pbtxt overrides them."""
     source: str = ""
     """Where the model came from, for people."""
@@ -270,14 +271,14 @@ class ModelSpec:
         """Read and check session.json; ModelFormatError names the file and the field at fault."""
         path = directory / SESSION_FILE
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+            document = parse_json(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise ModelFormatError(f"{path}: no such file; {_expected(directory)}") from error
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             raise ModelFormatError(f"{path}: not readable as JSON: {error}") from error
         try:
             return _parse(document)
-        except (TypeError, ValueError, KeyError, OverflowError) as error:
+        except ValueError as error:
             raise ModelFormatError(f"{path}: {error}") from error
 
 
@@ -293,55 +294,12 @@ def _expected(directory: Path) -> str:
 def _parse(document: object) -> ModelSpec:
     if not isinstance(document, dict):
         raise ValueError(f"expected an object, found {type(document).__name__}")
-    if document.pop("format", None) != FORMAT:
+    found = document.pop("format", None)
+    if type(found) is not int or found != FORMAT:
         raise ValueError(f"field 'format' must be {FORMAT}; this version of hotrow reads no other format")
-    document["inputs"] = tuple(_record(TensorSpec, item, "inputs") for item in _list(document, "inputs"))
-    document["outputs"] = tuple(_record(TensorSpec, item, "outputs") for item in _list(document, "outputs"))
-    document["tables"] = tuple(_record(TableSpec, item, "tables") for item in _list(document, "tables"))
-    document["lookups"] = tuple(_record(LookupSpec, item, "lookups") for item in _list(document, "lookups"))
-    document["equal_sizes"] = tuple(_dimensions(group) for group in _list(document, "equal_sizes"))
-    if document.get("ranking") is not None:
-        document["ranking"] = _ranking(document["ranking"])
-    for name in ("labels", "label_outputs"):
-        document[name] = tuple(str(item) for item in _list(document, name))
-    spec = _record(ModelSpec, document, "")
+    spec = read_record(ModelSpec, document)
     _check(spec)
     return spec
-
-
-def _ranking(value: object) -> RankingSpec:
-    if not isinstance(value, dict):
-        raise ValueError(f"field 'ranking': expected an object, found {value!r}")
-    lookups = tuple(_record(LookupSpec, item, "ranking.lookups") for item in _list(value, "lookups"))
-    return _record(RankingSpec, {**value, "lookups": lookups}, "ranking")
-
-
-def _dimensions(group: Any) -> tuple[tuple[str, int], ...]:
-    is_list = isinstance(group, list) and len(group) > 1
-    if not is_list or not all(isinstance(pair, list) and len(pair) == 2 for pair in group):
-        raise ValueError(f"field 'equal_sizes': expected a list of [input, axis] pairs, found {group!r}")
-    return tuple((name, axis) for name, axis in group)
-
-
-Record = TypeVar("Record")
-
-
-def _record(kind: type[Record], value: object, where: str) -> Record:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: expected an object, found {value!r}")
-    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
-    unknown = sorted(set(value) - known)
-    if unknown:
-        raise ValueError(f"{where}: unknown field {unknown[0]!r}; known: {', '.join(sorted(known))}")
-    frozen = {name: tuple(item) if isinstance(item, list) else item for name, item in value.items()}
-    return kind(**frozen)
-
-
-def _list(document: Mapping[str, Any], name: str) -> list[Any]:
-    value = document.get(name, [])
-    if not isinstance(value, (list, tuple)):
-        raise ValueError(f"field {name!r}: expected a list, found {value!r}")
-    return list(value)
 
 
 _OPERATORS_SETTINGS = frozenset({"record_keys", "state_dir", "canary_requests"})
@@ -349,54 +307,62 @@ _OPERATORS_SETTINGS = frozenset({"record_keys", "state_dir", "canary_requests"})
 
 
 def _check(spec: ModelSpec) -> None:
-    _check_tensors(spec.inputs)
-    _check_tensors(spec.outputs)
+    _check_tensors(spec.inputs, "inputs")
+    _check_tensors(spec.outputs, "outputs")
     if spec.batched and spec.has_own_inputs and any(tensor.shape[:1] != (-1,) for tensor in spec.inputs):
-        raise ValueError("field 'batched' is true, but the first dimension of an input is not -1")
-    if not isinstance(spec.settings, Mapping):
-        raise ValueError(f"field 'settings': expected an object, found {spec.settings!r}")
+        raise ValueError("field 'batched' is true, but the first size in the 'shape' of an input is not -1")
     if refused := sorted(_OPERATORS_SETTINGS & spec.settings.keys()):
         raise ValueError(
             f"field 'settings': {refused[0]!r} names a path on the server, which a version cannot choose; set it in"
             " config.pbtxt, or pass it to InferenceSession.open"
         )
+    _check_names(spec)
     axes = {tensor.name: range(len(tensor.shape)) for tensor in spec.inputs}
-    for name, axis in itertools.chain(*spec.equal_sizes):
-        if not isinstance(name, str) or type(axis) is not int or axis not in axes.get(name, ()):
-            raise ValueError(f"field 'equal_sizes': no input {name!r} has an axis {axis!r}")
-    folders: set[str] = set()
-    for table in spec.tables:
-        _check_table(table)
-        if table.folder in folders:
-            raise ValueError(f"two tables have the folder {table.folder!r}")
-        folders.add(table.folder)
-    for lookups in (spec.lookups, spec.ranking.lookups if spec.ranking else ()):
-        for lookup in lookups:
-            _check_lookup(lookup, spec, folders)
-        _check_shared(lookups)
+    for group in spec.equal_sizes:
+        if len(group) < 2:
+            raise ValueError(f"field 'equal_sizes': a group needs two [input, axis] pairs, found {group!r}")
+        for name, axis in group:
+            if axis not in axes.get(name, ()):
+                raise ValueError(f"field 'equal_sizes': no input {name!r} has an axis {axis!r}")
+    for number, table in enumerate(spec.tables):
+        _check_table(table, f"tables[{number}]")
+    folders = [table.folder for table in spec.tables]
+    if repeated := _repeated(folders):
+        raise ValueError(f"field 'tables': two tables have the folder {repeated!r}")
+    for place, lookups in (
+        ("lookups", spec.lookups),
+        ("ranking.lookups", spec.ranking.lookups if spec.ranking else ()),
+    ):
+        for number, lookup in enumerate(lookups):
+            _check_lookup(lookup, spec, folders, f"{place}[{number}]")
+        _check_shared(lookups, place)
     _check_ranking(spec)
 
 
+def _check_names(spec: ModelSpec) -> None:
+    """Refuse label_outputs that are no outputs."""
+    outputs = {tensor.name for tensor in spec.outputs}
+    for name in spec.label_outputs:
+        if name not in outputs:
+            raise ValueError(f"field 'label_outputs': the model has no output {name!r}")
+
+
+def _repeated(names: Sequence[str]) -> str | None:
+    """The first name that comes twice."""
+    return next((name for number, name in enumerate(names) if name in names[:number]), None)
+
+
 def _check_ranking(spec: ModelSpec) -> None:
-    if not all(isinstance(tensor.context, bool) for tensor in spec.inputs):
-        raise ValueError("an input's field 'context' must be true or false")
     names = {tensor.name for tensor in spec.inputs}
     if (spec.ranking is None) != (not spec.context) or len(spec.context) == len(names) > 0:
-        raise ValueError("field 'ranking' is for models where some inputs, but not all, belong to the context")
+        raise ValueError(
+            "field 'ranking' is for models where some inputs, but not all, belong to the context (field 'context')"
+        )
     if spec.ranking is None:
         return
-    fractions = spec.ranking.multiply_adds_fraction, spec.ranking.lookups_fraction, spec.ranking.bytes_fraction
-    if not all(isinstance(fraction, (int, float)) for fraction in fractions) or type(spec.ranking.may_pad) is not bool:
-        raise ValueError(
-            f"field 'ranking': fractions must be numbers and may_pad must be true or false, found {spec.ranking!r}"
-        )
-    if not isinstance(spec.ranking.tiled, tuple) or not all(isinstance(line, str) for line in spec.ranking.tiled):
-        raise ValueError(f"field 'ranking': tiled must be a list of strings, found {spec.ranking.tiled!r}")
-    if not isinstance(spec.ranking.undivided, str):
-        raise ValueError(f"field 'ranking': undivided must be a string, found {spec.ranking.undivided!r}")
     largest = spec.ranking.largest_input
-    if largest is not None and (type(largest) not in (int, float) or not largest > 0):
-        raise ValueError(f"field 'ranking': largest_input must be a number above 0, found {largest!r}")
+    if largest is not None and not largest > 0:
+        raise ValueError(f"field 'ranking.largest_input' must be a number above 0, found {largest!r}")
     # Keys that a network computes may be of either: the session compares their number of rows in each batch.
     given = [lookup for lookup in spec.ranking.lookups if lookup.keys in names]
     contexts = {(lookup.dense_input, lookup.keys in spec.context) for lookup in given}
@@ -408,18 +374,16 @@ def _check_ranking(spec: ModelSpec) -> None:
         )
 
 
-def _check_tensors(tensors: tuple[TensorSpec, ...]) -> None:
-    names: set[str] = set()
-    for tensor in tensors:
-        if not isinstance(tensor.name, str) or not isinstance(tensor.dtype, str):
-            raise ValueError(f"tensor {tensor.name!r}: name and dtype must be strings")
+def _check_tensors(tensors: tuple[TensorSpec, ...], place: str) -> None:
+    for number, tensor in enumerate(tensors):
         if not _is_type_name(tensor.dtype):
-            raise ValueError(f"tensor {tensor.name!r}: dtype {tensor.dtype!r} is not a NumPy dtype")
-        if not all(type(d) is int and d >= -1 for d in tensor.shape):
-            raise ValueError(f"tensor {tensor.name!r}: shape {tensor.shape} may hold only sizes and -1")
-        if tensor.name in names:
-            raise ValueError(f"two inputs or two outputs have the name {tensor.name!r}")
-        names.add(tensor.name)
+            raise ValueError(f"field '{place}[{number}].dtype': {tensor.dtype!r} is not a NumPy dtype")
+        if not all(size >= -1 for size in tensor.shape):
+            raise ValueError(f"field '{place}[{number}].shape': {tensor.shape} may hold only sizes and -1")
+        if math.prod(max(size, 1) for size in tensor.shape) > LARGEST_INTEGER:
+            raise ValueError(f"field '{place}[{number}].shape': {tensor.shape} has more than 2^63 elements")
+    if repeated := _repeated([tensor.name for tensor in tensors]):
+        raise ValueError(f"field '{place}': two {place} have the name {repeated!r}")
 
 
 def _is_type_name(text: str) -> bool:
@@ -437,71 +401,73 @@ def _is_type_name(text: str) -> bool:
     return True
 
 
-def _check_lookup(lookup: LookupSpec, spec: ModelSpec, folders: set[str]) -> None:
-    where = f"lookup of {lookup.table!r}"
+def _check_lookup(lookup: LookupSpec, spec: ModelSpec, folders: Sequence[str], place: str) -> None:
     if lookup.table not in folders:
-        raise ValueError(f"a lookup reads table {lookup.table!r}, which is not among the tables")
-    if not all(isinstance(name, str) for name in (lookup.keys, lookup.dense_input, lookup.weights or "")):
-        raise ValueError(f"{where}: keys, dense_input and weights must be strings")
-    if lookup.pooling not in get_args(Pooling):
-        raise ValueError(f"{where}: pooling {lookup.pooling!r} is not one of {get_args(Pooling)}")
+        raise ValueError(f"field '{place}.table': {lookup.table!r} is not the folder of a table")
     if lookup.weights is not None and lookup.pooling not in ("sum", "mean"):
-        raise ValueError(f"{where}: weights {lookup.weights!r} need pooling 'sum' or 'mean', found {lookup.pooling!r}")
-    if lookup.bags is not None and (lookup.pooling == "none" or lookup.joined or not _is_pair(lookup.bags)):
-        raise ValueError(f"{where}: bags {lookup.bags!r} must be two names, and need pooling and an input of its own")
+        raise ValueError(
+            f"field '{place}.weights': {lookup.weights!r} needs 'pooling' 'sum' or 'mean', found {lookup.pooling!r}"
+        )
+    if lookup.bags is not None and (lookup.pooling == "none" or lookup.joined):
+        raise ValueError(f"field '{place}.bags': {lookup.bags!r} need 'pooling', and an input that is not 'joined'")
     if lookup.columns is not None:
-        _check_columns(lookup, spec)
+        _check_columns(lookup, spec, place)
 
 
-def _check_shared(lookups: tuple[LookupSpec, ...]) -> None:
+def _check_shared(lookups: tuple[LookupSpec, ...], place: str) -> None:
     """Refuse lookups that would write to one place: memory would be made for one of them."""
     for first, second in itertools.pairwise(sorted(lookups, key=lambda lookup: lookup.dense_input)):
         if first.dense_input == second.dense_input and not (first.joined and second.joined):
-            raise ValueError(f"several lookups fill {first.dense_input!r}: all of them must be joined")
+            raise ValueError(
+                f"field '{place}': several lookups have the 'dense_input' {first.dense_input!r}: all of them must be"
+                " 'joined'"
+            )
 
 
-def _is_pair(names: object) -> bool:
-    return isinstance(names, tuple) and len(names) == 2 and all(isinstance(name, str) for name in names)
-
-
-def _check_columns(lookup: LookupSpec, spec: ModelSpec) -> None:
+def _check_columns(lookup: LookupSpec, spec: ModelSpec, place: str) -> None:
     begin, end = lookup.columns or (0, 0)
     tensor = next((tensor for tensor in spec.inputs if tensor.name == lookup.keys), None)
     if not lookup.joined or tensor is None or len(tensor.shape) != 2 or not 0 <= begin < end <= tensor.shape[1]:
         raise ValueError(
-            f"lookup of {lookup.table!r}: columns {lookup.columns} of {lookup.keys!r} are not a valid range"
+            f"field '{place}.columns': {lookup.columns} is not a range of columns of an input 'keys' ({lookup.keys!r})"
+            " of a 'joined' lookup"
         )
     if tensor.dtype not in ("int64", "int32"):
-        raise ValueError(
-            f"lookup of {lookup.table!r}: columns of {lookup.keys!r} are {tensor.dtype}, not int64 or int32"
-        )
+        raise ValueError(f"field '{place}.columns': {lookup.keys!r} is {tensor.dtype}, not int64 or int32")
 
 
 _LARGEST_FLOAT = 3.4028234663852886e38
 """The largest number of float32."""
+_LARGEST_ROW_BYTES = 2**31 - 1
 
 
-def _check_table(table: TableSpec) -> None:
-    where = f"table {table.name!r}"
-    if not isinstance(table.folder, str) or not is_folder_name(table.folder):
-        raise ValueError(f"{where}: folder {table.folder!r} may contain only letters, digits, '_' and '-'")
-    if type(table.num_rows) is not int or table.num_rows < 0:
-        raise ValueError(f"{where}: num_rows must be a whole number, found {table.num_rows!r}")
-    if type(table.embedding_dim) is not int or table.embedding_dim < 1:
-        raise ValueError(f"{where}: embedding_dim must be at least 1, found {table.embedding_dim!r}")
-    if table.dtype not in get_args(VectorType):
-        raise ValueError(f"{where}: dtype {table.dtype!r} is not one of {get_args(VectorType)}")
-    if table.keys not in get_args(KeyKind):
-        raise ValueError(f"{where}: keys {table.keys!r} is not one of {get_args(KeyKind)}")
-    if table.row_shape is not None and math.prod(table.row_shape) != table.embedding_dim:
-        raise ValueError(f"{where}: row_shape {table.row_shape} does not match embedding_dim {table.embedding_dim}")
-    default = table.default_vector if isinstance(table.default_vector, tuple) else (table.default_vector,)
-    if not all(isinstance(element, (int, float)) and abs(element) <= _LARGEST_FLOAT for element in default):
+def _check_table(table: TableSpec, place: str) -> None:
+    if not is_folder_name(table.folder):
+        raise ValueError(f"field '{place}.folder': {table.folder!r} may contain only letters, digits, '_' and '-'")
+    if table.num_rows < 0:
+        raise ValueError(f"field '{place}.num_rows' must be at least 0, found {table.num_rows}")
+    if table.embedding_dim < 1:
+        raise ValueError(f"field '{place}.embedding_dim' must be at least 1, found {table.embedding_dim}")
+    if table.num_bytes > LARGEST_INTEGER or table.row_bytes > _LARGEST_ROW_BYTES:
         raise ValueError(
-            f"{where}: default_vector {table.default_vector!r} has an element that is not a finite float32"
+            f"field '{place}.num_rows' and 'embedding_dim': {table.num_rows} rows of {table.row_bytes} bytes exceed"
+            f" {LARGEST_INTEGER} bytes, or {_LARGEST_ROW_BYTES} bytes for a row"
+        )
+    if table.row_shape is not None and (
+        min(table.row_shape, default=1) < 1 or math.prod(table.row_shape) != table.embedding_dim
+    ):
+        raise ValueError(
+            f"field '{place}.row_shape': {table.row_shape} does not match 'embedding_dim' {table.embedding_dim}"
+        )
+    default = table.default_vector if isinstance(table.default_vector, tuple) else (table.default_vector,)
+    if not all(abs(element) <= _LARGEST_FLOAT for element in default):
+        raise ValueError(
+            f"field '{place}.default_vector': {table.default_vector!r} has an element that is not a finite float32"
         )
     if isinstance(table.default_vector, tuple) and len(table.default_vector) != table.embedding_dim:
-        raise ValueError(f"{where}: default_vector has {len(table.default_vector)} elements, not {table.embedding_dim}")
+        raise ValueError(
+            f"field '{place}.default_vector': {len(table.default_vector)} elements, not {table.embedding_dim}"
+        )
 
 
 _FOLDER_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")

@@ -42,12 +42,30 @@ def test_the_first_source_wins() -> None:
         ("watch_interval_s", 1e300),
         ("catch_up_s", "nan"),
         ("store_timeout_ms", 10**30),
+        ("cache_bytes", 2**63),
+        ("cache_bytes", "1_000"),
+        ("cache_bytes", "٣"),
+        ("cache_bytes", "1" * 5000),
+        ("cache_fraction", "0_1"),
+        ("state_dir", None),
+        ("state_dir", ["/a"]),
+        ("canary_requests", "a\0b"),
+        ("record_keys", "/\ud800"),
+        ("update_filter", None),
     ],
 )
 def test_a_bad_value_is_explained(name: str, value: object) -> None:
     """The error names the setting, the value and what is allowed."""
     with pytest.raises(ConfigurationError, match=f"'{name}' cannot be .*; allowed: "):
         SessionConfig.resolve({name: value})
+
+
+@pytest.mark.parametrize("url", ["rocksdb:///a\0b", "redis://u:secret\ud800@h"])
+def test_a_url_is_text(url: str) -> None:
+    """A path with a zero character, or half a character, would fail deep inside a store."""
+    with pytest.raises(ConfigurationError, match="'persistent_store': the URL must be text") as caught:
+        SessionConfig.resolve({"persistent_store": url})
+    assert "secret" not in str(caught.value)
 
 
 def test_an_unknown_setting_lists_the_known_ones() -> None:

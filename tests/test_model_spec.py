@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +101,7 @@ _COLUMNS = {
         (_set("inputs", 3), "inputs"),
         (_set("inputs", ["x"]), "expected an object"),
         (_set("surprise", 1), "unknown field 'surprise'"),
-        (_set("tables.0.surprise", 1), "unknown field 'surprise'"),
+        (_set("tables.0.surprise", 1), r"unknown field 'tables\[0\]\.surprise'"),
         (_set("tables.0.folder", "../escape"), "folder"),
         (_set("tables.0.folder", "item"), "two tables"),
         (_set("tables.0.num_rows", -1), "num_rows"),
@@ -110,9 +113,9 @@ _COLUMNS = {
         (_set("tables.1.default_vector", [1.0]), "default_vector"),
         (_set("lookups.0.table", "nowhere"), "nowhere"),
         (_set("lookups.0.pooling", "median"), "median"),
-        (_set("lookups.1.dense_input", "vectors"), "several lookups fill 'vectors': all of them must be joined"),
-        (_set("lookups", [_COLUMNS]), "columns of 'größe/π' are float32, not int64 or int32"),
-        (_set("lookups.0.weights", "factors"), "weights 'factors' need pooling 'sum' or 'mean', found 'none'"),
+        (_set("lookups.1.dense_input", "vectors"), "several lookups have the 'dense_input' 'vectors'"),
+        (_set("lookups", [_COLUMNS]), "columns': 'größe/π' is float32, not int64 or int32"),
+        (_set("lookups.0.weights", "factors"), "weights': 'factors' needs 'pooling' 'sum' or 'mean', found 'none'"),
         (_set("inputs.0.shape", [-2]), "shape"),
         (_set("inputs.0.name", 5), "name"),
         (_set("inputs.0.dtype", "word"), "'word' is not a NumPy dtype"),
@@ -124,17 +127,28 @@ _COLUMNS = {
             "two outputs have the name 'twice'",
         ),
         (_set("tables.1.default_vector", "zero"), "default_vector"),
-        (_set("tables.1.default_vector", [float("nan"), 0]), "default_vector .* not a finite float32"),
-        (_set("tables.1.default_vector", float("inf")), "default_vector .* not a finite float32"),
-        (_set("tables.1.default_vector", 1e39), "default_vector .* not a finite float32"),
-        (_set("lookups.0.keys", 3), "must be strings"),
+        (
+            _set("tables.1.default_vector", [float("nan"), 0]),
+            r"default_vector\[0\]': expected a finite number, found nan",
+        ),
+        (_set("tables.1.default_vector", float("inf")), "default_vector': expected a finite number, found inf"),
+        (_set("tables.1.default_vector", 1e39), "default_vector': 1e[+]39 has an element that is not a finite float32"),
+        (_set("lookups.0.keys", 3), r"'lookups\[0\]\.keys': expected a string, found 3"),
         (_set("settings", []), "settings"),
         (_set("settings", {"state_dir": "/"}), "'settings': 'state_dir' names a path on the server"),
         (_set("settings", {"record_keys": "/keys"}), "'settings': 'record_keys' names a path"),
         (_set("settings", {"canary_requests": "a.npz"}), "'settings': 'canary_requests' names a path"),
-        (_set("equal_sizes", [[["user", 0]]]), "expected a list of .input, axis. pairs"),
+        (_set("tables.0.num_rows", 2**62), r"tables\[0\]\.num_rows"),
+        (_set("tables.0.embedding_dim", 2**40), r"tables\[0\]\.num_rows' and 'embedding_dim'"),
+        (_set("tables.0.row_shape", [-2, -2]), "row_shape"),
+        (_set("inputs.1.shape", [-1, 2**40, 2**40]), r"inputs\[1\]\.shape"),
+        (_set("label_outputs", ["nowhere"]), "'label_outputs': the model has no output 'nowhere'"),
+        (_set("equal_sizes", [[["user", 0]]]), "'equal_sizes': a group needs two .input, axis. pairs"),
         (_set("equal_sizes", [[["user", 0], ["nowhere", 0]]]), "field 'equal_sizes': no input 'nowhere' has an axis 0"),
-        (_set("equal_sizes", [[["user", 0], ["user", True]]]), "field 'equal_sizes': no input 'user' has an axis True"),
+        (
+            _set("equal_sizes", [[["user", 0], ["user", True]]]),
+            r"field 'equal_sizes\[0\]\[1\]\[1\]': expected a whole number",
+        ),
     ],
 )
 def test_a_bad_field_is_named(tmp_path: Path, change: Any, message: str) -> None:
@@ -171,6 +185,83 @@ def test_foreign_bytes_are_refused(tmp_path: Path, text: str) -> None:
 def test_no_session_file_is_said_plainly(tmp_path: Path) -> None:
     """An empty folder is not a version directory."""
     with pytest.raises(ModelFormatError, match=r"session\.json: no such file"):
+        ModelSpec.read(tmp_path)
+
+
+def _places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every field and list element below a value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, item in items:
+        yield (*place, name)
+        yield from _places(item, (*place, name))
+
+
+def _written(spec: ModelSpec) -> dict[str, Any]:
+    return {"format": 1, **json.loads(json.dumps(asdict(spec)))}
+
+
+_FULL = replace(
+    SPEC,
+    inputs=(*SPEC.inputs, TensorSpec("bag", "int64", (-1, 4), context=True)),
+    lookups=(
+        *SPEC.lookups,
+        LookupSpec("item", "bag", "bags", pooling="sum", weights="w", bags=("begins", "ends")),
+        LookupSpec("item", "bag", "columns", columns=(0, 2), joined=True),
+    ),
+    equal_sizes=((("user", 0), ("bag", 0)),),
+    ranking=RankingSpec((LookupSpec("item", "bag", "vectors"),), tiled=("why",), largest_input=3.0),
+    source="a test",
+)
+_OPTIONAL = ("weights", "bags", "columns", "row_shape", "largest_input")
+_OF_ANY_TYPE = ("layout_options", "settings")
+_NAN, _INFINITY = float("nan"), float("inf")
+_OTHERS: dict[type, tuple[Any, ...]] = {
+    str: (None, True, 1, [], {}, "\ud800"),
+    bool: (None, 0, 1.0, "true", []),
+    int: (None, True, 1.5, "1", [[]], 10**30, -(10**30), _NAN),
+    float: (None, True, "1", {}, [None], 10**30, _NAN, _INFINITY),
+    list: (None, True, "text", {}, [None], [[[]]]),
+    dict: (1, "text", [], [{}]),
+    type(None): (True, {"a": 1}),
+}
+"""By the type of a field's value, what is not allowed there."""
+
+
+@pytest.mark.parametrize("place", [pytest.param(p, id=".".join(map(str, p))) for p in _places(_written(_FULL))])
+def test_a_value_of_another_type_is_refused_in_every_field(tmp_path: Path, place: tuple[Any, ...]) -> None:
+    """The error names the field; no such value is taken for one of the field's own type."""
+    if len(place) > 1 and place[0] in _OF_ANY_TYPE:
+        place = place[:1]
+    *parents, last = place
+    field = next(name for name in reversed(place) if isinstance(name, str))
+    for value in _OTHERS[type(reduce(getitem, place, _written(_FULL)))]:
+        if value is None and field in _OPTIONAL:
+            continue
+        document = _written(_FULL)
+        reduce(getitem, parents, document)[last] = value
+        (tmp_path / SESSION_FILE).write_text(json.dumps(document))
+        with pytest.raises(ModelFormatError, match=rf"session\.json: .*{field}"):
+            ModelSpec.read(tmp_path)
+
+
+@pytest.mark.parametrize("field", ["source", "folder", "may_pad", "unknown_keys"])
+def test_a_field_that_comes_twice_is_refused(tmp_path: Path, field: str) -> None:
+    """Other readers of JSON take the last one and say nothing."""
+    text = json.dumps(_written(_FULL)).replace(f'"{field}":', f'"{field}": "", "{field}":', 1)
+    (tmp_path / SESSION_FILE).write_text(text)
+
+    with pytest.raises(ModelFormatError, match=f"two fields of the name '{field}'"):
+        ModelSpec.read(tmp_path)
+
+
+@pytest.mark.parametrize("field", ["name", "folder", "num_rows", "embedding_dim"])
+def test_a_field_that_is_missing_is_named(tmp_path: Path, field: str) -> None:
+    """By its place."""
+    document = _written(_FULL)
+    del document["tables"][1][field]
+    (tmp_path / SESSION_FILE).write_text(json.dumps(document))
+
+    with pytest.raises(ModelFormatError, match=rf"field 'tables\[1\]\.{field}' is missing"):
         ModelSpec.read(tmp_path)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -494,3 +497,26 @@ def test_nobody_is_told_of_what_is_served(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code, tmp_path / "1"], env={**environment, "HOME": str(home)}, check=True)
 
     assert [path for path in home.rglob("*") if "Microsoft" in str(path) or "onnxruntime" in path.name] == []
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("inputs", 0, "dtype"), "float32", "field 'keys' of a lookup of 'user_weight': 'user' is float32"),
+        (("lookups", 0, "keys"), "dense", "field 'keys' of a lookup of 'user_weight': 'dense' is float32"),
+        (("lookups", 2, "weights"), "user", "field 'weights' of a lookup of 'hashed': 'user' is int64"),
+        (("inputs", 0, "shape"), [-1, 2**40], "one sample of input 'user' has 1099511627776 elements"),
+        (("settings",), {"verify": "maybe"}, r"session\.json: field 'settings': setting 'verify' cannot be 'maybe'"),
+    ],
+)
+def test_a_description_of_another_model_is_refused(tmp_path: Path, place: Any, value: Any, message: str) -> None:
+    """Such a session.json fits its own rules, but not the networks, or no machine."""
+    small_model.write(tmp_path / "1")
+    document = json.loads((tmp_path / "1" / "session.json").read_text())
+    *parents, last = place
+    reduce(getitem, parents, document)[last] = value
+    (tmp_path / "1" / "session.json").write_text(json.dumps(document))
+    write_manifest(tmp_path / "1")
+
+    with pytest.raises((ModelFormatError, ConfigurationError), match=message):
+        InferenceSession.open(tmp_path / "1")

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from inference_session.execution.gathered_model import GatheredModel
     from inference_session.execution.kept_contexts import KeptContexts
 
+_FILES = (DENSE_FILE, KEYS_FILE), (RANKING_FILE, RANKING_KEYS_FILE)
+"""Of each network: its own, and the one that computes its keys."""
 _log = logging.getLogger(__name__)
 _Engines: TypeAlias = "tuple[DenseEngine, OnnxEngine | None]"
 """A dense network, and the one that computes its keys."""
@@ -65,6 +67,8 @@ def open_model(version: VersionDirectory, config: SessionConfig, devices: Sequen
         network_inputs=frozenset().union(*names),
         max_elements=config.max_keys_per_request,
     )
+    for each, pair, files in zip(_network_specs(spec), engines[0], _FILES, strict=False):
+        check_network(each, version.path, layout.values, pair, files)
     rows = tuple(create_rows(version, config, [thread.device for thread in threads]))
     networks = [_networks(spec, layout, *each) for each in zip(engines, rows, strict=True)]
     replicas = [
@@ -83,8 +87,7 @@ def _network_specs(spec: ModelSpec) -> list[ModelSpec]:
 
 def _open_all_engines(version: VersionDirectory, config: SessionConfig, thread: DeviceThread) -> list[_Engines]:
     """The engines of each network, on the thread's device."""
-    files = (DENSE_FILE, KEYS_FILE), (RANKING_FILE, RANKING_KEYS_FILE)
-    pairs = zip(_network_specs(version.spec), files, strict=False)
+    pairs = zip(_network_specs(version.spec), _FILES, strict=False)
     return [_open_engines(version.path, spec, config, thread, names) for spec, names in pairs]
 
 
@@ -101,8 +104,6 @@ def _open_engines(
     check_outputs(spec, directory, dense.output_names, dense_file)
     has_key_graph = (directory / keys_file).exists()
     keys = OnnxEngine(directory / keys_file, num_threads=1) if has_key_graph else None
-    if layout.keys_follow_inputs:
-        check_network(spec, directory, dense, keys, files)
     return dense, keys
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,15 +72,25 @@ class Network:
         return self._plans.known(batch, outputs)
 
 
+_KEY_TYPES = ("int64", "int32", "uint32")
+
+
 def check_network(
-    spec: ModelSpec, directory: Path, dense: DenseEngine, keys: OnnxEngine | None, files: tuple[str, str]
+    spec: ModelSpec,
+    directory: Path,
+    values: Mapping[str, str],
+    engines: tuple[DenseEngine, OnnxEngine | None],
+    files: tuple[str, str],
 ) -> None:
-    """Refuse networks that session.json does not fit, before every request fails on them.
+    """Refuse networks and look-ups that session.json does not fit, before every request fails on them.
 
     Args:
-        files: the names of the dense network and of the one that computes keys.
+        values: the types of what a request gives (RequestLayout.values).
+        engines: the dense network, and the one that computes keys, if any.
+        files: their names.
     """
-    inputs = {tensor.name for tensor in spec.inputs} | ({ROW_CONTEXT, BLOCK_CONTEXT} if spec.ranking else set())
+    dense, keys = engines
+    inputs = values.keys() | ({ROW_CONTEXT, BLOCK_CONTEXT} if spec.ranking else set())
     known = inputs | (keys.output_names if keys else frozenset())
     looked_up = {lookup.dense_input for lookup in spec.lookups}
     for reader, wanted, given in (
@@ -92,6 +102,13 @@ def check_network(
             raise ModelFormatError(
                 f"{directory / SESSION_FILE}: {reader} reads {missing[0]!r}, which no input, look-up or graph provides"
             )
+    for lookup in spec.lookups:
+        for field, name, allowed in (("keys", lookup.keys, _KEY_TYPES), ("weights", lookup.weights, ("float32",))):
+            if name is not None and values.get(name, allowed[0]) not in allowed:
+                raise ModelFormatError(
+                    f"{directory / SESSION_FILE}: field '{field}' of a lookup of {lookup.table!r}: {name!r} is"
+                    f" {values[name]}, but must be {' or '.join(allowed)}"
+                )
 
 
 def check_outputs(spec: ModelSpec, directory: Path, made: frozenset[str], file: str) -> None:

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.errors import InvalidRequestError
-from inference_session.model_spec import ModelSpec
+from inference_session.config import DEFAULT_MAX_KEYS
+from inference_session.errors import ConfigurationError, InvalidRequestError
+from inference_session.model_spec import SESSION_FILE, ModelSpec
 from inference_session.requests.outputs import Answer, Outputs
 
 
@@ -155,6 +156,8 @@ class RequestLayout(ABC):
         """
         self.outputs = outputs
         self.max_elements = max_elements
+        self.values: dict[str, str] = {}
+        """The names and NumPy types of what a checked request holds."""
 
     @abstractmethod
     def check(self, request: Request) -> CheckedRequest:
@@ -180,6 +183,15 @@ class RequestLayout(ABC):
         """The outputs that each request of a batch asked for, taken from the network's outputs for the batch."""
         wanted = [request.outputs for request in requests]
         return self.outputs.split(computed, wanted, [request.num_samples for request in requests])
+
+    def _check_sample(self, name: str, num_elements: int) -> None:
+        """ConfigurationError where one sample is larger than any request may be: warming up would take its memory."""
+        limit = max(self.max_elements, DEFAULT_MAX_KEYS)
+        if num_elements > limit:
+            raise ConfigurationError(
+                f"one sample of input {name!r} has {num_elements} elements by {SESSION_FILE}, above the limit of"
+                f" {limit} (max_keys_per_request)"
+            )
 
     def _check_size(self, name: str, array: NDArray[Any]) -> None:
         if array.size > self.max_elements:

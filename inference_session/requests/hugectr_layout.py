@@ -9,6 +9,7 @@ import numpy as np
 
 from inference_session.errors import ModelFormatError
 from inference_session.model_spec import ModelSpec
+from inference_session.platform.json_records import read_record, read_value
 from inference_session.requests.batch import CheckedRequest, Part, RaggedBags, Request, RequestLayout
 from inference_session.requests.hugectr_csr import (
     DENSE,
@@ -34,16 +35,18 @@ class HugectrLayout(RequestLayout):
         super().__init__(spec, outputs, network_inputs=network_inputs, max_elements=max_elements)
         options = dict(spec.layout_options)
         try:
-            self.dense_input = str(options.pop("dense_input"))
-            self.format = RequestFormat(**{**options, "slots": tuple(options["slots"])})
-        except (KeyError, TypeError, ValueError) as error:
-            raise ModelFormatError(
-                f"layout_options {dict(spec.layout_options)!r} do not describe 'hugectr': {error}"
-            ) from error
+            self.dense_input: str = read_value(str, options.pop("dense_input", None), "dense_input")
+            self.format = read_record(RequestFormat, options)
+        except ValueError as error:
+            raise ModelFormatError(f"'layout_options' of session.json do not describe 'hugectr': {error}") from error
         expected = (DENSE, "float32"), (KEYS, self.format.key_type), (OFFSETS, "int32")
         if (found := tuple((tensor.name, tensor.dtype) for tensor in spec.inputs)) != expected:
             raise ModelFormatError(f"the layout 'hugectr' has inputs {expected}, found {found}")
+        self._check_sample(DENSE, self.format.dense_dim)
+        self._check_sample(KEYS, sum(self.format.slots))
         self.parts = [(f"{KEYS}/{table}", slots) for table, slots in enumerate(self.format.slots)]
+        keys = dict.fromkeys((name for name, _ in self.parts), self.format.key_type)
+        self.values = {self.dense_input: "float32", **keys}
         ends = itertools.accumulate(self.format.slots)
         self.columns = {n: slice(end - width, end) for (n, width), end in zip(self.parts, ends, strict=True)}
         """By the keys of a table, where they stand among those of a sample, where each slot has one."""
@@ -83,6 +86,7 @@ class HpsLayout(RequestLayout):
         super().__init__(spec, outputs, network_inputs=network_inputs, max_elements=max_elements)
         self._names = [f"{HPS_KEYS}/{table}" for table in range(len(spec.tables))]
         self._vectors = [lookup.dense_input for lookup in spec.lookups]
+        self.values = dict.fromkeys(self._names, "int64")
 
     def check(self, request: Request) -> CheckedRequest:
         for name, array in request.inputs.items():

@@ -44,6 +44,9 @@ class TensorLayout(RequestLayout):
         self.ragged = _ragged_inputs(spec, network_inputs)
         """Inputs whose last dimension may differ between the requests of one batch."""
         self._inputs = tuple(_expected(tensor, tensor.name in self.ragged) for tensor in spec.inputs)
+        self.values = {tensor.name: tensor.dtype for tensor in spec.inputs}
+        for expected in self._inputs:
+            self._check_sample(expected.name, math.prod(size for _, size in expected.fixed))
 
     def check(self, request: Request) -> CheckedRequest:
         inputs, shapes, (num_samples, _) = self._check_inputs(request.inputs)
@@ -100,7 +103,9 @@ class TensorLayout(RequestLayout):
         shape = [fixed.get(axis, 1) for axis in range(expected.rank)]
         if self._batched:
             shape[0] = num_samples
-        return np.full(shape, "" if expected.dtype == object else 0, expected.dtype)
+        if expected.dtype == object:
+            return np.full(shape, "", object)
+        return np.zeros(shape, expected.dtype)  # takes no memory until it is read: it may be refused for its size
 
     def join(self, requests: Sequence[CheckedRequest]) -> JoinedBatch:
         batch = JoinedBatch.of(requests)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from inference_session.model_spec import KEY_FILE, TABLES_FOLDER, ModelSpec
+from inference_session.config import SessionConfig
+from inference_session.errors import ConfigurationError
+from inference_session.model_spec import KEY_FILE, SESSION_FILE, TABLES_FOLDER, ModelSpec
 from inference_session.tables.table_file import TableFile
 from inference_session.version_directory.manifest import read_manifest, verify
 from inference_session.version_directory.names import absolute, model_and_version, state_file
@@ -22,8 +24,13 @@ class VersionDirectory:
 
     @classmethod
     def read(cls, path: str | Path) -> VersionDirectory:
-        """Read session.json; ModelFormatError where it is missing or damaged."""
-        return cls(Path(path), ModelSpec.read(Path(path)))
+        """Read session.json; ModelFormatError where it is missing or damaged, ConfigurationError for its settings."""
+        spec = ModelSpec.read(Path(path))
+        try:
+            SessionConfig.resolve(spec.settings)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{Path(path) / SESSION_FILE}: field 'settings': {error}") from None
+        return cls(Path(path), spec)
 
     @property
     def model(self) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from inference_session.config import SessionConfig
 from inference_session.errors import ConfigurationError
+from triton_backend.repository.model_config import CONFIG_FILE
 
 DEFAULT_MAX_SAMPLES = 1024
+_WHOLE_NUMBER = re.compile("[0-9]{1,18}")
 
 
 def read_parameters(parameters: Mapping[str, Mapping[str, str]], args: Mapping[str, str]) -> tuple[dict[str, Any], int]:
@@ -18,14 +21,20 @@ def read_parameters(parameters: Mapping[str, Mapping[str, str]], args: Mapping[s
     uses that one.
 
     Raises:
-        ConfigurationError: the limit is not a whole number from 1, or an instance that has one GPU is to use several.
+        ConfigurationError: a parameter is unknown or its value not allowed, or an instance that has one GPU is to use
+            several.
     """
     settings = {name: value["string_value"] for name, value in parameters.items() if not name.isupper()}
+    limit = _limit(settings.pop("max_samples_per_request", DEFAULT_MAX_SAMPLES))
+    try:
+        SessionConfig.resolve(settings)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{CONFIG_FILE}: parameters: {error}") from None
     if args.get("model_instance_kind") == "GPU":
         own = f"cuda:{args['model_instance_device_id']}"
         _check_one_gpu(settings, own)
         settings.setdefault("device", own)
-    return settings, _limit(settings.pop("max_samples_per_request", DEFAULT_MAX_SAMPLES))
+    return settings, limit
 
 
 def _check_one_gpu(settings: Mapping[str, str], own: str) -> None:
@@ -43,7 +52,7 @@ def _check_one_gpu(settings: Mapping[str, str], own: str) -> None:
 
 
 def _limit(value: str | int) -> int:
-    with contextlib.suppress(ValueError):
-        if (limit := int(value)) > 0:
-            return limit
+    text = str(value)
+    if _WHOLE_NUMBER.fullmatch(text) and int(text) > 0:
+        return int(text)
     raise ConfigurationError(f"setting 'max_samples_per_request' cannot be {value!r}; allowed: whole numbers from 1")

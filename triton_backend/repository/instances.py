@@ -31,7 +31,4 @@ def instances_in(config: text_format.Message) -> int:
 
 
 def _count(group: text_format.Message) -> int:
-    count = (group.get("count") or ["1"])[-1]
-    if not isinstance(count, str):
-        raise ValueError("field 'count' of instance_group has a message as its value")
-    return int(count)
+    return text_format.integer("count", (group.get("count") or ["1"])[-1])

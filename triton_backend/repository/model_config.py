@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ _DATA_TYPES = {
     "float64": "TYPE_FP64",
     "object": "TYPE_STRING",
 }
+_VERSIONS = re.compile("[0-9]{1,10}")
 _MAX_SAMPLES = 1024
 _SCALAR = (1,)
 """The dims of a scalar: Triton does not have scalars."""
@@ -89,7 +91,7 @@ class ModelConfig:
             named = _inner(self.version_policy, "specific").get("versions", [])
             return [version for version in versions if str(version) in named]
         latest = _last(_inner(self.version_policy, "latest"), "num_versions", "1")
-        num_versions = int(latest) if latest.isdecimal() else 0  # Triton reports what is no number
+        num_versions = int(latest) if _VERSIONS.fullmatch(latest) else 0  # Triton reports what is no number
         return list(versions[max(len(versions) - num_versions, 0) :])
 
 
@@ -98,7 +100,7 @@ def _parse(message: text_format.Message) -> ModelConfig:
         name=_last(message, "name"),
         backend=_last(message, "backend"),
         platform=_last(message, "platform"),
-        max_batch_size=int(_last(message, "max_batch_size", "0")),
+        max_batch_size=text_format.integer("max_batch_size", (message.get("max_batch_size") or ["0"])[-1]),
         inputs=tuple(_tensor_config(tensor) for tensor in message.get("input", [])),
         outputs=tuple(_tensor_config(tensor) for tensor in message.get("output", [])),
         default_model_filename=_last(message, "default_model_filename"),
@@ -150,7 +152,7 @@ def configured_cache_bytes(spec: ModelSpec, version_dir: Path, *, on_device: boo
 def _tensor_config(message: object) -> TensorConfig:
     if not isinstance(message, dict):
         raise ValueError(f"an input or output must be a message, found {message!r}")
-    dims = tuple(int(_scalar("dims", size)) for size in message.get("dims", []))
+    dims = tuple(text_format.integer("dims", size) for size in message.get("dims", []))
     return TensorConfig(_last(message, "name"), _last(message, "data_type"), dims)
 
 

@@ -26,6 +26,7 @@ _TOKEN = re.compile(
       | (?P<mark>[{}\[\]<>:,;])""",
     re.VERBOSE,
 )
+_INTEGER = re.compile(r"-?(0[xX][0-9a-fA-F]{1,16}|[0-9]{1,20})")
 _ESCAPE = re.compile(rb"\\([0-7]{1,3}|[xX][0-9a-fA-F]{1,2}|.)", re.DOTALL)
 _LETTERS = {b"a": b"\a", b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v"}
 _CLOSING = {"{": "}", "<": ">"}
@@ -65,6 +66,14 @@ def quoted(text: str) -> str:
     """A string as the text format writes it."""
     escaped = "".join(f"\\{ord(c):03o}" if ord(c) < 32 or c == "\x7f" else c for c in text.replace("\\", "\\\\"))
     return '"' + escaped.replace('"', '\\"') + '"'
+
+
+def integer(field: str, value: object) -> int:
+    """The number that a value of this field is; ValueError names the field."""
+    if not isinstance(value, str) or not _INTEGER.fullmatch(value):
+        found = "a message" if isinstance(value, dict) else repr(value[:40] if isinstance(value, str) else value)
+        raise ValueError(f"field {field!r} must be a whole number of at most 64 bits, found {found}")
+    return int(value, 16 if "x" in value.lower() else 10)
 
 
 def _tokens(text: str) -> Iterator[_Token]:

@@ -31,6 +31,19 @@ def test_an_instance_of_a_gpu_uses_it(kind: str, parameters: dict[str, str], exp
     assert read(kind, **parameters) == expected
 
 
+@pytest.mark.parametrize("value", ["0", "-1", "1e3", "1_000", "٣", "1" * 5000, ""])
+def test_the_limit_of_samples_is_a_whole_number(value: str) -> None:
+    """Other texts that Python reads as numbers are refused, too."""
+    with pytest.raises(ConfigurationError, match="'max_samples_per_request' cannot be"):
+        read("CPU", max_samples_per_request=value)
+
+
+def test_a_bad_parameter_is_named_with_its_file() -> None:
+    """The operator sees which file to change."""
+    with pytest.raises(ConfigurationError, match=r"config\.pbtxt: parameters: setting 'verify' cannot be 'maybe'"):
+        read("CPU", verify="maybe")
+
+
 @pytest.mark.parametrize(
     ("parameters", "asked"),
     [
