@@ -47,5 +47,6 @@ def output_console() -> Console:
 
 def print_json(value: Any) -> None:
     """Print JSON, with escapes for what the encoding of the output may lack."""
-    is_utf = sys.stdout.encoding.lower().startswith("utf")
+    encoding = sys.stdout.encoding or "utf-8"  # text in memory has none
+    is_utf = encoding.lower().startswith("utf")
     click.echo(json.dumps(value, indent=1, ensure_ascii=not is_utf))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -12,6 +14,7 @@ from pathlib import Path
 import onnx
 import pytest
 
+from hotrow.output import print_json
 from tests.testing.command_line import hotrow
 from tests.testing.onnx_models import model_of, table
 from tests.testing.servers import PATIENCE_S
@@ -43,6 +46,13 @@ def test_any_encoding_of_the_output_will_do(version_dir: Path, encoding: str) ->
         assert (done.returncode, done.stderr) == (0, b"")
     described = json.loads(_run("inspect", version_dir, "--json", PYTHONIOENCODING=encoding).stdout.decode(encoding))
     assert described["tables"][0]["name"] == _NAME
+
+
+def test_output_into_text_in_memory_has_no_encoding() -> None:
+    """Programs that call hotrow may collect its output so; letters stay as they are."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        print_json({"ä": 1})
+    assert out.getvalue() == '{\n "ä": 1\n}\n'
 
 
 def test_programs_read_unbroken_lines(version_dir: Path) -> None:
