@@ -8,6 +8,7 @@ and further requests wait in Triton's own queue, where the model's queue policy 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import triton_python_backend_utils as pb_utils
 
 from triton_backend.backend.answering import TritonRequest, TritonResponse
 
+_REFUSED = "the request could not be answered, probably because the server lacks memory; its log says more"
 MAX_WAITING = 256
 """Maximum number of requests that wait to be joined."""
 
@@ -24,7 +26,8 @@ class JoiningQueue:
     """A bounded queue and the threads that answer what waits in it.
 
     Args:
-        answer: gives one response for each request, in order, and never raises.
+        answer: gives one response for each request, in order. It handles errors itself; it may still raise where
+            memory is short.
         num_samples: how much of `max_samples` a request takes up.
         max_samples: samples that are joined, at most; a single request may have more.
         num_threads: how many times requests are joined and answered at once.
@@ -45,6 +48,9 @@ class JoiningQueue:
         self._waiting: deque[tuple[TritonRequest, int]] = deque()
         self._changed = threading.Condition()
         self._closed = False
+        # Made now: there may be no memory for it when it is needed.
+        error = pb_utils.TritonError(_REFUSED, pb_utils.TritonError.UNAVAILABLE)
+        self._refusal = pb_utils.InferenceResponse(error=error)
         self._threads = [
             threading.Thread(target=self._work, name=f"hotrow-join-{name}", daemon=True) for _ in range(num_threads)
         ]
@@ -70,8 +76,17 @@ class JoiningQueue:
 
     def _work(self) -> None:
         while requests := self._take():
-            for request, response in zip(requests, self._answer(requests), strict=True):
-                _send(request, response)
+            for request, response in zip(requests, self._responses(requests), strict=True):
+                if not _send(request, response):
+                    _send(request, self._refusal)
+
+    def _responses(self, requests: Sequence[TritonRequest]) -> Sequence[TritonResponse]:
+        """The thread must not end, whatever is raised: it serves all further requests."""
+        try:
+            return self._answer(requests)
+        except Exception as error:  # noqa: BLE001  for example a MemoryError while another error was handled
+            _log(f"{len(requests)} requests could not be answered: {error!r}")
+            return [self._refusal] * len(requests)
 
     def _take(self) -> list[TritonRequest]:
         """Wait for requests and take as many as are joined; none when closed and empty."""
@@ -87,8 +102,16 @@ class JoiningQueue:
         return taken
 
 
-def _send(request: TritonRequest, response: TritonResponse) -> None:
+def _send(request: TritonRequest, response: TritonResponse) -> bool:
+    """Send the one response to a request; False: the client went away, or there is no memory for it."""
     try:
         request.get_response_sender().send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-    except Exception as error:  # noqa: BLE001  a client that went away must not end the thread, which serves the others
-        pb_utils.Logger.log_error(f"a response could not be sent: {error}")
+    except Exception as error:  # noqa: BLE001  it must not end the thread, which serves the other requests
+        _log(f"a response could not be sent: {error}")
+        return False
+    return True
+
+
+def _log(message: str) -> None:
+    with contextlib.suppress(Exception):  # where memory is short, answers come before the log
+        pb_utils.Logger.log_error(message)
