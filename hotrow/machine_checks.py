@@ -111,10 +111,11 @@ def examine(plan: Plan) -> Iterator[Finding]:
         "repository": _repository(plan.repository) if plan.repository else _packages(set()),
     }
     for name, findings in checks.items():
-        yield from _whatever_happens(name, findings)
+        yield from _with_failures(name, findings)
 
 
-def _whatever_happens(check: str, findings: Iterator[Finding]) -> Iterator[Finding]:
+def _with_failures(check: str, findings: Iterator[Finding]) -> Iterator[Finding]:
+    """The findings of a check, and a problem if it fails itself."""
     try:
         yield from findings
     except (OSError, subprocess.SubprocessError) as error:

@@ -72,7 +72,7 @@ class DeletableFiles(EmbeddingStore):
     """The rows of files, except erased ones. What is inserted is in the store, which is asked first."""
 
     def __init__(self, files: EmbeddingStore, store: EmbeddingStore) -> None:
-        """`store` has a table `<table>~erased` of embedding_dim 1 for every table of the files, and is the caller's."""
+        """`store`: has a table `<table>~erased` of embedding_dim 1 per table of the files; the caller closes it."""
         self._files, self._store = files, store
         self._any_erased = dict.fromkeys(files.tables, False)
         self.refresh()

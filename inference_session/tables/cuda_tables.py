@@ -18,8 +18,8 @@ from inference_session.kernels.cuda.records import GPU_TABLE, regions_of
 from inference_session.kernels.records import Lookup, VectorCode, address_of, key_segment
 from inference_session.model_spec import TableSpec
 from inference_session.tables.base import DeviceTables, Placement, UpdatedRows
+from inference_session.tables.cuda_table import CudaTable, Shards
 from inference_session.tables.cuda_updated_table import CudaUpdatedTable
-from inference_session.tables.device_rows import BaseRows, Shards
 from inference_session.tables.local_copies import CopyingThread, LocalCopies, pieces_of
 from inference_session.tables.table_file import TableFile
 
@@ -44,9 +44,9 @@ class CudaTables(DeviceTables):
         """Use `placed_tables.open_cuda_tables`.
 
         Args:
-            files: the version's; they are the caller's to close.
+            files: the version's; the caller closes them.
             device: the GPU.
-            vectors: of each table: Shards, an array in host memory, or None, of which this GPU gets a copy.
+            vectors: of each table: Shards, an array in host memory, or None: then this GPU gets a copy of the file's.
             placement: where they lie; the bytes are counted here.
             rows_change: whether `put` may be called.
             copy_bytes: by number of the table, most memory for copies of its hot rows that lie on other GPUs; of
@@ -67,7 +67,7 @@ class CudaTables(DeviceTables):
         with cupy.cuda.Device(device.device_id), device.stream:
             with memory_checked(device.device_id, "free some memory, or set cache_bytes to keep tables in host memory"):
                 gpu.compile_kernels(self._variant)
-                self._bases = [_base_rows(file, each) for file, each in zip(files, vectors, strict=True)]
+                self._tables = [_cuda_table(file, each) for file, each in zip(files, vectors, strict=True)]
                 self._copies = {
                     t: _local_copies(files[t].spec, vectors[t], device, num_bytes)
                     for t, num_bytes in (copy_bytes or {}).items()
@@ -75,7 +75,7 @@ class CudaTables(DeviceTables):
                 self._host_records = self._describe(files)
                 self._records = cupy.asarray(self._host_records.view(np.uint8).reshape(-1))
             device.stream.synchronize()
-        self._placement = placement._replace(bytes=sum(base.num_bytes for base in self._bases))
+        self._placement = placement._replace(bytes=sum(table.num_bytes for table in self._tables))
         self._copying = CopyingThread(self.copy_hot_rows) if self._copies else None
 
     @property
@@ -89,8 +89,8 @@ class CudaTables(DeviceTables):
         """See DeviceTables."""
         if self._records is None:
             raise SessionClosedError("the session has been closed")
-        num_rows = np.array([base.num_host_rows for base in self._bases], np.int64)
-        row_bytes = np.array([base.row_bytes for base in self._bases], np.int64)
+        num_rows = np.array([table.num_host_rows for table in self._tables], np.int64)
+        row_bytes = np.array([table.row_bytes for table in self._tables], np.int64)
         with self._cuda.request():  # kernels are those of the current device
             return gpu.prepare(
                 segments,
@@ -176,10 +176,10 @@ class CudaTables(DeviceTables):
             self._copying.close()
             self._copying = None
         with contextlib.suppress(UnavailableError), self._cuda.request():
-            for base in self._bases:
-                base.close()
+            for table in self._tables:
+                table.close()
             # The next version on the device can use all of the memory.
-            self._bases, self._records, self._defaults, self._updated, self._copies = [], None, None, {}, {}
+            self._tables, self._records, self._defaults, self._updated, self._copies = [], None, None, {}, {}
             self._scratch = gpu.Scratch()
             for device_id in self._shard_devices | {self._cuda.device_id}:
                 with cupy.cuda.Device(device_id):
@@ -191,10 +191,10 @@ class CudaTables(DeviceTables):
         begins = np.cumsum(-(-dims // 4) * 4) - -(-dims // 4) * 4
         self._defaults = cupy.zeros(int(begins[-1] + dims[-1]) if len(dims) else 0, np.float32)
         records = np.zeros(len(files), GPU_TABLE)
-        for i, (file, base, begin) in enumerate(zip(files, self._bases, begins.tolist(), strict=True)):
+        for i, (file, table, begin) in enumerate(zip(files, self._tables, begins.tolist(), strict=True)):
             default = np.full(file.spec.embedding_dim, file.spec.default_vector, np.float32)
             self._defaults[begin : begin + len(default)] = cupy.asarray(default)
-            records[i] = base.record(self._defaults.data.ptr + 4 * begin)
+            records[i] = table.record(self._defaults.data.ptr + 4 * begin)
         for t, copies in self._copies.items():
             records[t]["sampled_address"] = copies.sampled_address
             records[t]["num_sampled_address"] = copies.num_sampled_address
@@ -205,11 +205,11 @@ def _local_copies(spec: TableSpec, shards: Shards, device: CudaDevice, num_bytes
     return LocalCopies(device, spec.embedding_dim, spec.num_rows - len(shards.arrays[shards.this]), num_bytes)
 
 
-def _base_rows(table: TableFile, vectors: Any) -> BaseRows:
-    keys = None if table.spec.keys == "row_number" else table.keys()
+def _cuda_table(file: TableFile, vectors: Any) -> CudaTable:
+    keys = None if file.spec.keys == "row_number" else file.keys()
     if vectors is None:
-        vectors = _uploaded(table.vectors)
-    return BaseRows(keys, vectors, table.spec.embedding_dim, code=VectorCode[table.spec.dtype.upper()])
+        vectors = _uploaded(file.vectors)
+    return CudaTable(keys, vectors, file.spec.embedding_dim, code=VectorCode[file.spec.dtype.upper()])
 
 
 def _uploaded(rows: NDArray[Any]) -> Any:

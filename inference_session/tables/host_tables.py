@@ -20,7 +20,7 @@ class HostTables(DeviceTables):
     device = HOST
 
     def __init__(self, files: Sequence[TableFile], *, num_threads: int) -> None:
-        """`num_threads`: threads over which a large look-up is split. The files are the caller's to close."""
+        """`num_threads`: threads over which a large look-up is split. The caller closes the files."""
         self.records = np.array([file.record() for file in files], TABLE)
         self._num_threads = num_threads
 

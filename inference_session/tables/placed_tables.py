@@ -1,7 +1,8 @@
 """Opens the tables of a version on the GPUs that look them up, and decides where each of them lies.
 
-They lie in device memory as far as `cache_bytes`, or else most of what is free, allows, smallest first. The largest may
-be divided among several GPUs, each of which reads the others' memory. The rest lies in pinned host memory.
+The smallest tables lie in device memory, as many as fit into `cache_bytes`, or without that setting into most of the
+free memory. The largest may be divided among several GPUs, each of which reads the others' memory. The rest lies in
+pinned host memory.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from inference_session.device.placement import Place, Shard, bytes_on_each, plac
 from inference_session.errors import ConfigurationError
 from inference_session.model_spec import TableSpec
 from inference_session.tables.base import Placement
+from inference_session.tables.cuda_table import Shards
 from inference_session.tables.cuda_tables import CudaTables, pieces
-from inference_session.tables.device_rows import Shards
 from inference_session.tables.local_copies import bytes_to_copy
 from inference_session.tables.table_file import TableFile
 
@@ -43,7 +44,7 @@ def open_cuda_tables(
     """The rows of table files where each of these GPUs reads them: uploaded as far as they fit, the rest pinned.
 
     Args:
-        files: the version's; they are the caller's to close.
+        files: the version's; the caller closes them.
         devices: the GPUs, all alike.
         cache_bytes: most memory on each GPU for tables and their indexes; None: most of what is free.
         shard: the setting.

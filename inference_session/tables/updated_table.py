@@ -25,7 +25,7 @@ _SPARE_PARTS = 8
 
 
 class UpdatedTable:
-    """Grows with the number of different keys. One thread writes; look-ups go on, announced to `readers`."""
+    """Grows with the number of different keys. One thread writes while look-ups, which enter `readers`, go on."""
 
     def __init__(self, default_vector: NDArray[np.float32], readers: Readers) -> None:
         """`default_vector`, float32 [embedding_dim]: the answer for deleted keys."""
@@ -60,7 +60,7 @@ class UpdatedTable:
             self._put(*_rows(keys, np.tile(self._default_vector, (len(keys), 1)), 1))
 
     def record(self, default_address: int, next_table: int) -> np.void:
-        """A TABLE record for the look-up kernels, of the arrays at present, which its user has to keep."""
+        """A TABLE record of the present arrays, for the look-up kernels; the caller keeps the arrays."""
         arrays = self.arrays
         return table_record(
             arrays.vectors,

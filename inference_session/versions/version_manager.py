@@ -106,7 +106,7 @@ class VersionManager:
             if self._served == manifest.read_manifest(self._directory):
                 return False
             try:
-                session, served = self._load_beside(self._active.session, held)
+                session, served = self._load_successor(self._active.session, held)
             except BaseException:
                 self._num_failed_updates += 1
                 raise
@@ -144,7 +144,7 @@ class VersionManager:
     def __repr__(self) -> str:
         return f"<VersionManager of {self._active!r}>"
 
-    def _load_beside(
+    def _load_successor(
         self, old: InferenceSession, held: contextlib.ExitStack
     ) -> tuple[InferenceSession, tuple[FileEntry, ...]]:
         """Load the content that may replace the old one, with all updates that the old one answers. The old one applies

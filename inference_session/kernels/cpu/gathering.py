@@ -142,17 +142,17 @@ def gather(
     length = num_rows // num_blocks if num_rows > num_samples else np.int64(0)
     for c in range(len(copies)):
         copy, row = copies[c], np.int64(0)
-        beside = num_blocks if copy.is_contexts else num_rows
+        num_copied = num_blocks if copy.is_contexts else num_rows
         for b in range(num_blocks):
             r = min(b, num_requests - 1)
             count = np.int64(1) if copy.is_contexts else counts[r]
             source = load(header_at(arrays, num_inputs, r, copy.input) + DATA, np.int64, 0)
-            _copy_samples(copy, source, row, count, beside)
+            _copy_samples(copy, source, row, count, num_copied)
             row += count
             if copy.is_contexts == 0:
                 last = source + (count - 1) * copy.row_elements * copy.element_bytes
                 for _ in range(length - count):
-                    _copy_samples(copy, last, row, np.int64(1), beside)
+                    _copy_samples(copy, last, row, np.int64(1), num_copied)
                     row += 1
 
 
@@ -204,25 +204,27 @@ def _is_flat(array: int, record: Any, max_elements: int) -> Any:
 
 @kernel
 def _copy_samples(copy: Any, source: int, row: int, count: int, num_rows: int) -> None:
-    """Copy some samples of one request, of which the first is sample `row` of the batch."""
+    """Copy some samples of one request; the first becomes sample `row` of the batch, which has `num_rows`."""
     is_whole = copy.first == 0 and copy.num == copy.row_elements
     if copy.conversion == SAME and copy.by_column == 0 and is_whole:
         sample_bytes = copy.num * copy.element_bytes
         copy_bytes(copy.address + row * sample_bytes, source, count * sample_bytes)
         return
-    beside = num_rows if copy.by_column else 1
-    below = 1 if copy.by_column else copy.num
+    to_next_element = num_rows if copy.by_column else 1
+    to_next_sample = 1 if copy.by_column else copy.num
     for s in range(count):
-        begin, target = s * copy.row_elements + copy.first, (row + s) * below
+        begin, target = s * copy.row_elements + copy.first, (row + s) * to_next_sample
         if copy.conversion == FROM_INT32:
             for e in range(copy.num):
-                store(copy.address, np.int64, target + e * beside, np.int64(load(source, np.int32, begin + e)))
+                store(copy.address, np.int64, target + e * to_next_element, np.int64(load(source, np.int32, begin + e)))
         elif copy.conversion == FROM_UINT32:
             for e in range(copy.num):
-                store(copy.address, np.int64, target + e * beside, np.int64(load(source, np.uint32, begin + e)))
+                store(
+                    copy.address, np.int64, target + e * to_next_element, np.int64(load(source, np.uint32, begin + e))
+                )
         elif copy.element_bytes == 8:
             for e in range(copy.num):
-                store(copy.address, np.int64, target + e * beside, load(source, np.int64, begin + e))
+                store(copy.address, np.int64, target + e * to_next_element, load(source, np.int64, begin + e))
         else:
             for e in range(copy.num):
-                store(copy.address, np.int32, target + e * beside, load(source, np.int32, begin + e))
+                store(copy.address, np.int32, target + e * to_next_element, load(source, np.int32, begin + e))

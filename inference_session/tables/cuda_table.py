@@ -1,6 +1,6 @@
-"""Rows that a GPU look-up reads in place when the cache lacks them: pinned in host memory, or on the device.
+"""The rows of one table's files, where a GPU looks them up: in its memory, in several GPUs', or pinned in the host's.
 
-An index over all their keys is kept on the device, so that one kernel answers hits and misses alike.
+The index of their keys is always on the device. Look-ups search rows that were updated or copied first, then these.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Shards(NamedTuple):
     """The number of all rows."""
 
 
-class BaseRows:
-    """All rows of one table, for the look-up kernel: keys by an index on the device, or as row numbers."""
+class CudaTable:
+    """The records of one table for the look-up kernel; it keeps the memory that they lead to."""
 
     def __init__(
         self, keys: ArrayLike | None, vectors: Any, dim: int, *, code: VectorCode = VectorCode.FLOAT32
@@ -79,7 +79,7 @@ class BaseRows:
             self.num_bytes += vectors.nbytes
 
     def close(self) -> None:
-        """Give back what was pinned. No look-up may be under way."""
+        """Give back pinned memory. No look-up may be running."""
         if self._pinned is not None:
             self._pinned.close()
 
