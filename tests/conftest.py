@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 pytest.register_assert_rewrite("tests.testing")  # so that contracts say what they found, as tests do
 
 REAL_DATA = "HOTROW_REAL_DATA"
+_WAITING = ("tests/update_stream/", "tests/parameter_server/redis/", "tests/test_chaos", "tests/model_source/test_hdfs")
+"""Tests that wait for brokers and other servers longer than they compute."""
 _skipped: list[str] = []
 
 # The same examples on every machine and in every run, however slow the machine is. Fixtures serve all examples of a
@@ -90,7 +92,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Keep the tests of a file in one process, which shares its fixtures; all that need HDFS share one cluster.
 
     Slow tests are in no group, as they share no fixture. The slowest come first, so that no process is left
-    with one at the end.
+    with one at the end. Those that wait for servers come before those that compute, which use the processors meanwhile.
     """
     if not os.environ.get(REAL_DATA):
         without = [item for item in items if item.get_closest_marker("real_data")]
@@ -109,7 +111,8 @@ def _group(item: pytest.Item) -> str:
 def _order(item: pytest.Item) -> int:
     if item.get_closest_marker("slow"):
         return 0
-    return 1 if item.get_closest_marker("triton") or _group(item) == "hdfs" else 2
+    waits = item.nodeid.startswith(_WAITING) or item.get_closest_marker("triton") or _group(item) == "hdfs"
+    return 1 if waits else 2
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
