@@ -78,13 +78,14 @@ def test_fifty_kills_lose_nothing(broker: Broker, small: SmallVersion, tmp_path:
                         return
                     time.sleep(0.05)
 
+        pauses = random.Random(0)
         publisher = threading.Thread(target=publish)
         publisher.start()
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as consumers:
             for _ in range(NUM_KILLS):
                 rounds.release(ROUNDS_PER_KILL)
                 pid = await_report(consumers, lambda rows, _lag: rows > 0)
-                time.sleep(random.uniform(0, 0.1))
+                time.sleep(pauses.uniform(0, 0.1))
                 kill(consumers, pid)
             done.set()
             rounds.release()
