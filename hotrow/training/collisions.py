@@ -17,8 +17,9 @@ def check_supported(module: Any, path: str) -> None:
     """UnsupportedModelError for a module whose mapping is not known here; it is named by its path."""
     if not hasattr(module, "_mch_sorted_raw_ids"):
         raise UnsupportedModelError(
-            f"{path}: a {type(module).__name__} is not supported; of managed collision modules, "
-            "only MCHManagedCollisionModule is"
+            f"{path}: a {type(module).__name__} is not supported; of managed collision modules, only "
+            "MCHManagedCollisionModule (ZCH) is. MPZCH finds rows by a hash function of its own. Train with "
+            "MCHManagedCollisionModule, or with hotrow.training.HashEmbedding"
         )
 
 

@@ -29,14 +29,14 @@ class HashEmbedding(HashTable):
     """
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name that torch gives it
-        """Keys, integers of any shape, to float32 [the same, embedding_dim].
+        """Keys, integers of any shape, to vectors [the same, embedding_dim], float32 or what `.to` made of it.
 
         Raises:
             ConfigurationError: keys are not integers, or outside of `key_dtype`.
         """
         keys = self.checked(input)
-        vectors = Vectors.apply(torch.zeros((), requires_grad=self.training), self.look_up(keys))
-        return vectors.reshape(*input.shape, self.embedding_dim)
+        vectors = Vectors.apply(self._anchor(), self.look_up(keys))
+        return vectors.reshape(*input.shape, self.embedding_dim).to(self._dtype)
 
 
 class HashEmbeddingBag(HashTable):
@@ -72,7 +72,7 @@ class HashEmbeddingBag(HashTable):
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
-        """Bags of keys to float32 [bags, embedding_dim]; an empty bag is zeros.
+        """Bags of keys to vectors [bags, embedding_dim], as `HashEmbedding`; an empty bag is zeros.
 
         Args:
             input: [bags, keys of each], or [keys] of all bags, concatenated.
@@ -90,10 +90,11 @@ class HashEmbeddingBag(HashTable):
         padding = None if self.padding_idx is None else look_up.place_of(keys, self.padding_idx)
         width = input.shape[1] if input.dim() == 2 else None
         bags = Bags(begins, len(keys), self.mode, padding, width or None)
-        anchor = torch.zeros((), requires_grad=self.training)
         if self.mode == "max" or (weights is not None and weights.requires_grad):
-            return bags.pool(look_up.places, Vectors.apply(anchor, look_up.of_distinct()), weights)
-        return Pooled.apply(anchor, look_up, bags, weights)
+            pooled = bags.pool(look_up.places, Vectors.apply(self._anchor(), look_up.of_distinct()), weights)
+        else:
+            pooled = Pooled.apply(self._anchor(), look_up, bags, weights)
+        return pooled.to(self._dtype)
 
     def _begins(self, keys: Tensor, offsets: Tensor | None) -> Tensor:
         """int64 [bags + 1]"""
@@ -103,6 +104,8 @@ class HashEmbeddingBag(HashTable):
             return torch.arange(keys.shape[0] + 1, device=keys.device) * keys.shape[1]
         if keys.dim() != 1 or offsets is None:
             raise ConfigurationError(f"keys of {keys.dim()} dimensions: give [bags, keys], or [keys] with offsets")
+        if not isinstance(offsets, Tensor) or offsets.dim() != 1 or offsets.dtype not in (torch.int64, torch.int32):
+            raise ConfigurationError("offsets are a tensor of one dimension, int64 or int32; give such a tensor")
         begins = offsets.to(torch.int64)
         if not self.include_last_offset:
             begins = functional.pad(begins, (0, 1), value=len(keys))
@@ -110,6 +113,7 @@ class HashEmbeddingBag(HashTable):
         if not len(begins) or bool((begins[0] != 0) | (begins[-1] != len(keys)) | (counts < 0).any()):
             raise ConfigurationError(
                 f"offsets must begin with 0, never decrease, and not exceed {len(keys)}, the number of keys"
+                f"{', with which they end as include_last_offset is True' if self.include_last_offset else ''}"
             )
         return begins
 

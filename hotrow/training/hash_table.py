@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -23,6 +23,17 @@ from inference_session.errors import ConfigurationError
 
 _KEY_TYPES = {"int64": torch.int64, "uint32": torch.uint32}
 _MAX_UINT32 = 2**32 - 1
+_OF_TORCH: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "num_embeddings": ((), "leave it out: a key gets a row when training first reads it"),
+    "max_norm": ((None,), "rows change by their optimizer only; divide vectors by their norms in forward"),
+    "norm_type": ((), "it belongs to max_norm, which is not supported; leave both out"),
+    "scale_grad_by_freq": ((False,), "leave it out; gradients of a row are summed"),
+    "sparse": ((True, False), ""),
+    "dtype": ((None, torch.float32), "rows are float32; `.to(dtype)` of the module converts the vectors"),
+    "_weight": ((None,), "give rows with their keys to `put`"),
+    "_freeze": ((False,), "call requires_grad_(False)"),
+}
+"""Arguments of torch's embeddings: the values that change nothing here, and what to do in place of others."""
 _OPTIMIZER = "optimizer."
 """Begins the names of what the optimizer keeps, in checkpoints."""
 
@@ -43,6 +54,12 @@ class _PendingGradients(NamedTuple):
 class HashTable(nn.Module):
     """The common part of `HashEmbedding` and `HashEmbeddingBag`: rows by keys."""
 
+    _is_shared = _is_left_out = False
+    _learns = True
+    _dtype = torch.float32
+    """Of the vectors that a look-up answers."""
+    _backward = -1
+
     def __init__(
         self,
         embedding_dim: int,
@@ -57,6 +74,7 @@ class HashTable(nn.Module):
         gradients: Literal["sum", "mean"] | None = None,
         grad_scaler: Any = None,
         device: Any = None,
+        **of_torch: Any,
     ) -> None:
         """Create an embedding without rows.
 
@@ -74,25 +92,24 @@ class HashTable(nn.Module):
                 DistributedDataParallel wraps, which averages those of all other weights; otherwise summed.
             grad_scaler: the torch.amp.GradScaler that scales the loss: gradients are unscaled, infinite ones left out.
             device: of the rows; torch's default device if None. `to` moves them as well.
+            of_torch: arguments of torch's embeddings are taken if they change nothing, such as `sparse`.
 
         Raises:
             ConfigurationError: an argument is not allowed.
         """
         super().__init__()
-        self.embedding_dim, self.padding_idx = _whole("embedding_dim", embedding_dim), padding_idx
-        self.optimizer, self.key_dtype = _optimizer(optimizer), _key_type(key_dtype)
+        _check_of_torch(type(self).__name__, of_torch)
+        self.embedding_dim, self.key_dtype = _whole("embedding_dim", embedding_dim), _key_type(key_dtype)
+        self.optimizer, self.padding_idx = _optimizer(optimizer), _padding(padding_idx, self.key_dtype)
         self.max_rows = None if max_rows is None else _whole("max_rows", max_rows)
         self.max_age = None if max_age is None else _whole("max_age", max_age)
         self.evict_by = _one_of("evict_by", evict_by, ("age", "count"))
         self.gradients = _one_of("gradients", gradients, ("sum", "mean", None))
         self.grad_scaler = grad_scaler
-        initial = _initial(initializer, embedding_dim)
         place = torch.get_default_device() if device is None else torch.device(device)
         counts_use = max_rows is not None or max_age is not None
-        self._rows = HashRows(initial, self.optimizer, place, counts_use=counts_use)
-        self._is_shared = self._is_left_out = False
+        self._rows = HashRows(_initial(initializer, embedding_dim), self.optimizer, place, counts_use=counts_use)
         self._learning: list[_PendingGradients] = []
-        self._backward = -1
 
     # Rows in bulk
 
@@ -203,11 +220,12 @@ class HashTable(nn.Module):
         if not self.training:
             return self._rows.find(keys)
         self._share_initial()
-        if self.padding_idx is None:
-            return self._rows.find_or_add(keys)
-        rows = torch.zeros_like(keys)
-        is_key = keys != self.padding_idx
-        rows[is_key] = self._rows.find_or_add(keys[is_key])
+        with torch.inference_mode(False):  # rows that are made there could never be changed
+            if self.padding_idx is None:
+                return self._rows.find_or_add(keys)
+            rows = torch.zeros_like(keys)
+            is_key = keys != self.padding_idx
+            rows[is_key] = self._rows.find_or_add(keys[is_key])
         return rows
 
     def _share_initial(self) -> None:
@@ -222,6 +240,15 @@ class HashTable(nn.Module):
         return getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
 
     # Learning
+
+    def requires_grad_(self, requires_grad: bool = True) -> HashTable:
+        """Whether rows learn. A model's own `requires_grad_` does not reach them: they are no parameters."""
+        self._learns = requires_grad
+        return super().requires_grad_(requires_grad)
+
+    def _anchor(self) -> Tensor:
+        """What autograd takes for the rows, which it does not know."""
+        return torch.zeros((), requires_grad=self.training and self._learns)
 
     def _learner(self, rows: Tensor, keys: Tensor) -> Callable[[Tensor], None]:
         """Takes the gradients of rows that were just found."""
@@ -288,10 +315,13 @@ class HashTable(nn.Module):
     # Of nn.Module
 
     def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> HashTable:
-        """Rows go to the device that the module goes to; they stay float32."""
-        device = function(torch.empty(0, device=self.device)).device
-        if device != self.device:
-            self._rows = self._rows.to(device)
+        """Rows go to the device that the module goes to; they stay float32, and their vectors get its type."""
+        moved = function(torch.empty(0, device=self.device, dtype=self._dtype))
+        if moved.is_meta:
+            raise ConfigurationError("a hash embedding cannot be on the device 'meta': make it on that of its rows")
+        if moved.device != self.device:
+            self._rows = self._rows.to(moved.device)
+        self._dtype = moved.dtype
         super()._apply(function, recurse)
         return self
 
@@ -367,6 +397,12 @@ class HashTable(nn.Module):
         except ConfigurationError as error:
             error_msgs.append(f"{prefix.rstrip('.')}: {error}")
 
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        raise ConfigurationError(
+            "torch.nn.DataParallel would let several threads change the rows; use DistributedDataParallel, one process "
+            "for each GPU"
+        )
+
     def extra_repr(self) -> str:
         """Shown within the model."""
         return f"{self.embedding_dim}, rows={len(self)}, optimizer={self.optimizer}, key_dtype={self.key_dtype}"
@@ -417,8 +453,24 @@ def _initial(initializer: Callable[[Tensor], Any], embedding_dim: int) -> Tensor
     return initial
 
 
+def _check_of_torch(owner: str, given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if name not in _OF_TORCH:
+            raise TypeError(f"{owner} has no argument {name!r}")
+        allowed, instead = _OF_TORCH[name]
+        if not any(value is item for item in allowed):
+            raise ConfigurationError(f"{owner}: {name} of torch's embeddings is not supported: {instead}")
+
+
+def _padding(key: int | None, key_dtype: torch.dtype) -> int | None:
+    low, high = (0, _MAX_UINT32) if key_dtype is torch.uint32 else (-(2**63), 2**63 - 1)
+    if key is not None and (not isinstance(key, int) or isinstance(key, bool) or not low <= key <= high):
+        raise ConfigurationError(f"padding_idx is {key!r}; allowed are None and keys from {low} to {high}")
+    return key
+
+
 def _whole(name: str, value: int) -> int:
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigurationError(f"{name} is {value!r}; allowed are whole numbers from 1 on")
     return value
 
@@ -432,6 +484,10 @@ def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
 def _optimizer(optimizer: Any) -> RowOptimizer:
     if optimizer is None:
         return Adagrad()
+    if isinstance(optimizer, int):
+        raise ConfigurationError(
+            f"optimizer is {optimizer}; no number of rows is given here: embedding_dim is the first argument"
+        )
     if not isinstance(optimizer, RowOptimizer):
         raise ConfigurationError(
             f"optimizer is {optimizer!r}; give training.SGD(lr), training.Adagrad(lr) or training.Adam(lr): rows learn "

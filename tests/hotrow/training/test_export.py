@@ -358,7 +358,7 @@ def test_managed_collisions_by_probing_are_refused_by_name(tmp_path: Path) -> No
     collisions = model.bags._managed_collision_collection._managed_collision_modules
     collisions["t1"] = probing(50)
     dense, lists = _batch(3)
-    text = r"bags\._managed_collision_collection: 't1': a HashZchManagedCollisionModule is not supported"
+    text = r"bags\._managed_collision_collection: 't1': a HashZchManagedCollisionModule is not supported.*Train with"
     _refused(
         model,
         tmp_path,

@@ -277,6 +277,24 @@ def test_keys_of_other_integers_are_taken(given_as: Any) -> None:
         (lambda: training.HashEmbedding(4, key_dtype=torch.float32), "allowed are int64 and uint32"),
         (lambda: training.HashEmbedding(4, optimizer=torch.optim.SGD), "not by optimizers of torch"),
         (lambda: training.HashEmbedding(4, max_rows=0), "max_rows is 0"),
+        (lambda: training.HashEmbedding(True), "embedding_dim is True"),
+        (lambda: training.HashEmbedding(100, 4), "no number of rows is given here: embedding_dim is the first"),
+        (lambda: training.HashEmbedding(embedding_dim=4, num_embeddings=9), "num_embeddings .*: leave it out"),
+        (lambda: training.HashEmbedding(4, max_norm=1.0), "HashEmbedding: max_norm of torch's .* is not supported"),
+        (lambda: training.HashEmbeddingBag(4, scale_grad_by_freq=True), "HashEmbeddingBag: scale_grad_by_freq"),
+        (lambda: training.HashEmbedding(4, dtype=torch.float64), r"dtype .* `\.to\(dtype\)` of the module"),
+        (lambda: training.HashEmbedding(4, _weight=torch.ones(2, 4)), "_weight .* give rows with their keys to `put`"),
+        (lambda: training.HashEmbedding(4, padding_idx="x"), "padding_idx is 'x'; allowed are None and keys"),
+        (lambda: training.HashEmbedding(4, key_dtype="uint32", padding_idx=-1), "padding_idx is -1; .* from 0 to"),
+        (lambda: training.HashEmbedding(4).to("meta"), "cannot be on the device 'meta'"),
+        (lambda: training.HashEmbedding(4)._replicate_for_data_parallel(), "DataParallel .* DistributedDataParallel"),
+        (lambda: training.HashEmbeddingBag(4)(_int64([1]), [0]), "offsets are a tensor of one dimension, int64 or"),
+        (lambda: training.HashEmbeddingBag(4)(_int64([1]), torch.zeros(1)), "offsets are a tensor of one dimension"),
+        (lambda: training.HashEmbeddingBag(4)(_int64([1]), _int64([[0]])), "offsets are a tensor of one dimension"),
+        (
+            lambda: training.HashEmbeddingBag(4, include_last_offset=True)(_int64([1, 2]), _int64([0, 1])),
+            "exceed 2, the number of keys, with which they end as include_last_offset",
+        ),
         (lambda: training.HashEmbedding(4).evict(unused_for=1), "only counted with"),
         (lambda: training.Adagrad(-1), "lr is -1"),
         (lambda: training.HashEmbedding(4)(torch.ones(2)), "keys are torch.float32"),
@@ -455,11 +473,57 @@ def test_training_without_gradients_adds_rows_and_learns_nothing() -> None:
     assert torch.equal(vectors, embedding.eval()(_int64([1])))
 
 
+def test_arguments_of_torch_that_change_nothing_are_taken() -> None:
+    """As scripts give them to nn.Embedding and nn.EmbeddingBag."""
+    assert training.HashEmbedding(4, sparse=True, max_norm=None, dtype=torch.float32).embedding_dim == 4
+    assert training.HashEmbeddingBag(4, scale_grad_by_freq=False, sparse=False).embedding_dim == 4
+    with pytest.raises(TypeError, match="HashEmbedding has no argument 'vocabulary'"):
+        training.HashEmbedding(4, vocabulary=9)
+
+
+@pytest.mark.parametrize("kind", [training.HashEmbedding, training.HashEmbeddingBag])
+def test_frozen_rows_do_not_learn(kind: Any) -> None:
+    """And learn again when they are told to."""
+    embedding = kind(2, optimizer=training.SGD(1.0), initializer=nn.init.zeros_)
+    layer = nn.Linear(2, 1)
+    keys = _int64([[1, 2]])
+    for learns in (False, True):
+        embedding.requires_grad_(learns)
+        layer(embedding(keys)).sum().backward()
+        assert embedding.rows().vectors.any() == learns
+        assert embedding.steps == learns
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", [training.HashEmbedding, training.HashEmbeddingBag])
+def test_vectors_have_the_type_of_the_module(kind: Any, dtype: Any) -> None:
+    """As those of torch's embeddings; rows stay float32, and learn."""
+    embedding = kind(2, optimizer=training.SGD(1.0), initializer=nn.init.zeros_)
+    model = nn.Sequential(embedding, nn.Linear(2, 1)).to(dtype)
+    nn.init.ones_(model[1].weight)
+    answers = model(_int64([[7]]))
+    assert answers.dtype == dtype
+    answers.sum().backward()
+    assert embedding.rows().vectors.tolist() == [[-1, -1]]
+    assert copy.deepcopy(model)(_int64([[7]])).dtype == dtype
+
+
+def test_rows_made_in_inference_mode_learn_later() -> None:
+    """There torch makes tensors that nothing may change."""
+    embedding = training.HashEmbedding(2, optimizer=training.Adagrad(0.1), max_rows=9000)
+    keys = torch.arange(6000)
+    with torch.inference_mode():
+        before = embedding(keys[:5000])
+    embedding(keys).sum().backward()
+    torch.testing.assert_close(embedding(keys[:5000]), before - 0.1)
+
+
 def test_the_module_moves_and_shows_itself(device: str) -> None:
     """`to` keeps rows float32."""
     embedding = training.HashEmbedding(2, optimizer=training.SGD(0.5))
     vectors = embedding(_int64([1, 2])).detach()
-    assert torch.equal(embedding.half().double().to(device)(_int64([1, 2])), vectors)
+    assert torch.equal(embedding.half().double().to(device)(_int64([1, 2])), vectors.double())
+    assert torch.equal(embedding.float()(_int64([1, 2])), vectors)
     assert torch.equal(embedding.to("cpu")(_int64([1, 2])), vectors.cpu())
     assert torch.equal(embedding.to(device)(_int64([1, 2])), vectors)
     assert repr(embedding) == "HashEmbedding(2, rows=2, optimizer=SGD(lr=0.5), key_dtype=torch.int64)"
