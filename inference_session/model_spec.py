@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from inference_session.errors import ModelFormatError, TableNotFoundError
-from inference_session.platform.json_records import LARGEST_INTEGER, parse_json, read_record
+from inference_session.platform.json_records import LARGEST_INTEGER, MAX_JSON_BYTES, parse_json, read_record
+from inference_session.platform.regular_file import read_regular_file
 
 FORMAT = 1
 SESSION_FILE = "session.json"
@@ -271,7 +272,7 @@ class ModelSpec:
         """Read and check session.json; ModelFormatError names the file and the field at fault."""
         path = directory / SESSION_FILE
         try:
-            document = parse_json(path.read_text(encoding="utf-8"))
+            document = parse_json(read_regular_file(path, max_bytes=MAX_JSON_BYTES))
         except FileNotFoundError as error:
             raise ModelFormatError(f"{path}: no such file; {_expected(directory)}") from error
         except (OSError, ValueError) as error:

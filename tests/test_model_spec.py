@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import reduce
@@ -179,6 +180,18 @@ def test_foreign_bytes_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / SESSION_FILE).write_bytes(text.encode("utf-8", "surrogateescape"))
 
     with pytest.raises(ModelFormatError, match=r"session\.json"):
+        ModelSpec.read(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
+    """Its reader would never end."""
+    if kind == "pipe":
+        os.mkfifo(tmp_path / SESSION_FILE)
+    else:
+        (tmp_path / SESSION_FILE).symlink_to("/dev/zero")
+
+    with pytest.raises(ModelFormatError, match=r"session\.json: not readable as JSON: .*not a regular file"):
         ModelSpec.read(tmp_path)
 
 

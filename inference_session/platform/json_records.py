@@ -15,6 +15,8 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+MAX_JSON_BYTES = 256 << 20
+"""The largest document that is read."""
 LARGEST_INTEGER = 2**63 - 1
 """Compiled code and files have integers of 64 bits."""
 

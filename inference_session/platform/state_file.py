@@ -9,9 +9,11 @@ import contextlib
 import hashlib
 import logging
 import os
+import secrets
 import time
 from pathlib import Path
 
+from inference_session.platform.regular_file import read_regular_file
 from inference_session.platform.user_cache import make_private
 
 _MAGIC = b"hotrow state 1\n"
@@ -29,8 +31,8 @@ def write_state(path: Path, content: bytes) -> None:
         with contextlib.suppress(FileNotFoundError):  # its writer has just renamed it
             if time.time() - staged.stat().st_mtime > _ABANDONED_S:
                 staged.unlink()
-    # Several processes may write the same state: each renames its own file.
-    staged = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    # Several threads may write the same state, and processes of one number in several containers: each renames its own.
+    staged = path.with_name(f".tmp-{secrets.token_hex(8)}-{path.name}")
     try:
         staged.unlink(missing_ok=True)
         # Keys may identify people. Where others may write to the folder, a link of theirs must not be followed.
@@ -48,7 +50,7 @@ def write_state(path: Path, content: bytes) -> None:
 def read_state(path: Path) -> bytes | None:
     """The content; None where there is no such file, or one that is damaged or cannot be read, which is logged."""
     try:
-        data = path.read_bytes()
+        data = read_regular_file(path)
     except FileNotFoundError:
         return None
     except OSError as error:

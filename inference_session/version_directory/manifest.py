@@ -25,8 +25,10 @@ from inference_session.model_spec import (
     TABLES_FOLDER,
     VECTOR_FILE,
 )
+from inference_session.platform.json_records import MAX_JSON_BYTES, parse_json
 from inference_session.platform.pacing import yield_to_others
 from inference_session.platform.progress import Progress
+from inference_session.platform.regular_file import read_regular_file
 from inference_session.version_directory.external_data import external_files
 from inference_session.version_directory.verified_files import FileState, VerifiedFiles, file_state, verified_state
 
@@ -70,7 +72,7 @@ def read_manifest(directory: Path) -> tuple[FileEntry, ...]:
     """The entries of MANIFEST.json; ModelFormatError where it is missing or not a manifest."""
     path = directory / MANIFEST_FILE
     try:
-        content = path.read_bytes()
+        content = read_regular_file(path, max_bytes=MAX_JSON_BYTES)
     except FileNotFoundError as error:
         raise ModelFormatError(f"{path}: no such file; the version is incomplete or not in hotrow's layout") from error
     except OSError as error:
@@ -81,8 +83,8 @@ def read_manifest(directory: Path) -> tuple[FileEntry, ...]:
 def parse_manifest(name: str, content: bytes) -> tuple[FileEntry, ...]:
     """The entries of a manifest that has been read; `name` is for messages."""
     try:
-        document = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        document = parse_json(content)
+    except ValueError as error:
         raise ModelFormatError(f"{name}: not readable as JSON: {error}") from error
     try:
         found = document["format"]

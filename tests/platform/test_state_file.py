@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -34,16 +35,45 @@ def test_other_users_have_no_part_in_it(umask: int, tmp_path: Path) -> None:
     assert read_state(tmp_path / "open" / "state" / "ctr" / "hot") == b"keys"
 
 
-def test_a_link_of_another_user_is_not_followed(tmp_path: Path) -> None:
-    """Where others may write to the folder, they know which name is staged next."""
+def test_a_link_of_another_user_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where others may write to the folder, even if they knew which name is staged next."""
+    monkeypatch.setattr("secrets.token_hex", lambda _: "known")
     (tmp_path / "victim").write_bytes(b"precious")
-    (tmp_path / f".tmp-{os.getpid()}-hot").symlink_to(tmp_path / "victim")
+    (tmp_path / ".tmp-known-hot").symlink_to(tmp_path / "victim")
 
     write_state(tmp_path / "hot", b"keys")
 
     assert (tmp_path / "victim").read_bytes() == b"precious"
     assert read_state(tmp_path / "hot") == b"keys"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hot", "victim"]
+
+
+def test_writers_of_one_state_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """Threads of one process, as two sessions of one model: no write fails, and the file is whole at every moment."""
+    contents = [bytes([number]) * 100_000 for number in range(4)]
+    write_state(tmp_path / "hot", contents[0])
+    with ThreadPoolExecutor(4) as threads:
+        writes = [threads.submit(write_state, tmp_path / "hot", contents[number % 4]) for number in range(100)]
+        while not all(write.done() for write in writes):
+            assert read_state(tmp_path / "hot") in contents
+        for write in writes:
+            write.result()
+
+    assert [path.name for path in tmp_path.iterdir()] == ["hot"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "loop"])
+def test_what_is_no_file_counts_as_absent(kind: str, tmp_path: Path) -> None:
+    """A pipe has no end before its writer's, and a device none at all."""
+    path = tmp_path / "hot"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero" if kind == "device" else path)
+
+    assert read_state(path) is None
 
 
 def test_a_private_folder_may_exist(tmp_path: Path) -> None:
