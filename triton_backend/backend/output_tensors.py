@@ -28,7 +28,7 @@ from inference_session.requests.outputs import JoinedAnswer
 from triton_backend.backend.tensors import read_array
 
 MAX_BYTES = 16 << 10
-"""Of an array: copying larger ones takes longer than the stub's constructor."""
+"""The largest array: copying a larger one takes longer than the stub's constructor."""
 _ARRAY_TYPE = id(np.ndarray)
 _FIRST_TENSORS = 64
 
@@ -45,7 +45,7 @@ class OutputTensors:
         self._from_dlpack = pb_utils.Tensor.from_dlpack
         self._elements = _elements()
         self._all_records: list[NDArray[np.void]] = []
-        """Of which tensors may exist that have not been destroyed, even after they were sent."""
+        """Kept for good: tensors that were sent and not destroyed yet may still lead to any of them."""
         self._answers: list[JoinedAnswer] = []
         self._num_used = 0
         self._make_room(_FIRST_TENSORS)
@@ -62,7 +62,7 @@ class OutputTensors:
         end = begin + num
         if end > len(self._capsules):
             begin, end = 0, num
-            self._make_room(2 * num)
+            self._make_room(2 * max(num, len(self._capsules)))  # a batch that is answered one by one makes many calls
         if not self._describe(id(arrays), len(arrays), counts, begin):
             return None
         self._num_used = end
