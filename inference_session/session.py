@@ -124,8 +124,8 @@ class InferenceSession:
         self.directory = version.path
         self._closed = True  # until everything below is set
         cpu.compile_kernels()
-        # Others may look at layout, rows and replicas, but only a session calls what changes them.
-        self.layout, self.rows, self.replicas, self._kept_contexts = open_model(version, config, devices)
+        # Others may read these four, but only a session calls what changes them.
+        self.layout, self.rows, self.replicas, self.kept_contexts = open_model(version, config, devices)
         self._writer = self.rows[0].writer  # the same for all devices
         self._input_names = tuple(tensor.name for tensor in spec.inputs)
         self._input_types = {tensor.name: np.dtype(tensor.dtype) for tensor in spec.inputs}
@@ -250,9 +250,9 @@ class InferenceSession:
         is_ranking = requests[0].num_candidates is not None
         network = replica.ranking if is_ranking else replica.network
         num_reused = 0
-        if self._kept_contexts is not None and is_ranking:
-            num_reused = self._fill_in_contexts(self._kept_contexts, batch, requests)
-            network = self._kept_contexts.candidates
+        if self.kept_contexts is not None and is_ranking:
+            num_reused = self._fill_in_contexts(self.kept_contexts, batch, requests)
+            network = self.kept_contexts.candidates
         outputs = self._run(network, batch, self.layout.wanted(requests), mark).outputs
         mark("answer")
         self._count(requests, num_reused)

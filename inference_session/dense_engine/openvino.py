@@ -40,7 +40,7 @@ _DIVISION_ERRORS = (EncodeError, InferenceError, ValueError, RuntimeError)
 def unusable_bfloat16() -> str | None:
     """Why this process cannot compute in bfloat16; None: it can."""
     try:
-        capabilities = _core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        capabilities = openvino_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     except ImportError as error:
         return f"OpenVINO is not installed ({error}): pip install 'hotrow[{PACKAGE}]'"
     except RuntimeError as error:
@@ -201,7 +201,8 @@ def _place(request: Any, tensors: Sequence[Any]) -> None:
 
 
 @functools.cache
-def _core() -> Any:
+def openvino_core() -> Any:
+    """OpenVINO's `Core`, made once in a process; ImportError where the package is not installed."""
     import openvino
 
     return openvino.Core()
@@ -215,7 +216,7 @@ def _compile(layers: onnx.ModelProto, num_threads: int) -> Any:
         "NUM_STREAMS": 1,
         "ENABLE_CPU_PINNING": False,
     }
-    core = _core()
+    core = openvino_core()
     return core.compile_model(core.read_model(layers.SerializeToString()), "CPU", settings)
 
 

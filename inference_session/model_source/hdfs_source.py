@@ -117,7 +117,7 @@ class HdfsSource(ModelSource):
                 parts.append(part)
                 left -= len(part)
         if left:
-            end = self._status(path)
+            end = self.status(path)
             if end is None or end["length"] < begin + num_bytes:
                 raise SourceError(
                     f"{self.name_of(path)}: the file ends before byte {begin + num_bytes}; it may have been "
@@ -145,7 +145,7 @@ class HdfsSource(ModelSource):
         themselves, or a _LeasedError where the file had grown before it was appended to.
         """
         self._session.prepare_for(self._client, self._path(path))
-        before = self._status(path)
+        before = self.status(path)
         begin = before["length"] if before else 0
         sent = _CountedChunks(chunks_from(begin))
         try:
@@ -162,7 +162,7 @@ class HdfsSource(ModelSource):
         return self._check_length(path, begin + sent.num_bytes)
 
     def _check_length(self, path: str, expected: int) -> _LeasedError | None:
-        after = self._status(path)
+        after = self.status(path)
         length = after["length"] if after else 0
         if length > expected:
             # The DataNode of a writer that had died closed the file, with more bytes in it, after its length was read.
@@ -185,8 +185,8 @@ class HdfsSource(ModelSource):
         name = path.rpartition("/")[2]
         with self._translated(path):
             renamed = self._client._rename(self._path(path), destination=self._path(target)).json()["boolean"]
-            inside = self._status(f"{target}/{name}") if renamed else None
-            if inside is not None and self._status(path) is None:
+            inside = self.status(f"{target}/{name}") if renamed else None
+            if inside is not None and self.status(path) is None:
                 # Another process has made a folder there meanwhile: HDFS moved ours into it. Move it back.
                 self._client._rename(self._path(f"{target}/{name}"), destination=self._path(path))
                 renamed = False
@@ -209,10 +209,11 @@ class HdfsSource(ModelSource):
         return f"{self.url.path.rstrip('/')}/{path}".rstrip("/") or "/"
 
     def _stat(self, path: str) -> Entry | None:
-        status = self._status(path)
+        status = self.status(path)
         return None if status is None else _entry(path, status)
 
-    def _status(self, path: str) -> dict[str, Any] | None:
+    def status(self, path: str) -> dict[str, Any] | None:
+        """What the NameNode says of a path, by WebHDFS's names; None: nothing is there."""
         try:
             status: dict[str, Any] = self._client.status(self._path(path))
         except HdfsError as error:

@@ -237,7 +237,7 @@ def test_a_session_says_what_it_brings(tmp_path: Path, bfloat16: None, caplog: p
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The load fails, and says what to install."""
     small_model.write(tmp_path / "1")
-    openvino._core.cache_clear()
+    openvino.openvino_core.cache_clear()
     monkeypatch.setitem(sys.modules, "openvino", None)
 
     with pytest.raises(ConfigurationError, match=r"'bfloat16', use 'float32': .* pip install 'hotrow\[openvino\]'"):
@@ -252,7 +252,7 @@ def test_a_processor_without_bfloat16(tmp_path: Path, monkeypatch: pytest.Monkey
             return ["FP32", "INT8"]
 
     small_model.write(tmp_path / "1")
-    monkeypatch.setattr(openvino, "_core", Core)
+    monkeypatch.setattr(openvino, "openvino_core", Core)
 
     with pytest.raises(ConfigurationError, match=r"'float32': this processor has no instructions .*avx512_bf16"):
         InferenceSession.open(tmp_path / "1", device="cpu", dense_precision="bfloat16")

@@ -250,9 +250,9 @@ def test_a_file_that_grows_while_it_is_written_is_begun_again(hdfs: Hdfs, known:
         assert isinstance(source, hdfs_source.HdfsSource)
         put(source, "file", CONTENT[:500_000])
         told = None if known is None else {"type": "FILE", "length": known, "modificationTime": 1}
-        now, stale = source._status, [told]
+        now, stale = source.status, [told]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(source, "_status", lambda path: stale.pop() if stale else now(path))
+            patch.setattr(source, "status", lambda path: stale.pop() if stale else now(path))
             source.write("file", lambda begin: [CONTENT[begin:]])
         assert not stale
         assert source.read("file", 0, len(CONTENT)) == CONTENT

@@ -114,11 +114,11 @@ class RankingTrials:
         if expected is None:
             return 0.0
         found = self._found(arrays, counts)
-        differences = [_difference(*pair) for pair in zip(found, expected, strict=True)]
+        differences = [relative_difference(*pair) for pair in zip(found, expected, strict=True)]
         if not any(differences):
             return 0.0
         again = self.original.run(tiled) or expected
-        is_random = [_difference(*pair) > 0 for pair in zip(again, expected, strict=True)]
+        is_random = [relative_difference(*pair) > 0 for pair in zip(again, expected, strict=True)]
         return max((d for d, skipped in zip(differences, is_random, strict=True) if not skipped), default=0.0)
 
     def _found(self, arrays: Arrays, counts: NDArray[np.int64]) -> list[NDArray[Any]]:
@@ -131,7 +131,11 @@ class RankingTrials:
         return found if blocks.rows is None else [output[blocks.rows] for output in found]
 
 
-def _difference(found: NDArray[Any], expected: NDArray[Any]) -> float:
+def relative_difference(found: NDArray[Any], expected: NDArray[Any]) -> float:
+    """The largest difference of two outputs, as a part of the largest number, or of 1 if that is larger.
+
+    It is infinite if shapes, types, integers, or the places of NaN and infinities differ.
+    """
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return np.inf
     if np.array_equal(found, expected, equal_nan=expected.dtype.kind == "f"):

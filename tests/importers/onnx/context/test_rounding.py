@@ -188,7 +188,7 @@ def test_what_jumps_keeps_the_order_of_its_sums(tmp_path: Path, end: str, *, jum
 
 def test_what_differs_is_measured() -> None:
     """Rounding, as a part of the largest number or of 1; anything else is infinite."""
-    difference = ranking_trials._difference
+    difference = ranking_trials.relative_difference
     one = np.array([1.0, 100.0], np.float32)
     assert difference(one, one) == 0
     assert difference(one + np.float32(0.5), one) == pytest.approx(0.005)
