@@ -74,10 +74,12 @@ class OutputTensors:
         addresses = address_of(records) + MANAGED_TENSOR.itemsize * np.arange(num_tensors)
         records["device_type"], records["lanes"], records["deleter"] = CPU, 1, _no_effect()
         records["shape_address"] = addresses + MANAGED_TENSOR.fields["shape"][1]  # type: ignore[index]
-        self._all_records.append(records)
-        self._describe = Arguments(_ARRAY_TYPE, MAX_BYTES, self._elements, records).bound_to(describe_rows)
         # The stub renames a capsule, and takes it again by whatever name it has.
-        self._capsules = [_new_capsule(address, _NAME, None) for address in addresses.tolist()]
+        capsules = [_new_capsule(address, _NAME, None) for address in addresses.tolist()]
+        describe = Arguments(_ARRAY_TYPE, MAX_BYTES, self._elements, records).bound_to(describe_rows)
+        self._all_records.append(records)
+        # Both of them together: after a MemoryError, capsules still lead to the records that are written.
+        self._describe, self._capsules = describe, capsules
 
 
 class ThreadTensors(threading.local):
