@@ -22,7 +22,9 @@ def state_folder(repository: Path) -> Path:
     """
     folder = repository.resolve()
     chosen = os.environ.get("HOTROW_CACHE_DIR")
-    name = f"{folder.name}-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
+    # As bytes: Triton's Python processes cannot decode other characters than ASCII.
+    readable = os.fsencode(folder.name).decode("ascii", errors="ignore")
+    name = f"{readable}-{hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]}"
     return (Path(chosen) if chosen else user_cache_folder()) / "state" / name
 
 

@@ -24,7 +24,7 @@ from tritonclient.utils import InferenceServerException
 from tests.testing.served import NUMPY_1, Serve, Served, shared_memory
 from tests.testing.served_requests import DENSE, IDS, ask, counted_since, is_unregistered, post, settled
 from tests.testing.servers import wait_until
-from tests.testing.triton_models import NUM_ROWS, TABLE, ctr_answer, flat_answer, write_types
+from tests.testing.triton_models import NUM_ROWS, TABLE, ctr_answer, flat_answer, write_ctr, write_types
 
 pytestmark = pytest.mark.triton
 
@@ -46,6 +46,16 @@ def test_answers_are_those_of_numpy(served: Served, protocol: str) -> None:
     np.testing.assert_array_equal(answer.as_numpy("OUTPUT0"), expected)
     np.testing.assert_array_equal(answer.as_numpy("click"), expected[:, :1])
     np.testing.assert_array_equal(answer.as_numpy("like"), expected[:, 1:])
+
+
+def test_a_repository_may_lie_in_a_folder_of_any_name(serve: Serve, tmp_path: Path) -> None:
+    """Although Triton's Python processes can decode ASCII names only."""
+    write_ctr(tmp_path / "dépôt модели" / "ctr" / "1")
+
+    with serve(tmp_path / "dépôt модели").grpc_client() as client:
+        answer = ask(client, "ctr", {"ids": IDS, "dense": DENSE})
+
+    np.testing.assert_array_equal(answer.as_numpy("OUTPUT0"), ctr_answer(IDS, DENSE))
 
 
 def test_other_users_cannot_read_requests(served: Served) -> None:
