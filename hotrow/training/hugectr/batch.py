@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from hotrow.training.hugectr.processes import Processes
 from hotrow.training.hugectr.readers.block import Bags, Block
+from hotrow.training.key_index import distinct
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,17 @@ class DeviceBags:
     width: int | None
     """The number of keys in each list, where all have the same number."""
 
+    @cached_property
+    def distinct_keys(self) -> tuple[Tensor, Tensor]:
+        """The keys, each once, int64 [m], and which of them each key is, int64 [n]. On a GPU the host waits for m."""
+        return distinct(self.keys)
+
     def tensors(self) -> Iterator[Tensor]:
         """Those in device memory."""
         yield self.keys
         if self.offsets is not None:
             yield self.offsets
+        yield from vars(self).get("distinct_keys", ())
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,11 @@ class Batch:
         for bags in self.bags:
             yield from bags.tensors()
 
+    def find_distinct_keys(self) -> None:
+        """Find them now, not when they are first used."""
+        for bags in self.bags:
+            _ = bags.distinct_keys
+
 
 class Staging:
     """Copies batches to the device of a process."""
@@ -61,12 +74,18 @@ class Staging:
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         """On which batches are copied ahead."""
 
-    def ahead(self, block: Block) -> Block:
-        """A block with its tensors in GPU memory; on the processor the block itself. For the reading thread."""
+    def ahead(self, block: Block, *, is_trained: bool = True) -> Block:
+        """A block with its tensors in GPU memory; on the processor the block itself. For the reading thread.
+
+        Of a block that is trained on, it finds the distinct keys too, so that the training thread does not wait for
+        their number.
+        """
         if self._stream is None:
             return block
         with torch.cuda.stream(self._stream):
             batch = self._copied(block)
+            if is_trained:
+                batch.find_distinct_keys()
         self._stream.synchronize()
         return replace(block, staged=batch)
 

@@ -16,7 +16,7 @@ from hotrow.training.hugectr.enums import Update_t
 from hotrow.training.hugectr.optimizers import table_rule
 from hotrow.training.hugectr.parameters import OptParamsPy
 from hotrow.training.hugectr.processes import Processes
-from hotrow.training.key_index import create_index, distinct, mixed_bits
+from hotrow.training.key_index import create_index, mixed_bits
 
 _MIN_ROWS = 1024
 _LIMIT = 0.05
@@ -100,17 +100,15 @@ class EmbeddingTable:
         kept: NDArray[np.bool_] = self._processes.owns(torch.from_numpy(np.array(keys))).numpy()
         return kept
 
-    def touch(self, keys: Tensor) -> tuple[BatchRows, Tensor]:
-        """The rows of a batch's keys, int64 [n], new ones made, and which of its distinct keys each is, int64 [n].
+    def touch(self, keys: Tensor) -> BatchRows:
+        """The rows of a batch's distinct keys, int64 [m], new ones made.
 
-        All processes call it with the same batch. On a GPU the host waits twice, for the number of distinct keys and
-        of rows.
+        All processes call it with the same batch. On a GPU the host waits for the number of rows.
         """
-        keys, places = distinct(keys)
         kept = self._kept(keys)
         rows = self._find_or_add(keys if kept is None else keys[kept])
         vectors = self._vectors(rows, kept, len(keys))
-        return BatchRows(rows, kept, vectors.requires_grad_(self.is_trainable)), places
+        return BatchRows(rows, kept, vectors.requires_grad_(self.is_trainable))
 
     def pool(self, vectors: Tensor, places: Tensor, bags: DeviceBags) -> Tensor:
         """[lists, embedding_dim] of a process's own samples, summed or averaged; zeros where a list is empty.
@@ -126,14 +124,14 @@ class EmbeddingTable:
             return functional.embedding_bag(own.view(-1, bags.width), vectors, mode=self._combiner)
         return functional.embedding_bag(own, vectors, bags.offsets, mode=self._combiner, include_last_offset=True)
 
-    def find(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Vectors, [any, embedding_dim], and which of them each key of a batch, int64 [n], has, int64 [n].
+    def find(self, bags: DeviceBags) -> tuple[Tensor, Tensor]:
+        """Vectors, [any, embedding_dim], and which of them each key of a batch has, int64 [n].
 
         Keys that were never trained on have zeros, as serving answers them. All processes call it with the same batch.
         """
         if self._processes.count == 1:
-            return self._weight[: self._rows.num_rows], self._rows.find(keys)
-        keys, places = distinct(keys)
+            return self._weight[: self._rows.num_rows], self._rows.find(bags.keys)
+        keys, places = bags.distinct_keys
         kept = self._kept(keys)
         return self._vectors(self._rows.find(keys[kept]), kept, len(keys)), places
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -119,10 +120,12 @@ class Model:
         self._trainer = Trainer(graph, inputs, params, self._opt_params, self._solver, self._processes)
         self._trainer.loss_weights = dict(zip(data.label_names, data.label_weights, strict=True))
         self._weight_losses(loss_names or (), loss_weights or ())
-        options: dict[str, Any] = {"repeats": self._solver.repeat_dataset, "prepare": self._trainer.staging.ahead}
+        train, evaluation = self._source(train=True), self._source(train=False)
+        repeats, ahead = self._solver.repeat_dataset, self._trainer.staging.ahead
+        prepare = partial(ahead, is_trained=False)
         self._readers = {
-            "train": DataReader(self._source(train=True), self._solver.batchsize, **options),
-            "eval": DataReader(self._source(train=False), self._solver.batchsize_eval, **options),
+            "train": DataReader(train, self._solver.batchsize, repeats=repeats, prepare=ahead),
+            "eval": DataReader(evaluation, self._solver.batchsize_eval, repeats=repeats, prepare=prepare),
         }
 
     def summary(self) -> None:

@@ -103,7 +103,8 @@ class Trainer:
         batch = self.staging.take(block)
         touched, tensors = [], {self._graph.dense_name: batch.dense}
         for table, bags in self._lookups(batch):
-            rows, places = table.touch(bags.keys)
+            keys, places = bags.distinct_keys
+            rows = table.touch(keys)
             touched.append((table, rows))
             tensors[table.name] = _pooled(table, rows.vectors, places, bags, batch)
         with self._precision():
@@ -127,7 +128,7 @@ class Trainer:
         tensors = {self._graph.dense_name: batch.dense}
         with torch.no_grad():
             for table, bags in self._lookups(batch):
-                tensors[table.name] = _pooled(table, *table.find(bags.keys), bags, batch)
+                tensors[table.name] = _pooled(table, *table.find(bags), bags, batch)
             with self._precision():
                 logits = self.network(tensors)
             loss = self._total_loss(logits, self._labels(batch))

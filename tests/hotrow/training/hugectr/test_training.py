@@ -6,7 +6,9 @@ import inspect
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,10 +27,12 @@ from hotrow.training.hugectr import (
     Update_t,
     embedding,
 )
-from hotrow.training.hugectr.batch import DeviceBags
+from hotrow.training.hugectr.batch import DeviceBags, Staging
 from hotrow.training.hugectr.embedding import EmbeddingTable
 from hotrow.training.hugectr.metrics import Metrics, auc
 from hotrow.training.hugectr.optimizers import dense_rule
+from hotrow.training.hugectr.processes import Processes
+from hotrow.training.hugectr.readers.block import Bags, Block
 from hotrow.training.key_index import SortedIndex
 from inference_session.errors import ConfigurationError, ModelFormatError, UnsupportedModelError
 from tests.testing.hugectr_training_samples import SAMPLES, Sample, binary, layer, losses, make_data, make_model
@@ -102,7 +106,8 @@ def test_tables_follow_their_formulas(kind: Optimizer_t, update: Update_t, combi
         offsets = np.concatenate([[0], np.cumsum(counts)])
         keys = random.integers(-5, 5 + t, offsets[-1]) * 2**40
         bags = lists(keys, offsets)
-        touched, places = table.touch(bags.keys)
+        distinct, places = bags.distinct_keys
+        touched = table.touch(distinct)
         for key, vector in zip(table.keys.tolist(), table.weight.numpy().astype(np.float64), strict=True):
             if key not in weights:
                 assert (np.abs(vector) <= 0.05).all()
@@ -136,7 +141,8 @@ def test_lazy_adam_makes_up_for_steps_in_which_a_row_was_not_touched() -> None:
     for t in range(1, 20):
         keys = np.unique(random.integers(0, 6, 3))
         bags = lists(keys, np.arange(len(keys) + 1))
-        touched, places = table.touch(bags.keys)
+        distinct, places = bags.distinct_keys
+        touched = table.touch(distinct)
         for key, vector in zip(table.keys.tolist(), table.weight.numpy().astype(np.float64), strict=True):
             if key not in w:
                 w[key], m[key], v[key], last[key] = vector, np.zeros(2), np.zeros(2), 1
@@ -170,7 +176,7 @@ def test_an_index_may_give_rows_in_any_order(monkeypatch: pytest.MonkeyPatch) ->
         table = EmbeddingTable("t", 2, "sum", optimizer(Optimizer_t.AdaGrad))
         table.load(keys, vectors)
         table.set_state(0, table.rows_of(np.array([7, 9])), np.ones((2, 2), np.float32))
-        touched, places = table.touch(torch.tensor([5, 2, 5, 1]))
+        touched, places = table.touch(torch.tensor([5, 2, 1])), torch.tensor([0, 1, 0, 2])
         table.pool(touched.vectors, places, lists(np.arange(4), np.arange(5))).sum().backward()
         assert touched.vectors.grad is not None
         with torch.no_grad():
@@ -181,11 +187,29 @@ def test_an_index_may_give_rows_in_any_order(monkeypatch: pytest.MonkeyPatch) ->
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_the_reading_thread_finds_the_distinct_keys_of_a_batch(
+    monkeypatch: pytest.MonkeyPatch, is_trained: bool
+) -> None:
+    """Where it copies batches ahead: the training thread gets them among the copied tensors."""
+    waits = []
+    staging = Staging(Processes(0, 1, torch.device("cpu")))
+    monkeypatch.setattr(staging, "_stream", SimpleNamespace(synchronize=lambda: waits.append(1)))
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    keys = np.array([7, 5, 7, 9])
+    columns = np.zeros((2, 1), np.float32)
+    (bags,) = staging.ahead(Block(columns, columns, (Bags(keys, width=2),)), is_trained=is_trained).staged.bags
+    found = [tensor.tolist() for tensor in bags.tensors()]
+    assert found == [[7, 5, 7, 9], *([[7, 5, 9], [0, 1, 0, 2]] if is_trained else [])]
+    assert waits == [1]
+    assert [tensor.tolist() for tensor in bags.distinct_keys] == [[7, 5, 9], [0, 1, 0, 2]]
+
+
 def test_keys_never_trained_on_are_answered_with_zeros_and_get_no_row() -> None:
     table = EmbeddingTable("t", 4, "sum", optimizer(Optimizer_t.SGD))
     table.touch(torch.tensor([7, -7]))
     bags = lists(np.array([8, 7, 2**62]), np.array([0, 1, 2, 3]))
-    found = table.pool(*table.find(bags.keys), bags)
+    found = table.pool(*table.find(bags), bags)
     assert table.num_rows == 2
     assert not found[0].any()
     assert found[1].any()
