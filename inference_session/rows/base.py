@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.device.base import Device
 from inference_session.errors import StoreError
-from inference_session.kernels.cpu.lookup import BoundLookups
 from inference_session.kernels.records import Lookup, key_segment
 from inference_session.parameter_server.write_log import WriteLog
 from inference_session.rows.hot_keys import HotKeys
 from inference_session.rows.stats import RowStats
-from inference_session.tables.base import RowBatch
+from inference_session.tables.base import RowBatch, RowReader
 
 
 class RowWriter:
@@ -75,33 +72,10 @@ class RowWriter:
         raise StoreError(f"a note on table {table!r} cannot be kept: there is no writable persistent store ({text!r})")
 
 
-class Rows(ABC):
-    """The rows of all tables of a model. Thread-safe.
+class Rows(RowReader):
+    """The rows of all tables of a model, in files or in stores. Thread-safe. Tables are named by their folders."""
 
-    Records number the tables in the order of the model's spec; everything else names them by their folders.
-    """
-
-    device: Device
-    """Where they are looked up."""
     writer = RowWriter()
-    is_launched = False
-    """Whether a look-up is one launch on the device, which needs no work on the host after it and may be repeated."""
-
-    def prepare(self, segments: NDArray[np.void]) -> Any:  # noqa: ARG002
-        """What `look_up` needs for SEGMENT records of these shapes, made once (Lookup.prepared)."""
-        return None
-
-    def bound_lookups(self) -> BoundLookups | None:
-        """An object that binds look-ups to their records, for one thread at a time; None: `look_up` must be called."""
-        return None
-
-    @abstractmethod
-    def look_up(self, lookup: Lookup) -> None:
-        """Answer all keys within a request of the device; its counts are valid after `Device.wait`.
-
-        Raises:
-            UnavailableError: a store is down that may have one of the keys, and the settings allow no default vector.
-        """
 
     @abstractmethod
     def scan(self, table: str) -> Iterator[RowBatch]:
@@ -115,7 +89,7 @@ class Rows(ABC):
         """Which cached rows are hot; none if there is no cache."""
         return {}
 
-    def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:  # noqa: B027
+    def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:
         """Load rows before a request needs them: into a cache, if there is one, the rows of `hot_keys`.
 
         Ends at `deadline`, a value of time.monotonic(), at the latest.
@@ -124,10 +98,6 @@ class Rows(ABC):
     @abstractmethod
     def stats(self) -> RowStats:
         """The counts so far."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release what is held open. May be called more than once."""
 
 
 def fetch(rows: Rows, table: int, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.float32]:

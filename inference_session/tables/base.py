@@ -1,4 +1,4 @@
-"""What tables have in common: batches of rows, and the contract of tables as a device's look-ups read them."""
+"""What tables have in common: batches of rows, and the contracts of what answers look-ups on a device."""
 
 from __future__ import annotations
 
@@ -59,24 +59,37 @@ class UpdatedRows(NamedTuple):
         return UpdatedRows(np.ascontiguousarray(keys), np.ascontiguousarray(vectors), deleted)
 
 
-class DeviceTables(ABC):
-    """All tables of a model, in the order of its spec, where one device reads them."""
+class RowReader(ABC):
+    """Answers look-ups in all tables of a model on one device. Records number the tables in the order of its spec."""
 
     device: Device
+    """Where look-ups run."""
     is_launched = False
-    """Whether a look-up is one launch, which needs no work on the host after it and may be repeated."""
+    """Whether a look-up is one launch on the device, which needs no work on the host after it and may be repeated."""
 
     def prepare(self, segments: NDArray[np.void]) -> Any:  # noqa: ARG002
         """What `look_up` needs for SEGMENT records of these shapes, made once (Lookup.prepared)."""
         return None
 
     def bound_lookups(self) -> BoundLookups | None:
-        """See rows.base.Rows."""
+        """An object that binds look-ups to their records, for one thread at a time; None: `look_up` must be called."""
         return None
 
     @abstractmethod
     def look_up(self, lookup: Lookup) -> None:
-        """Answer a look-up within a request of the device, which may have to be waited for."""
+        """Answer all keys within a request of the device; its counts are valid after `Device.wait`.
+
+        Raises:
+            UnavailableError: a store is down that may have one of the keys, and the settings allow no default vector.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back the memory, and close the files. May be called more than once."""
+
+
+class DeviceTables(RowReader):
+    """The rows of table files, and those updated since, where one device reads them."""
 
     def put(self, table: int, updated: UpdatedRows, all_updated: Callable[[], UpdatedRows]) -> None:
         """Answer these rows from now on, each wholly, and of equal keys the last. One thread changes rows at a time.
@@ -96,7 +109,3 @@ class DeviceTables(ABC):
     def placement(self) -> Placement | None:
         """Where the tables are, if on a GPU."""
         return None
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give the memory back. May be called more than once."""
