@@ -7,8 +7,8 @@ and other programs must be able to read the rows that it writes.
 from __future__ import annotations
 
 import struct
-import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import numpy as np
@@ -159,24 +159,16 @@ class ReadContract:
     def test_threads_may_fetch_at_once(self, filled: EmbeddingStore) -> None:
         """Calls from several threads answer as if they came one after the other."""
         keys, vectors = self.ROWS["wide"]
-        failures: list[BaseException] = []
 
         def work(seed: int) -> None:
-            try:
-                for n in range(20):
-                    order = np.random.default_rng(100 * seed + n).integers(0, len(keys), 50)
-                    found, out = fetch(filled, "wide", keys[order])
-                    assert found.all()
-                    assert_same_bits(out, vectors[order])
-            except BaseException as error:  # noqa: BLE001 - handed to the test's own thread
-                failures.append(error)
+            for n in range(20):
+                order = np.random.default_rng(100 * seed + n).integers(0, len(keys), 50)
+                found, out = fetch(filled, "wide", keys[order])
+                assert found.all()
+                assert_same_bits(out, vectors[order])
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failures
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(4)))
 
     def test_a_closed_store_refuses(self, filled: EmbeddingStore) -> None:
         """After close, which may be called twice, a fetch is an error."""
