@@ -238,9 +238,9 @@ class Unsteady:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._consumer, name)
 
-    def list_topics(self, *topic: str, **settings: Any) -> Any:
-        metadata = self._consumer.list_topics(*topic, **settings)
-        if self._answers and not topic:
+    def list_topics(self, *asked: str, **settings: Any) -> Any:
+        metadata = self._consumer.list_topics(*asked, **settings)
+        if self._answers and not asked:
             answer = self._answers.pop()
             for name, topic in list(metadata.topics.items()):
                 if answer == "error":
