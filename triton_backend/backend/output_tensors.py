@@ -1,9 +1,9 @@
 """The outputs of a batch as tensors of the Python backend, without NumPy or Python per tensor.
 
-The stub's constructor for NumPy's arrays compares a dtype with up to 13 others, each of which it looks up by name. That
-takes a tensor of float32 30,000 instructions. From a DLPack capsule it takes a third of the time, although the
-stub copies the values once more. So compiled code describes all tensors of a batch at once, in records to which
-capsules lead that are made once.
+The stub's constructor for NumPy's arrays compares a dtype with up to 13 others, each of which it looks up by name: a
+tensor takes 2.6 microseconds. From a DLPack capsule it takes 1.6, although the stub copies the values once more. A stub
+that does not know NumPy 2 takes capsules only, and to make one in Python takes 5 microseconds more. So compiled code
+describes all tensors of a batch at once, in records to which capsules lead that are made once.
 """
 
 from __future__ import annotations
