@@ -14,6 +14,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from inference_session.dense_engine.base import BoundRun, DenseEngine
 from inference_session.errors import InvalidRequestError, ModelFormatError, SessionClosedError
+from inference_session.platform.file_names import decoded
 
 # What ONNX Runtime raises when a file cannot become a network …
 _LOAD_ERRORS = (
@@ -58,7 +59,7 @@ class OnnxEngine(DenseEngine):
         try:
             # ONNX Runtime's fallback prints to stdout and tries the same provider again.
             self._session: Any = onnxruntime.InferenceSession(
-                path if content is None else content, options, providers=list(providers), enable_fallback=0
+                decoded(path) if content is None else content, options, providers=list(providers), enable_fallback=0
             )
             self.input_names = frozenset(tensor.name for tensor in self._session.get_inputs())
             self.output_names = frozenset(tensor.name for tensor in self._session.get_outputs())

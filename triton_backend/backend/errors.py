@@ -8,6 +8,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from inference_session.errors import HotrowError, InvalidRequestError, SessionClosedError, UnavailableError
+from inference_session.platform.file_names import decoded
 
 _CODES: tuple[tuple[type[HotrowError], str], ...] = (
     (InvalidRequestError, "INVALID_ARG"),
@@ -25,7 +26,7 @@ def triton_error(error: Exception) -> Any:
     """
     for kind, code in _CODES:
         if isinstance(error, kind):
-            return pb_utils.TritonError(str(error), getattr(pb_utils.TritonError, code))
+            return pb_utils.TritonError(decoded(error), getattr(pb_utils.TritonError, code))
     message = f"internal error ({type(error).__name__}); see the server's log"
     return pb_utils.TritonError(message, pb_utils.TritonError.INTERNAL)
 
@@ -39,7 +40,7 @@ def load_error(error: Exception) -> Exception:
     if isinstance(error, OSError) and error.filename:
         error = HotrowError(f"{error.filename}: {error.strerror}")
     elif not isinstance(error, HotrowError):
-        pb_utils.Logger.log_error("".join(traceback.format_exception(error)))
+        pb_utils.Logger.log_error(decoded("".join(traceback.format_exception(error))))
         error = HotrowError(f"{type(error).__name__}: {error}")
-    refusal: Exception = pb_utils.TritonModelException(f"{error}\0")
+    refusal: Exception = pb_utils.TritonModelException(decoded(f"{error}\0"))
     return refusal

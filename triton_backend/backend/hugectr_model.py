@@ -10,6 +10,7 @@ import triton_python_backend_utils as pb_utils
 
 from inference_session.device.discovery import unusable_for_sessions
 from inference_session.model_spec import ModelSpec
+from inference_session.platform.file_names import decoded
 from inference_session.versions import VersionManager
 from triton_backend.backend import model
 from triton_backend.backend.settings import DEFAULT_MAX_SAMPLES
@@ -47,6 +48,7 @@ def _warn(found: InPlaceModel, spec: ModelSpec, config: Mapping[str, Any], args:
     """Log once which settings in the user's files have no effect, or another effect than with HugeCTR."""
     name = args["model_name"]
     if found.ps_json.ignored:
-        pb_utils.Logger.log_warn(f"{name}: ignored fields of {found.ps_json.path}: {', '.join(found.ps_json.ignored)}")
+        fields = ", ".join(found.ps_json.ignored)
+        pb_utils.Logger.log_warn(decoded(f"{name}: ignored fields of {found.ps_json.path}: {fields}"))
     if contradicted := contradictions(found, spec, max_batch_size=config["max_batch_size"]):
         pb_utils.Logger.log_warn(f"{name}: config.pbtxt does not match the model: {'; '.join(contradicted)}")

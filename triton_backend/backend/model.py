@@ -15,6 +15,7 @@ import triton_python_backend_utils as pb_utils
 
 from inference_session import InferenceSession
 from inference_session.model_spec import ModelSpec
+from inference_session.platform.json_records import is_text
 from inference_session.platform.user_cache import state_folder
 from inference_session.versions import VersionManager
 from triton_backend.backend.answering import RequestHandler, TritonRequest, TritonResponse
@@ -106,7 +107,9 @@ def open_versions(directory: Path, settings: Mapping[str, Any], args: Mapping[st
     source = folder / SOURCE_LINK
     defaults = {"verify": "full", "warm_up_s": 10}
     with contextlib.suppress(RuntimeError):  # no state is kept for a user without a home
-        defaults["state_dir"] = str(state_folder((source if source.exists() else folder).resolve().parent))
+        state_dir = str(state_folder((source if source.exists() else folder).resolve().parent))
+        if is_text(state_dir):  # nor where Triton's Python, which knows ASCII names only, cannot decode it
+            defaults["state_dir"] = state_dir
     return VersionManager(directory, partial(InferenceSession.open, directory, defaults=defaults, **settings))
 
 

@@ -168,7 +168,8 @@ def _importer_hash() -> str:
 
 
 def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:_HASH_LENGTH]
+    encoded = text.encode(errors="surrogateescape")  # a path that Triton's Python process could not decode
+    return hashlib.sha256(encoded).hexdigest()[:_HASH_LENGTH]
 
 
 def _remove_old(imports: Path, used: Path) -> None:
