@@ -33,6 +33,7 @@ from hotrow.training.hugectr.parameters import (
     OptParamsPy,
     Solver,
     SparseEmbedding,
+    is_from,
 )
 from hotrow.training.hugectr.processes import join_processes
 from hotrow.training.hugectr.readers.batches import DataReader
@@ -46,6 +47,9 @@ from inference_session.importers.hugectr.data_source import DataSourceParams
 from inference_session.importers.hugectr.graph import EMBEDDING_LAYERS, Graph, parse_graph
 from inference_session.importers.hugectr.json_file import JsonFile, read_json
 from inference_session.importers.hugectr.ps_fields import KeyType
+
+_ADDED = {"input", "sparse_embedding", "dense_layer", "group_dense_layer"}
+"""HugeCTR's names of what `Model.add` takes."""
 
 
 @dataclass
@@ -87,8 +91,17 @@ class Model:
         self._lr = solver.lr
         self._last_eval: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None
 
-    def add(self, layer: Input | SparseEmbedding | DenseLayer | GroupDenseLayer) -> None:
-        """Add the data layer, an embedding layer, a dense layer or a group of them, in this order."""
+    def add(self, layer: Input | SparseEmbedding | DenseLayer | GroupDenseLayer | None = None, **named: Any) -> None:
+        """Add the data layer, an embedding layer, a dense layer or a group of them, in this order.
+
+        Args:
+            layer: what to add.
+            named: the same as `input`, `sparse_embedding`, `dense_layer` or `group_dense_layer`.
+        """
+        if layer is None and len(named) == 1 and {*named} <= _ADDED:
+            (layer,) = named.values()
+        elif named:
+            raise TypeError(f"Model.add takes one layer, as its first argument or as one of {sorted(_ADDED)}")
         if isinstance(layer, Input):
             if self._design.data is not None:
                 raise ConfigurationError("Model.add: the model has an Input already")
@@ -192,6 +205,8 @@ class Model:
         evaluation = eval_source if eval_source is not None else keyset
         if self._solver.repeat_dataset:
             raise ConfigurationError("Model.set_source is for epoch mode: repeat_dataset of the solver is True")
+        if not source or not evaluation:
+            raise ConfigurationError("Model.set_source: source and eval_source name the data, and are required")
         self._reader_params.source, self._reader_params.eval_source = [source], str(evaluation)
 
     def start_data_reading(self) -> None:
@@ -236,7 +251,9 @@ class Model:
         self._schedule = LearningRateScheduler(base_lr, warmup_steps, decay_start, decay_steps, decay_power, end_lr)
 
     def set_learning_rate(self, lr: float) -> None:
-        """The rate of the steps that follow."""
+        """The rate of the steps that follow; ConfigurationError unless it is a number from 0."""
+        if not is_from(0, lr):
+            raise ConfigurationError(f"Model.set_learning_rate: lr is {lr!r}; allowed: numbers from 0")
         self._lr = lr
 
     def train(self, is_first_batch: bool = True) -> bool:
@@ -302,15 +319,27 @@ class Model:
         trainer = self._compiled("load_dense_optimizer_states")
         snapshot.load_dense_states(trainer, dense_opt_states_file, self._data_source)
 
-    def load_sparse_weights(self, sparse_embedding_files: Sequence[str] | Mapping[str, str]) -> None:
+    def load_sparse_weights(
+        self,
+        sparse_embedding_files: Sequence[str] | Mapping[str, str] = (),
+        *,
+        sparse_embedding_files_map: Mapping[str, str] | None = None,
+    ) -> None:
         """Read tables, all of them by a list, or some by a dict of their names."""
-        for table, place in self._by_table("load_sparse_weights", sparse_embedding_files):
+        files = sparse_embedding_files_map or sparse_embedding_files
+        for table, place in self._by_table("load_sparse_weights", files):
             snapshot.load_table(table, place, self._data_source, self._key_type)
 
-    def load_sparse_optimizer_states(self, sparse_opt_states_files: Sequence[str] | Mapping[str, str]) -> None:
+    def load_sparse_optimizer_states(
+        self,
+        sparse_opt_states_files: Sequence[str] | Mapping[str, str] = (),
+        *,
+        sparse_opt_states_files_map: Mapping[str, str] | None = None,
+    ) -> None:
         """Read optimizer states of tables, after their weights; also those that HugeCTR wrote."""
+        files = sparse_opt_states_files_map or sparse_opt_states_files
         layouts = {item.sparse_embedding_name: layout_of(item, self._solver) for item in self._design.embeddings}
-        for table, place in self._by_table("load_sparse_optimizer_states", sparse_opt_states_files):
+        for table, place in self._by_table("load_sparse_optimizer_states", files):
             snapshot.load_table_states(table, place, self._data_source, layouts[table.name], self._key_type)
 
     def freeze_dense(self) -> None:
@@ -420,6 +449,8 @@ class Model:
             if unknown := sorted(set(files) - set(tables)):
                 raise ConfigurationError(f"Model.{method}: no embedding {unknown}; there are {sorted(tables)}")
             return [(tables[name], place) for name, place in files.items()]
+        if isinstance(files, str):
+            raise ConfigurationError(f"Model.{method}: found {files!r}; allowed: a list of paths, or a dict by table")
         if len(files) != len(tables):
             raise ConfigurationError(f"Model.{method}: {len(files)} files for {len(tables)} embeddings; one each")
         return list(zip(tables.values(), files, strict=True))

@@ -5,7 +5,7 @@ The keyword arguments after them are of later releases.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral, Real
@@ -110,6 +110,11 @@ class Solver:
             not self.use_mixed_precision or self.scaler in _SCALERS,
             "CreateSolver", "scaler", self.scaler, f"{_SCALERS} with use_mixed_precision",
         )  # fmt: skip
+        _check(
+            isinstance(self.metrics_spec, Mapping)
+            and all(isinstance(kind, MetricsType) and is_from(0, goal) for kind, goal in self.metrics_spec.items()),
+            "CreateSolver", "metrics_spec", self.metrics_spec, "a dict of MetricsType to its target",
+        )  # fmt: skip
         _check(_are_gpus(self.vvgpu), "CreateSolver", "vvgpu", self.vvgpu, "a list of lists of GPUs, [[0]]")
         for name, instead in _SOLVER_INSTEAD.items():
             if getattr(self, name):
@@ -201,17 +206,17 @@ class DataReaderSparseParam:
     """One sparse input: its name, keys per slot (at most, or exactly), and slots."""
 
     def __init__(self, top_name: str, nnz_per_slot: int | Sequence[int], is_fixed_length: bool, slot_num: int) -> None:
-        counts = [nnz_per_slot] * slot_num if isinstance(nnz_per_slot, int) else list(nnz_per_slot)
+        owner = f"DataReaderSparseParam {top_name!r}"
+        _check(is_whole(slot_num) and slot_num >= 1, owner, "slot_num", slot_num, "whole numbers from 1")
+        counts = list(nnz_per_slot) if isinstance(nnz_per_slot, Iterable) else [nnz_per_slot] * slot_num
+        are_counts = all(is_whole(count) and count >= 0 for count in counts)
+        _check(are_counts, owner, "nnz_per_slot", nnz_per_slot, "a whole number from 0, or a list of one for each slot")
         if len(counts) != slot_num:
             raise ConfigurationError(
                 f"DataReaderSparseParam {top_name!r}: {len(counts)} numbers in nnz_per_slot for {slot_num} slots"
             )
-        self.top_name, self.nnz_per_slot, self.is_fixed_length, self.slot_num = (
-            top_name,
-            counts,
-            is_fixed_length,
-            slot_num,
-        )
+        self.top_name, self.is_fixed_length = top_name, is_fixed_length
+        self.nnz_per_slot, self.slot_num = [int(count) for count in counts], int(slot_num)
 
     def sparse_input(self) -> SparseInput:
         """The fields that readers need."""
@@ -224,7 +229,10 @@ class Input:
     def __init__(self, *values: Any, **named: Any) -> None:
         given = _bound(values, named)
         dims, names = given["label_dims"], given["label_names"]
-        self.label_dims: list[int] = [dims] if isinstance(dims, int) else list(dims)
+        each = list(dims) if isinstance(dims, Iterable) else [dims]
+        are_dims = all(is_whole(dim) and dim >= 1 for dim in each)
+        _check(are_dims, "Input", "label_dims", dims, "a whole number from 1, or a list of them")
+        self.label_dims: list[int] = [int(dim) for dim in each]
         self.label_names: list[str] = [names] if isinstance(names, str) else list(names)
         weights = given.get("label_weights")
         self.label_weights: list[float] = [1.0] * len(self.label_names) if weights is None else list(weights)
@@ -233,7 +241,9 @@ class Input:
                 f"Input: {len(self.label_names)} label_names, {len(self.label_dims)} label_dims, "
                 f"{len(self.label_weights)} label_weights; one each is required"
             )
-        self.dense_dim: int = given["dense_dim"]
+        width = given["dense_dim"]
+        _check(is_whole(width) and width >= 0, "Input", "dense_dim", width, "whole numbers from 0")
+        self.dense_dim: int = int(width)
         self.dense_name: str = given["dense_name"]
         self.data_reader_sparse_param_array: list[DataReaderSparseParam] = list(given["data_reader_sparse_param_array"])
 

@@ -274,6 +274,12 @@ def test_names_order_and_defaults_are_those_of_release_3_4() -> None:
     [
         (lambda: hugectr.CreateSolver(batchsize=0), "batchsize is 0"),
         (lambda: hugectr.CreateSolver(batchsize="8"), "batchsize is '8'; allowed: whole numbers from 1"),
+        (lambda: hugectr.CreateSolver(metrics_spec=[MetricsType.AUC]), "metrics_spec is .*; allowed: a dict of Met"),
+        (lambda: hugectr.CreateSolver(metrics_spec={"AUC": 1.0}), "metrics_spec is .*; allowed: a dict of MetricsType"),
+        (lambda: hugectr.DataReaderSparseParam("d", 1, False, 0), "DataReaderSparseParam 'd': slot_num is 0"),
+        (lambda: hugectr.DataReaderSparseParam("d", [1, -1], False, 2), r"nnz_per_slot is \[1, -1\]; allowed: a whole"),
+        (lambda: hugectr.Input("1", "label", 1, "dense", []), "label_dims is '1'; allowed: a whole number from 1"),
+        (lambda: hugectr.Input(1, "label", -1, "dense", []), "dense_dim is -1; allowed: whole numbers from 0"),
         (lambda: hugectr.CreateSolver(lr=None), "lr is None; allowed: numbers from 0"),
         (lambda: hugectr.CreateSolver(vvgpu=[1]), r"vvgpu is \[1\]; allowed: a list of lists of GPUs"),
         (lambda: hugectr.CreateOptimizer(beta1="0.9"), "beta1 is '0.9'; allowed: numbers from 0 below 1"),
@@ -670,3 +676,32 @@ def bare_model(folder: Path) -> Model:
         check_type=hugectr.Check_t.Non,
     )  # fmt: skip
     return Model(hugectr.CreateSolver(batchsize=100, i64_input_key=True), reader, hugectr.CreateOptimizer())
+
+
+def test_arguments_have_hugectrs_names(small: Path) -> None:
+    """Those of its overloads too, and numbers of NumPy."""
+    sparse = hugectr.DataReaderSparseParam(slot_num=2, is_fixed_length=False, nnz_per_slot=np.int64(2), top_name="data")
+    assert sparse.nnz_per_slot == [2, 2]
+    model = bare_model(small)
+    model.add(input=hugectr.Input(np.int64(1), "label", 4, "dense", [sparse]))
+    kind = hugectr.Embedding_t.DistributedSlotSparseEmbeddingHash
+    model.add(sparse_embedding=hugectr.SparseEmbedding(kind, 1, 4, "mean", "table", "data"))
+    model.add(dense_layer=DenseLayer(Layer_t.InnerProduct, ["dense"], ["fc"], num_output=1))
+    model.add(dense_layer=DenseLayer(Layer_t.BinaryCrossEntropyLoss, ["fc", "label"], ["loss"]))
+    model.compile()
+    model.save_params_to_files("a", 1)
+    model.load_sparse_weights(sparse_embedding_files_map={"table": "a0_sparse_1.model"})
+    model.load_sparse_optimizer_states(sparse_opt_states_files_map={"table": "a0_opt_sparse_1.model"})
+    with pytest.raises(TypeError, match=r"Model\.add takes one layer"):
+        model.add(layers=1)
+    with pytest.raises(ConfigurationError, match=r"found 'a0_sparse_1\.model'; allowed: a list of paths"):
+        model.load_sparse_weights("a0_sparse_1.model")
+    for lr in (-1, "x", None):
+        with pytest.raises(ConfigurationError, match=r"lr is .*; allowed: numbers from 0"):
+            model.set_learning_rate(lr)  # type: ignore[arg-type]
+
+
+def test_new_sources_are_both_named(small: Path) -> None:
+    model = make_model(SMALL, small, repeat_dataset=False)
+    with pytest.raises(ConfigurationError, match="source and eval_source name the data, and are required"):
+        model.set_source(str(small / "train.txt"))
