@@ -109,13 +109,13 @@ class Upkeep:
             if tier.is_returning or (tier.store.lags and tier.failure is None):
                 self._survive(partial(self._look_after, tier))
 
-    @staticmethod
-    def _survive(work: Callable[[], None]) -> None:
+    def _survive(self, work: Callable[[], None]) -> None:
         """Do a piece of work; an error in it must not end later work."""
         try:
             work()
         except Exception:  # noqa: BLE001 - any error is logged; the next piece does not depend on it
             _log.exception("background work of the parameter server failed")
+            self._closing.wait(ROUND_INTERVAL_S)  # an error that comes back in each turn must not fill the log
 
     def _insert(self, promotions: Sequence[Promotion]) -> None:
         if not promotions:
