@@ -84,7 +84,8 @@ test: $(VENV)/.test
 	$(BIN)/python -m inference_session.execution.all_kernels & \
 	$(BIN)/python -m compileall -q hotrow inference_session triton_backend; \
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --collect-only -q >/dev/null; wait $$!
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
+	@# A process that crashes ends the run. With another one in its place, pytest-xdist 3.8 may never end.
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder --max-worker-restart=0 $(PYTEST_ARGS)
 
 # Guides the fuzzing, where its authors have built it.
 $(VENV)/.fuzz: $(VENV)/.test
