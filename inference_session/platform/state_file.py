@@ -25,8 +25,15 @@ _log = logging.getLogger(__name__)
 
 
 def write_state(path: Path, content: bytes) -> None:
-    """Write a file and flush it to the disk, then rename it into place; OSError where that fails."""
-    make_private(path.parent)
+    """Write a file and flush it to the disk, then rename it into place; OSError with its name where that fails."""
+    try:
+        make_private(path.parent)
+        _write(path, content)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _write(path: Path, content: bytes) -> None:
     for staged in path.parent.glob(f".tmp-*-{path.name}"):
         with contextlib.suppress(FileNotFoundError):  # its writer has just renamed it
             if time.time() - staged.stat().st_mtime > _ABANDONED_S:
