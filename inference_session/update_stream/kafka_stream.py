@@ -3,7 +3,8 @@
     discover    topics of this model's tables, every second: new ones from where their rows are durable up to, else
                 from the oldest message; ones that are not there are left, and go on from there when they come back
     prove       that a topic is still the one of which messages were applied (positions.py), where one is followed that
-                was applied before, as soon as the brokers do not answer, and where a partition ends too early
+                was applied before, when a connection ends or brokers do not answer, and where a partition ends too
+                early
     consume     a few messages at once, of all partitions
     decode      by table; messages that cannot be applied are set aside, counted, and logged once per reason
     apply       to every tier and the cache; while a store is down, it retries: nothing is dropped
@@ -126,7 +127,10 @@ class KafkaUpdateStream:
             closing=self._closing,
             while_waiting=self._wait_for_stores,
         )
-        self._consumer = create_consumer(url, f"hotrow.{model}.{version}.{socket.gethostname()}")
+        self._lost_broker = threading.Event()
+        """Set where a connection has ended: on the next one, topics may be others."""
+        group = f"hotrow.{model}.{version}.{socket.gethostname()}"
+        self._consumer = create_consumer(url, group, self._lost_broker)
         self._url, self._admin = url, create_client(AdminClient, url)
         self._thread = threading.Thread(target=self._work, name="hotrow-update-stream", daemon=True)
         self._thread.start()
@@ -332,6 +336,9 @@ class KafkaUpdateStream:
         ends: dict[Partition, int] = {}
         oldest_ms: list[int] = []
         for consumed in self._take():
+            if self._lost_broker.is_set():  # all that came with this is read again, after the last message applied
+                self._lost_broker.clear()
+                self._suspect(self._positions.followed)
             if not self._positions.are_proved:
                 consumed = [message for message in consumed if self._is_new(message)]  # noqa: PLW2901
             whole = [message for message in consumed if not message.error()]
@@ -439,8 +446,10 @@ class KafkaUpdateStream:
                 self._note_doubt(one, "its table was pushed again")
 
 
-def create_consumer(url: KafkaUrl, group: str) -> Consumer:
+def create_consumer(url: KafkaUrl, group: str, lost_broker: threading.Event) -> Consumer:
+    """`lost_broker` is set, by the thread that reads, before messages that arrive after a connection has ended."""
     settings = {
+        "error_cb": lambda _: lost_broker.set(),
         "group.id": group,  # no consumer joins it: offsets are committed under its name
         "enable.auto.commit": False,
         "enable.auto.offset.store": False,

@@ -147,6 +147,44 @@ def test_a_broker_that_comes_back_empty_before_it_is_asked(
         await_rows(session, "user.weight", np.arange(NUM_NEW), values(200, NUM_NEW))
 
 
+def test_a_broker_that_comes_back_empty_between_two_questions(
+    small: SmallVersion, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the connection alone shows that it was away: each question is answered as if it had not been."""
+    is_repeating = threading.Event()
+    create = kafka_stream.create_consumer
+    monkeypatch.setattr(kafka_stream, "create_consumer", lambda *args: Repeating(create(*args), is_repeating))
+    monkeypatch.setattr(kafka_stream, "topic_ids", lambda *_: {})
+    topic = small.topic("user_weight")
+    with Broker() as broker, serving(small, database, broker) as session:
+        send(broker, topic, NUM_OLD, 100)
+        await_rows(session, "user.weight", np.arange(NUM_OLD), values(100, NUM_OLD))
+        is_repeating.set()
+        broker.stop()
+        broker.start()
+        send(broker, topic, NUM_NEW, 200)
+        await_rows(session, "user.weight", np.arange(NUM_NEW), values(200, NUM_NEW))
+        assert updates(session)["replays"] == 1
+
+
+class Repeating:
+    """A consumer that repeats its last answer about topics while an event is set."""
+
+    def __init__(self, consumer: Any, is_repeating: threading.Event) -> None:
+        self._consumer, self._is_repeating = consumer, is_repeating
+        self._answer: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._consumer, name)
+
+    def list_topics(self, *args: Any, **settings: Any) -> Any:
+        if args or not self._is_repeating.is_set():  # with a topic, it is asked for leaders
+            answer = self._consumer.list_topics(*args, **settings)
+            self._answer = self._answer if args else answer
+            return answer
+        return self._answer
+
+
 class Unanswered:
     """A consumer whose questions about topics fail while an event is set; messages still arrive."""
 
