@@ -81,6 +81,10 @@ class KafkaUpdateStream:
 
     _hold: threading.Event | None = None
     """Set once the thread applies nothing more; None: the stream is not held."""
+    _is_beginning = True
+    """Whether the partitions that there were at the beginning are not all known yet."""
+    _save_at = _discover_at = 0.0
+    _num_at_once = 1
 
     def __init__(
         self,
@@ -109,12 +113,8 @@ class KafkaUpdateStream:
         self._model, self._filter = model, re.compile(topic_filter)
         self._since_ms = 0 if since is None else int(since.timestamp() * 1000)
         self._positions = Positions()
-        self._is_beginning = True
-        """Whether the partitions that there were at the beginning are not all known yet."""
         self._behind: set[Partition] = set()
         """The partitions among them whose end has not been seen yet."""
-        self._save_at = self._discover_at = 0.0
-        self._num_at_once = 1
         self._rests, self._stats = Rests(), StreamStats(model)
         self._current, self._closing = threading.Event(), threading.Event()
         self._updates = UpdateApplier(
