@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from inference_session.errors import ConfigurationError, HotrowError, SourceError, UnavailableError
-from inference_session.model_source import Copy, create_source, hdfs_source, transfer
+from inference_session.model_source import Copy, ModelSource, create_source, hdfs_source, transfer
 from inference_session.model_source.hdfs_url import HdfsUrl
 from tests.testing.hadoop import Hdfs
 from tests.testing.servers import PATIENCE_S, answering, free_port, serving, wait_until
@@ -223,12 +223,24 @@ def test_a_cluster_that_counts_its_datanode_as_dead_is_waited_for(
         put(source, "early", CONTENT)
         own_hdfs.kill("DataNode")
         wait_until(lambda: not own_hdfs.has_datanode(), "the NameNode to notice")
-        written = threads.submit(put, source, "late", CONTENT)
+        written = threads.submit(wait_until, lambda: is_put(source, "late"), "a write to be taken")
         read = threads.submit(source.read, "early", 0, len(CONTENT))
         own_hdfs.start("DataNode")
         written.result()
         assert read.result() == CONTENT
         assert source.read("late", 0, len(CONTENT)) == CONTENT
+
+
+def is_put(source: ModelSource, path: str) -> bool:
+    """Whether a write was taken. A DataNode that has just come back may report success and keep nothing: `write` says
+    how many bytes are missing.
+    """
+    try:
+        put(source, path, CONTENT)
+    except SourceError as error:
+        assert "bytes were written" in str(error)  # noqa: PT017  any other error is a fault
+        return False
+    return True
 
 
 def can_be_written(hdfs: Hdfs) -> bool:
