@@ -159,17 +159,19 @@ class HdfsSource(ModelSource):
                 raise
             # The DataNode of a writer that had died made the file after its state was read: append to it next time.
             raise _LeasedError(f"{self.name_of(path)}: another writer made the file") from None
-        return self._check_length(path, begin + sent.num_bytes)
+        return self._check_length(path, begin, begin + sent.num_bytes)
 
-    def _check_length(self, path: str, expected: int) -> _LeasedError | None:
+    def _check_length(self, path: str, begin: int, expected: int) -> _LeasedError | None:
         after = self.status(path)
         length = after["length"] if after else 0
         if length > expected:
             # The DataNode of a writer that had died closed the file, with more bytes in it, after its length was read.
             return _LeasedError(f"{self.name_of(path)}: another writer added {length - expected} bytes")
-        # A DataNode that reaches a quota, or has no room for another block, may report success.
+        # A DataNode that reaches a quota, or has no room for another block, may report success. So may one that has
+        # just come back: it keeps nothing, and takes the same bytes a moment later.
         if length < expected:
-            raise SourceError(
+            kind = UnavailableError if length == begin else SourceError
+            raise kind(
                 f"{self.name_of(path)}: {expected} bytes were written, {length} are there; the file system may be full"
                 " or its quota used up"
             )
