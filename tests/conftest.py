@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -113,6 +114,15 @@ def _order(item: pytest.Item) -> int:
         return 0
     waits = item.nodeid.startswith(_WAITING) or item.get_closest_marker("triton") or _group(item) == "hdfs"
     return 1 if waits else 2
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Tests of a GPU take turns with those of other processes that fill its memory."""
+    from tests.testing.full_device import shared_device
+
+    with shared_device() if item.get_closest_marker("gpu") else contextlib.nullcontext():
+        return (yield)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -37,15 +37,16 @@ def add_up(
 
     Args:
         rows: int64 [n], to which row a vector is added.
-        vectors: [n, dim]; of any number where there are
+        vectors: [n, dim]; of any number where there are sources.
         sources: int64 [n], which vector it is.
         factors: float32 [n], of each vector.
     """
     vectors = vectors.to(torch.float32).contiguous()
+    factors = None if factors is None else factors.to(torch.float32).contiguous()
     sums = vectors.new_zeros((num_rows, vectors.shape[1]))
     if _is_here(vectors):
         places = rows.numpy() if sources is None else sources.numpy()
-        scales = _NO_FACTORS if factors is None else factors.contiguous().numpy()
+        scales = _NO_FACTORS if factors is None else factors.numpy()
         of_bags = sources is not None
         compiled.add_up(_array(sums), rows.numpy(), _array(vectors), of_bags, places, scales)
         return sums

@@ -170,5 +170,7 @@ def _argument(value: Any) -> Any:
     if value is None:
         return ctypes.c_uint64(0)
     if isinstance(value, Tensor):
+        if not value.is_contiguous():
+            raise ValueError("the kernels take tensors without gaps; call contiguous() first")
         return ctypes.c_uint64(value.data_ptr())
     return ctypes.c_int64(value) if isinstance(value, int) else ctypes.c_float(value)
