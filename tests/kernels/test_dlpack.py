@@ -88,7 +88,7 @@ REFUSED = {
     "more rows": np.zeros((4, 2), np.float32),
     "empty rows": np.zeros((3, 0), np.float32),
     "too many dimensions": np.zeros((3,) + (1,) * MAX_RANK),
-    "too large": np.zeros((3, MAX_BYTES // 8), np.float32),
+    "too large": np.zeros((3, MAX_BYTES // 6 + 1), np.float32),
     "of a subclass": ROWS.view(Kind),
     "no array": [1.0, 2.0, 3.0],
 }

@@ -25,10 +25,12 @@ from inference_session.kernels.cpu.dlpack import ELEMENT, MANAGED_TENSOR, descri
 from inference_session.kernels.records import address_of
 from inference_session.platform.dlpack_layout import CPU, KINDS
 from inference_session.requests.outputs import JoinedAnswer
-from triton_backend.backend.tensors import read_array
+from triton_backend.backend.tensors import knows_numpy, read_array
 
-MAX_BYTES = 16 << 10
-"""The largest array: copying a larger one takes longer than the stub's constructor."""
+_MAX_BYTES = 16 << 10
+"""Of a tensor: to copy a larger one takes longer than the stub's constructor."""
+_ANY_SIZE = 1 << 40
+"""For stubs that do not know this NumPy: they copy the values of every tensor."""
 _ARRAY_TYPE = id(np.ndarray)
 _FIRST_TENSORS = 64
 
@@ -44,6 +46,7 @@ class OutputTensors:
     def __init__(self) -> None:
         self._from_dlpack = pb_utils.Tensor.from_dlpack
         self._elements = _elements()
+        self._max_bytes = _MAX_BYTES if knows_numpy() else _ANY_SIZE
         self._all_records: list[NDArray[np.void]] = []
         """Kept for good: tensors that were sent and not destroyed yet may still lead to any of them."""
         self._answers: list[JoinedAnswer] = []
@@ -76,7 +79,7 @@ class OutputTensors:
         records["shape_address"] = addresses + MANAGED_TENSOR.fields["shape"][1]  # type: ignore[index]
         # The stub renames a capsule, and takes it again by whatever name it has.
         capsules = [_new_capsule(address, _NAME, None) for address in addresses.tolist()]
-        describe = Arguments(_ARRAY_TYPE, MAX_BYTES, self._elements, records).bound_to(describe_rows)
+        describe = Arguments(_ARRAY_TYPE, self._max_bytes, self._elements, records).bound_to(describe_rows)
         self._all_records.append(records)
         # Both of them together: after a MemoryError, capsules still lead to the records that are written.
         self._describe, self._capsules = describe, capsules

@@ -54,7 +54,7 @@ def describe_rows(arguments: int, items: int, num_arrays: int, counts: Any, firs
     Args:
         arguments: address of Arguments:
             array_type: address of NumPy's type of arrays.
-            max_bytes: of one array.
+            max_bytes: of the rows of one request in one array, on average.
             elements: ELEMENT records of the types that are known.
             tensors: receives MANAGED_TENSOR records, request after request, whose other fields are set.
         items: address of a list of arrays, in each of which the rows of one request follow those of the other.
@@ -72,7 +72,7 @@ def describe_rows(arguments: int, items: int, num_arrays: int, counts: Any, firs
         if load(array + OBJECT_TYPE, np.int64, 0) != array_type:
             return False
         row_bytes, element = _row_bytes(array, total, elements), _element_of(array, elements)
-        if row_bytes <= 0 or total <= 0 or row_bytes > max_bytes // total:
+        if row_bytes <= 0 or total <= 0 or row_bytes > max_bytes * len(counts) // total:
             return False
         data = load(array + DATA, np.int64, 0)
         for r in range(len(counts)):
