@@ -22,12 +22,11 @@ from inference_session.device.discovery import open_devices
 from inference_session.device.host import vectors_at_line
 from inference_session.errors import (
     HotrowError,
-    InvalidRequestError,
     SessionClosedError,
     UnavailableError,
-    UnknownKeyError,
     UnsupportedModelError,
 )
+from inference_session.execution.fast_path import FastPath
 from inference_session.execution.model import open_model
 from inference_session.execution.network import Network, RunResult
 from inference_session.execution.replicas import Replica
@@ -35,7 +34,6 @@ from inference_session.execution.staged_model import Arrays
 from inference_session.execution.stages import Mark, unmarked
 from inference_session.execution.warm_up import MadeUpBatch, warm_up
 from inference_session.kernels.cpu import lookup as cpu
-from inference_session.kernels.records import Lookup
 from inference_session.model_spec import CANDIDATES
 from inference_session.requests.batch import CheckedRequest, JoinedBatch, Request
 from inference_session.requests.caller_arrays import (
@@ -51,7 +49,6 @@ from inference_session.requests.caller_arrays import (
 from inference_session.requests.canary import check_canary
 from inference_session.requests.grouped import GroupedRequests
 from inference_session.requests.outputs import Answer, JoinedAnswer
-from inference_session.requests.ranking_layout import contexts_apart, gives_one_context
 from inference_session.rows import fetch
 from inference_session.rows.dump import DumpReport, dump
 from inference_session.rows.hot_keys import HotKeys, HotKeysWriter, merged, read_hot_keys
@@ -127,15 +124,12 @@ class InferenceSession:
         # Others may read these four, but only a session calls what changes them.
         self.layout, self.rows, self.replicas, self.kept_contexts = open_model(version, config, devices)
         self._writer = self.rows[0].writer  # the same for all devices
-        self._input_names = tuple(tensor.name for tensor in spec.inputs)
         self._input_types = {tensor.name: np.dtype(tensor.dtype) for tensor in spec.inputs}
         if spec.ranking is not None:
             self._input_types[CANDIDATES] = np.dtype(np.int32)
-        self._stats = SessionStats(spec)
-        self._joins_requests, self._ranks = spec.joins_requests, spec.ranking is not None
         self._rejects_unknown = config.unknown_keys == "reject"
+        self._count_into(SessionStats(spec), None)  # until warmed up
         self._rows_before: RowStats | None = None
-        self._recorder: KeyRecorder | None = None
         self._hot_keys: HotKeysWriter | None = None
         self._updates: KafkaUpdateStream | None = None
         self._closed = False
@@ -200,13 +194,16 @@ class InferenceSession:
             InvalidRequestError: an input is missing, unknown or malformed, or an output unknown.
             UnknownKeyError, UnavailableError: as for `predict`.
         """
-        if answers := self._run_staged([Request(inputs, outputs)], unmarked):  # type: ignore[arg-type]  # it looks
+        if self._closed:
+            self._check_open()
+        if answers := self._fast_path.answer([Request(inputs, outputs)], unmarked):  # type: ignore[arg-type]  # it looks
             return answers[0]
         check_arguments(inputs, outputs)
         if any(map(is_on_gpu, inputs.values())):
-            return self._run_from_gpu(inputs, outputs)
-        arrays = {name: as_input(name, value, self._input_types.get(name)) for name, value in inputs.items()}
-        answer = self.run_many([Request(arrays, outputs)])[0]
+            answer = self._run_from_gpu(inputs, outputs)
+        else:
+            arrays = {name: as_input(name, value, self._input_types.get(name)) for name, value in inputs.items()}
+            answer = self.run_many([Request(arrays, outputs)])[0]
         if isinstance(answer, HotrowError):
             raise answer
         return answer
@@ -218,38 +215,27 @@ class InferenceSession:
         does not affect the others. `mark` is called at each stage, for traces.
         """
         self._check_open()
-        if answers := self._run_staged(requests, mark):
+        if answers := self._fast_path.answer(requests, mark):
             return [*answers]
-        grouped = GroupedRequests(requests, self.layout, may_join=self.spec.joins_requests)
-        for group in grouped:
-            try:
-                grouped.answer(group, self._answer(group.requests, mark))
-            except HotrowError as error:  # noqa: PERF203  no other group is affected
-                grouped.fail(group, error)
-        self._stats.count_requests(len(requests), grouped.num_failed)
-        return grouped.answers
+        return self._answer(GroupedRequests(requests, self.layout, may_join=self.spec.joins_requests), mark)
 
-    def _answer(self, requests: Sequence[CheckedRequest], mark: Mark = unmarked) -> list[Answer]:
-        """Answers of requests of equal shapes: on a device, or of no samples without one."""
-        if self.spec.batched and not any(request.num_samples for request in requests):
-            return [self.layout.outputs.of_no_samples(request.outputs) for request in requests]
-        try:
-            return self.replicas.run(lambda replica: self._answer_on(replica, requests, mark))
-        except UnknownKeyError:
-            raise
-        except InvalidRequestError:
-            # A divided network refuses some shapes that the whole one computes, such as those of an empty history.
-            repeated = self.layout.repeated(requests) if self.spec.is_divided else None
-            if repeated is None:
-                raise
-        return self.replicas.run(lambda replica: self._answer_on(replica, repeated, mark))
+    def _answer(self, requests: GroupedRequests, mark: Mark) -> list[Answer | HotrowError]:
+        """Compute the groups one after the other, each on the device that has the least to do."""
+        for group in requests:
+            try:
+                answers = self.replicas.run(lambda replica: self._answer_on(replica, group.requests, mark))  # noqa: B023
+                requests.answer(group, answers)
+            except HotrowError as error:  # noqa: PERF203  no other group is affected
+                requests.fail(group, error)
+        self._stats.count_requests(len(requests.answers), requests.num_failed)
+        return requests.answers
 
     def _answer_on(self, replica: Replica, requests: Sequence[CheckedRequest], mark: Mark) -> list[Answer]:
+        """The answers to requests of equal shapes, computed as one batch on a device."""
         mark("look-up")
         batch = self.layout.join(requests)
-        is_ranking = requests[0].num_candidates is not None
+        is_ranking, num_reused = requests[0].num_candidates is not None, 0
         network = replica.ranking if is_ranking else replica.network
-        num_reused = 0
         if self.kept_contexts is not None and is_ranking:
             num_reused = self._fill_in_contexts(self.kept_contexts, batch, requests)
             network = self.kept_contexts.candidates
@@ -259,16 +245,18 @@ class InferenceSession:
         return self.layout.split(batch.in_order(outputs), requests)
 
     def _run(self, network: Network, batch: JoinedBatch, wanted: Sequence[str], mark: Mark = unmarked) -> RunResult:
-        """Look-up, then network."""
+        """Look the keys of a batch up, and run a network over their vectors."""
         plan = network.plan(batch, wanted)
         with plan.held():
             lookup = plan.fill(batch)
             network.rows.look_up(lookup)
-            self._record_keys(lookup)
+            if self._recorder is not None:
+                self._recorder.record(lookup)
             mark("network")
             outputs = plan.run_network(batch)
             num_unknown = plan.num_unknown(lookup)
-        self._refuse_unknown(network, num_unknown)
+        if self._rejects_unknown:
+            network.refuse_unknown(num_unknown)
         self._stats.count_keys(network.tables, lookup.num_keys, num_unknown)
         return RunResult(outputs, num_unknown)
 
@@ -281,19 +269,6 @@ class InferenceSession:
             kept.add(wanted, missing, self._run(kept.contexts, missing, kept.values))
         kept.fill(batch, wanted)
         return num_known
-
-    def _refuse_unknown(self, network: Network, num_unknown: NDArray[np.int64]) -> None:
-        if self._rejects_unknown and num_unknown.any():
-            lookup = network.spec.lookups[int(np.flatnonzero(num_unknown)[0])]
-            table = self.spec.table_in(lookup.table)
-            raise UnknownKeyError(
-                f"unknown keys: {num_unknown.sum()}, the first of them in table {table.name!r}, which has "
-                f"{table.num_rows} rows; with the setting unknown_keys=default_vector they get default vectors"
-            )
-
-    def _record_keys(self, lookup: Lookup) -> None:
-        if self._recorder is not None:
-            self._recorder.record(lookup.segments, lookup.num_keys)
 
     def _count(self, requests: Sequence[CheckedRequest], num_reused: int) -> None:
         num_samples = sum(request.num_samples for request in requests)
@@ -316,115 +291,21 @@ class InferenceSession:
         Returns:
             None where the caller must use `run_many`, which takes any request, and says what is wrong with it.
         """
-        return self._run_parts(arrays, num_requests, outputs, mark, num_requests)
-
-    def _run_parts(
-        self, arrays: Arrays, num_parts: int, outputs: Collection[str] | None, mark: Mark, num_requests: int
-    ) -> JoinedAnswer | None:
-        """As `run_arrays`. The arrays are in `num_parts` parts: one for each request, or for each context of one."""
         if self._closed:
             self._check_open()
-        if num_parts > 1 and not self._joins_requests:
-            return None
-        replicas = self.replicas.all
-        try:
-            if len(replicas) == 1:
-                return self._run_parts_on(replicas[0], arrays, num_parts, outputs, mark, num_requests=num_requests)
-            # A lambda would move the arguments of every request into cells.
-            task = partial(
-                self._run_parts_on,
-                arrays=arrays,
-                num_parts=num_parts,
-                outputs=outputs,
-                mark=mark,
-                num_requests=num_requests,
-            )
-            return self.replicas.run(task)
-        except HotrowError:
-            return None
+        return self._fast_path.run(arrays, num_requests, outputs, mark, num_requests)
 
-    def _run_parts_on(
-        self,
-        replica: Replica,
-        arrays: Arrays,
-        num_parts: int,
-        outputs: Collection[str] | None,
-        mark: Mark,
-        *,
-        num_requests: int,
-    ) -> JoinedAnswer | None:
-        """As `_run_parts`, on a device; raises what the look-up and the network do."""
-        model = replica.staged
-        if model is None:
-            return None
-        mark("look-up")
-        staging = model.take()
-        try:
-            wanted = self.layout.outputs.wanted(outputs)
-            with staging.held:
-                batch = staging.fill(arrays, num_parts, wanted.computed)
-                if batch is None:
-                    return None
-                batch.look_up()
-                if self._recorder is not None:
-                    self._record_keys(batch.lookup)
-                mark("network")
-                results = batch.run.run()
-                if batch.places is not None:
-                    results = [array[batch.places] for array in results]
-                if self._rejects_unknown and batch.lookup.num_unknown.any():
-                    return None
-                counts = batch.counts.copy() if num_requests == num_parts else np.array([batch.num_samples])
-                self._stats.count_staged(batch.lookup, num_requests, batch.num_samples)
-                if self._ranks:
-                    self._stats.count_contexts(batch.num_contexts, batch.num_samples, 0)
-            mark("answer")
-            return self.layout.outputs.joined(results, wanted, counts)
-        finally:
-            model.give_back(staging)
-
-    def _run_staged(self, requests: Sequence[Request], mark: Mark) -> list[Answer] | None:
-        """As `run_arrays`, where all ask for the same outputs."""
-        arrays, num_parts = self._arrays_of(requests), len(requests)
-        if not arrays and len(requests) == 1 and self.spec.is_divided:
-            arrays = contexts_apart(self.spec, requests[0].inputs, self.layout.max_elements)
-            num_parts = len(arrays or ()) // len(self._input_names)
-        if not arrays:
-            return None
-        joined = self._run_parts(arrays, num_parts, requests[0].outputs, mark, len(requests))
-        return None if joined is None else joined.split()
-
-    def _arrays_of(self, requests: Sequence[Request]) -> Arrays | None:
-        """The argument of `run_arrays`; None where requests lack inputs, or ask for different outputs."""
-        arrays: Arrays = []
-        names = self._input_names
-        for request in requests:
-            if request.outputs != requests[0].outputs:
-                return None
-            try:
-                num_inputs = len(request.inputs)
-                if num_inputs != len(names) and not (
-                    self.spec.ranking and gives_one_context(self.spec, request.inputs)
-                ):
-                    return None
-                arrays.extend(map(request.inputs.__getitem__, names))
-            except (KeyError, TypeError, AttributeError):  # an input is absent, or the inputs are not by name
-                return None
-        return arrays
-
-    def _run_from_gpu(self, inputs: Mapping[str, ArrayLike], outputs: Sequence[str] | None) -> Answer:
+    def _run_from_gpu(self, inputs: Mapping[str, ArrayLike], outputs: Sequence[str] | None) -> Answer | HotrowError:
         """As `run`, for inputs of which some are on a GPU; they are not joined with other requests."""
         self._check_open()
         take = self.replicas.all[0].thread.device.given if self._reads_gpu_inputs else None
         try:
-            request = self.layout.check(Request(inputs_with_gpu(inputs, self._input_types, take), outputs))
-            # Such batches have separate plans: other batches of these shapes have places on the host.
-            answer = self._answer([request._replace(shapes=("on GPU", request.shapes))])[0]
+            arrays = inputs_with_gpu(inputs, self._input_types, take)
         except HotrowError:
             self._stats.count_requests(1, 1)
             raise
-        self._stats.count_requests(1, 0)
-        return answer
+        request = Request(arrays, outputs)
+        return self._answer(GroupedRequests([request], self.layout, may_join=False, on_gpu=True), unmarked)[0]
 
     @property
     def _reads_gpu_inputs(self) -> bool:
@@ -615,14 +496,20 @@ class InferenceSession:
             for _ in range(2 if replica.network.rows.is_launched else 1):
                 self._answer_on(replica, checked, unmarked)
             number, outputs = batch.num_requests, batch.request.outputs
-            if arrays := self._arrays_of([batch.request] * number):
+            if arrays := self._fast_path.arrays_of([batch.request] * number):
                 for _ in range(2):
-                    self._run_parts_on(replica, arrays, number, outputs, unmarked, num_requests=number)
+                    self._fast_path.run_on(replica, arrays, number, outputs, unmarked, num_requests=number)
+
+    def _count_into(self, stats: SessionStats, recorder: KeyRecorder | None) -> None:
+        """Count requests in `stats`, and record their keys."""
+        self._stats, self._recorder = stats, recorder
+        self._fast_path = FastPath(
+            self.spec, self.layout, self.replicas, stats, recorder=recorder, rejects_unknown=self._rejects_unknown
+        )
 
     def _start_counting(self) -> None:
         """From now on, requests are counted, make rows hot, and are recorded if a setting asks for it."""
-        self._recorder = create_key_recorder(self.version, self.config)
-        self._stats = SessionStats(self.spec)
+        self._count_into(SessionStats(self.spec), create_key_recorder(self.version, self.config))
         self._rows_before = self._all_stats()
         cache = self._rows_before.cache
         if self.config.state_dir and cache is not None and cache.capacity:

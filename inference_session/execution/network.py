@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.dense_engine import DenseEngine, OnnxEngine
-from inference_session.errors import ModelFormatError
+from inference_session.errors import ModelFormatError, UnknownKeyError
 from inference_session.execution.lookups import ModelLookups
 from inference_session.execution.plan import ExecutionPlan, ExecutionPlans
 from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT, SESSION_FILE, ModelSpec
@@ -61,6 +61,16 @@ class Network:
             results = self.keys.run({name: batch.array(name) for name in self.keys.input_names}, names)
             batch.add(dict(zip(names, results, strict=True)))
         return self._plans.of(batch, tuple(outputs))
+
+    def refuse_unknown(self, num_unknown: NDArray[np.int64]) -> None:
+        """UnknownKeyError if any of these numbers of unknown keys, one per look-up, is above 0."""
+        if num_unknown.any():
+            lookup = self.spec.lookups[int(np.flatnonzero(num_unknown)[0])]
+            table = self.spec.table_in(lookup.table)
+            raise UnknownKeyError(
+                f"unknown keys: {num_unknown.sum()}, the first of them in table {table.name!r}, which has "
+                f"{table.num_rows} rows; with the setting unknown_keys=default_vector they get default vectors"
+            )
 
     @property
     def may_record(self) -> bool:

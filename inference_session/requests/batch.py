@@ -154,6 +154,8 @@ class RequestLayout(ABC):
             network_inputs: what networks read, in addition to the vectors.
             max_elements: elements of one input of a request, at most.
         """
+        self.batched = spec.batched
+        """Whether the first dimension of inputs and outputs counts samples."""
         self.outputs = outputs
         self.max_elements = max_elements
         self.values: dict[str, str] = {}

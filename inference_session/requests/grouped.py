@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from inference_session.errors import HotrowError, InvalidRequestError
+from inference_session.errors import HotrowError, InvalidRequestError, UnknownKeyError
 from inference_session.requests.batch import CheckedRequest, Request, RequestLayout
 from inference_session.requests.caller_arrays import check_arguments
 from inference_session.requests.outputs import Answer
@@ -28,8 +28,20 @@ class GroupedRequests:
     its requests are tried again one by one, so that only the request at fault gets the error.
     """
 
-    def __init__(self, requests: Sequence[Request], layout: RequestLayout, *, may_join: bool) -> None:
+    def __init__(
+        self, requests: Sequence[Request], layout: RequestLayout, *, may_join: bool, on_gpu: bool = False
+    ) -> None:
+        """Check the requests, and group those that may be computed together.
+
+        Args:
+            requests: in the order of `answers`.
+            layout: of the model's requests.
+            may_join: whether requests of equal shapes share a group.
+            on_gpu: whether inputs are in a caller's memory on a GPU. Such batches have plans of their own, because
+                other batches of their shapes are copied from the host.
+        """
         self.answers: list[Answer | HotrowError] = [_UNANSWERED] * len(requests)
+        self._layout = layout
         groups: dict[Hashable, tuple[list[int], list[CheckedRequest]]] = {}
         for i, request in enumerate(requests):
             try:
@@ -37,6 +49,8 @@ class GroupedRequests:
             except HotrowError as error:
                 self.answers[i] = error
                 continue
+            if on_gpu:
+                checked = checked._replace(shapes=("on GPU", checked.shapes))
             positions, members = groups.setdefault(checked.shapes if may_join else i, ([], []))
             positions.append(i)
             members.append(checked)
@@ -48,8 +62,14 @@ class GroupedRequests:
         return sum(isinstance(answer, HotrowError) for answer in self.answers)
 
     def __iter__(self) -> Iterator[Group]:
+        """The groups that have to be computed, for `answer` or `fail`. Those without samples are answered here."""
         while self._waiting:
-            yield self._waiting.popleft()
+            group = self._waiting.popleft()
+            if not self._layout.batched or any(request.num_samples for request in group.requests):
+                yield group
+            else:
+                outputs = self._layout.outputs
+                self.answer(group, [outputs.of_no_samples(request.outputs) for request in group.requests])
 
     def answer(self, group: Group, answers: Sequence[Answer]) -> None:
         """The answers of a group, in the order of its requests."""
@@ -57,12 +77,21 @@ class GroupedRequests:
             self.answers[position] = answer
 
     def fail(self, group: Group, error: HotrowError) -> None:
-        """Note that a group failed; its requests may be answered one by one."""
-        if len(group.requests) == 1:
+        """Note that a group failed: it is tried again in another form if there is one, else request by request."""
+        if (whole := self._for_whole_network(group, error)) is not None:
+            self._waiting.appendleft(whole)
+        elif len(group.requests) == 1:
             self.answers[group.positions[0]] = error
-            return
-        pairs = zip(group.positions, group.requests, strict=True)
-        self._waiting.extendleft(reversed([Group([position], [request]) for position, request in pairs]))
+        else:
+            pairs = zip(group.positions, group.requests, strict=True)
+            self._waiting.extendleft(reversed([Group([position], [request]) for position, request in pairs]))
+
+    def _for_whole_network(self, group: Group, error: HotrowError) -> Group | None:
+        """A divided network refuses some shapes that the whole one computes, such as those of an empty history."""
+        if isinstance(error, UnknownKeyError) or not isinstance(error, InvalidRequestError):
+            return None
+        requests = self._layout.repeated(group.requests)
+        return None if requests is None else Group(group.positions, requests)
 
 
 def _checked(request: Request, layout: RequestLayout) -> CheckedRequest:

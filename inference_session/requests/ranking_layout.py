@@ -88,7 +88,9 @@ class RankingLayout(TensorLayout):
         return batch
 
     def repeated(self, requests: Sequence[CheckedRequest]) -> list[CheckedRequest] | None:
-        """See RequestLayout."""
+        """See RequestLayout. None also where a network that is not divided has got them in this form."""
+        if not self._is_divided:
+            return None
         found = []
         for request in requests:
             if request.num_candidates is None:

@@ -39,7 +39,6 @@ class TensorLayout(RequestLayout):
     def __init__(self, spec: ModelSpec, outputs: Outputs, *, network_inputs: frozenset[str], max_elements: int) -> None:
         """See RequestLayout."""
         super().__init__(spec, outputs, network_inputs=network_inputs, max_elements=max_elements)
-        self._batched = spec.batched
         self._equal_sizes = spec.equal_sizes
         self.ragged = _ragged_inputs(spec, network_inputs)
         """Inputs whose last dimension may differ between the requests of one batch."""
@@ -74,7 +73,7 @@ class TensorLayout(RequestLayout):
             for axis, size in expected.fixed:
                 if shape[axis] != size:
                     self._explain_shape(expected, array)
-            if self._batched:
+            if self.batched:
                 if shape[0] != counts[expected.context]:
                     if counts[expected.context] >= 0:
                         self._explain_samples(expected, array, counts[expected.context])
@@ -101,7 +100,7 @@ class TensorLayout(RequestLayout):
     def _zeros(self, expected: _ExpectedTensor, num_samples: int) -> NDArray[Any]:
         fixed = dict(expected.fixed)
         shape = [fixed.get(axis, 1) for axis in range(expected.rank)]
-        if self._batched:
+        if self.batched:
             shape[0] = num_samples
         if expected.dtype == object:
             return np.full(shape, "", object)

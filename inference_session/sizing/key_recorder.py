@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from inference_session.config import SessionConfig
 from inference_session.errors import ConfigurationError, TraceFormatError
 from inference_session.kernels.cpu.keys import copy_keys
-from inference_session.kernels.records import SEGMENT
+from inference_session.kernels.records import SEGMENT, Lookup
 from inference_session.model_spec import is_folder_name
 from inference_session.sizing.key_sample import sampled_keys
 from inference_session.sizing.trace_file import TracePart, read_trace
@@ -71,8 +71,9 @@ class KeyRecorder:
         self._thread = threading.Thread(target=self._work, name="hotrow-key-recorder", daemon=True)
         self._thread.start()
 
-    def record(self, segments: NDArray[np.void], num_keys: NDArray[np.int64]) -> None:
-        """Note the keys of SEGMENT records, this many each, whose addresses are valid until this returns."""
+    def record(self, lookup: Lookup) -> None:
+        """Note the keys of a look-up."""
+        segments, num_keys = lookup.segments, lookup.num_keys
         num_all = int(num_keys.sum())
         with self._lock:
             if self._waiting_bytes + num_all * _KEY_BYTES > _MAX_WAITING_BYTES:

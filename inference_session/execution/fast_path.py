@@ -1,0 +1,153 @@
+"""The fast path: requests whose arrays match the model's inputs exactly are answered without Python per input or table.
+
+Compiled code reads and checks the arrays: staged_model.py on the processor, gathered_model.py on a GPU. It takes no
+other requests. They go through `InferenceSession.run_many`, which also says what is wrong with a malformed one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from inference_session.errors import HotrowError
+from inference_session.execution.replicas import Replica, Replicas
+from inference_session.execution.staged_model import Arrays
+from inference_session.execution.stages import Mark
+from inference_session.model_spec import ModelSpec
+from inference_session.requests.batch import Request, RequestLayout
+from inference_session.requests.outputs import Answer, JoinedAnswer
+from inference_session.requests.ranking_layout import contexts_apart, gives_one_context
+from inference_session.stats import SessionStats
+
+if TYPE_CHECKING:
+    from inference_session.sizing.key_recorder import KeyRecorder
+
+
+class FastPath:
+    """Answers such requests of one session, and counts them. Safe to use from several threads.
+
+    Its methods return None where a request has to go through `run_many`. Nothing has been counted then.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layout: RequestLayout,
+        replicas: Replicas,
+        stats: SessionStats,
+        *,
+        recorder: KeyRecorder | None,
+        rejects_unknown: bool,
+    ) -> None:
+        """Answer on these devices.
+
+        Args:
+            spec: the model.
+            layout: of its requests.
+            replicas: the model on each device.
+            stats: where requests are counted.
+            recorder: gets the keys that are looked up; None: nobody asked for them.
+            rejects_unknown: whether unknown keys are an error, which `run_many` raises.
+        """
+        self._spec, self._layout, self._replicas, self._stats = spec, layout, replicas, stats
+        self._recorder, self._rejects_unknown = recorder, rejects_unknown
+        self._joins_requests, self._ranks = spec.joins_requests, spec.ranking is not None
+        self._input_names = tuple(tensor.name for tensor in spec.inputs)
+
+    def answer(self, requests: Sequence[Request], mark: Mark) -> list[Answer] | None:
+        """The answers to requests that all ask for the same outputs."""
+        arrays, num_parts = self.arrays_of(requests), len(requests)
+        if not arrays and len(requests) == 1 and self._spec.is_divided:
+            arrays = contexts_apart(self._spec, requests[0].inputs, self._layout.max_elements)
+            num_parts = len(arrays or ()) // len(self._input_names)
+        if not arrays:
+            return None
+        joined = self.run(arrays, num_parts, requests[0].outputs, mark, len(requests))
+        return None if joined is None else joined.split()
+
+    def arrays_of(self, requests: Sequence[Request]) -> Arrays | None:
+        """The arrays of these requests, as `run` takes them; None also where they ask for different outputs."""
+        arrays: Arrays = []
+        names = self._input_names
+        for request in requests:
+            if request.outputs != requests[0].outputs:
+                return None
+            try:
+                num_inputs = len(request.inputs)
+                if num_inputs != len(names) and not (
+                    self._spec.ranking and gives_one_context(self._spec, request.inputs)
+                ):
+                    return None
+                arrays.extend(map(request.inputs.__getitem__, names))
+            except (KeyError, TypeError, AttributeError):  # an input is absent, or the inputs are not by name
+                return None
+        return arrays
+
+    def run(
+        self, arrays: Arrays, num_parts: int, outputs: Collection[str] | None, mark: Mark, num_requests: int
+    ) -> JoinedAnswer | None:
+        """See InferenceSession.run_arrays.
+
+        The arrays are in `num_parts` parts: one for each request, or for each context of the only request.
+        """
+        if num_parts > 1 and not self._joins_requests:
+            return None
+        replicas = self._replicas.all
+        try:
+            if len(replicas) == 1:
+                return self.run_on(replicas[0], arrays, num_parts, outputs, mark, num_requests=num_requests)
+            # A lambda would move the arguments of every request into cells.
+            task = partial(
+                self.run_on,
+                arrays=arrays,
+                num_parts=num_parts,
+                outputs=outputs,
+                mark=mark,
+                num_requests=num_requests,
+            )
+            return self._replicas.run(task)
+        except HotrowError:
+            return None
+
+    def run_on(
+        self,
+        replica: Replica,
+        arrays: Arrays,
+        num_parts: int,
+        outputs: Collection[str] | None,
+        mark: Mark,
+        *,
+        num_requests: int,
+    ) -> JoinedAnswer | None:
+        """As `run`, on one device; raises what the look-up and the network raise."""
+        model = replica.staged
+        if model is None:
+            return None
+        mark("look-up")
+        staging = model.take()
+        try:
+            wanted = self._layout.outputs.wanted(outputs)
+            with staging.held:
+                batch = staging.fill(arrays, num_parts, wanted.computed)
+                if batch is None:
+                    return None
+                batch.look_up()
+                if self._recorder is not None:
+                    self._recorder.record(batch.lookup)
+                mark("network")
+                results = batch.run.run()
+                if batch.places is not None:
+                    results = [array[batch.places] for array in results]
+                if self._rejects_unknown and batch.lookup.num_unknown.any():
+                    return None
+                counts = batch.counts.copy() if num_requests == num_parts else np.array([batch.num_samples])
+                self._stats.count_staged(batch.lookup, num_requests, batch.num_samples)
+                if self._ranks:
+                    self._stats.count_contexts(batch.num_contexts, batch.num_samples, 0)
+            mark("answer")
+            return self._layout.outputs.joined(results, wanted, counts)
+        finally:
+            model.give_back(staging)
