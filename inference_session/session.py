@@ -32,6 +32,7 @@ from inference_session.execution.network import Network, RunResult
 from inference_session.execution.replicas import Replica
 from inference_session.execution.staged_model import Arrays
 from inference_session.execution.stages import Mark, unmarked
+from inference_session.execution.upkeep import Upkeep
 from inference_session.execution.warm_up import MadeUpBatch, warm_up
 from inference_session.kernels.cpu import lookup as cpu
 from inference_session.model_spec import CANDIDATES
@@ -51,16 +52,13 @@ from inference_session.requests.grouped import GroupedRequests
 from inference_session.requests.outputs import Answer, JoinedAnswer
 from inference_session.rows import fetch
 from inference_session.rows.dump import DumpReport, dump
-from inference_session.rows.hot_keys import HotKeys, HotKeysWriter, merged, read_hot_keys
 from inference_session.rows.stats import RowStats
-from inference_session.sizing.key_recorder import KeyRecorder, create_key_recorder
 from inference_session.stats import SessionCounts, SessionStats
 from inference_session.version_directory.version import VersionDirectory
 
 if TYPE_CHECKING:
     from inference_session.execution.kept_contexts import KeptContexts
-    from inference_session.update_stream.kafka_stream import KafkaUpdateStream
-    from inference_session.update_stream.positions import AppliedPartitions
+    from inference_session.sizing.key_recorder import KeyRecorder
     from inference_session.update_stream.stream_stats import StreamSnapshot
 
 _KEYS_AT_ONCE = 1 << 16
@@ -108,8 +106,8 @@ class InferenceSession:
         with session._closed_on_error():
             if config.canary_requests:
                 check_canary(session.run, version.model_file(config.canary_requests), config.canary_tolerance)
-            session._start_counting()
-            session._follow_updates()
+            session._begin_counting()
+            session.upkeep.follow_updates()
         session._stats.load_s = time.perf_counter() - begin
         return session
 
@@ -130,8 +128,8 @@ class InferenceSession:
         self._rejects_unknown = config.unknown_keys == "reject"
         self._count_into(SessionStats(spec), None)  # until warmed up
         self._rows_before: RowStats | None = None
-        self._hot_keys: HotKeysWriter | None = None
-        self._updates: KafkaUpdateStream | None = None
+        self.upkeep = Upkeep(version, config, self.rows)
+        """What goes on besides requests."""
         self._closed = False
 
     @property
@@ -371,14 +369,6 @@ class InferenceSession:
         self._check_open()
         self._writer.refresh()
 
-    def save_hot_keys(self) -> None:
-        """Let the next session of the model, in any process, start with the rows that are hot here now.
-
-        Without a cache over stores, or without `state_dir`, this does nothing. Sessions also do it every few seconds.
-        """
-        if self._hot_keys is not None:
-            self._hot_keys.write()
-
     def dump(self, target: str | Path, progress: Callable[[int], None] | None = None) -> DumpReport:
         """Write all rows as they are served, updates applied, into a new folder. Updates wait until it is complete.
 
@@ -402,34 +392,8 @@ class InferenceSession:
 
     def snapshot(self) -> SessionSnapshot:
         """The same as `stats`, as objects."""
-        updates = None if self._updates is None else self._updates.stats()
-        return SessionSnapshot(self._stats.snapshot(), self._row_stats(), updates)
-
-    @property
-    def shares_rows(self) -> bool:
-        """Whether other sessions see what its update stream writes, without one session being responsible for it."""
-        return self._updates is not None and self.config.has_store and not self._writer.is_durable
-
-    @contextlib.contextmanager
-    def updates_held(self) -> Iterator[AppliedPartitions]:
-        """Pause the update stream until the context ends; yields how far it is applied."""
-        if self._updates is None:
-            yield {}
-        else:
-            with self._updates.held() as applied:
-                yield applied
-
-    def catch_up_with(self, applied: AppliedPartitions) -> None:
-        """Wait until this session has applied what another session has applied.
-
-        Raises:
-            UnavailableError: it has not applied them within `catch_up_s`.
-        """
-        if self._updates is not None and not self._updates.wait_until_applied(applied, self.config.catch_up_s):
-            raise UnavailableError(
-                f"{self!r} has not applied within catch_up_s={self.config.catch_up_s:g} the updates that are served"
-                f" now ({self._updates.stats().failure or 'a larger catch_up_s allows more'})"
-            )
+        rows = self._row_stats() if self._rows_before is None else self._row_stats().after(self._rows_before)
+        return SessionSnapshot(self._stats.snapshot(), rows, self.upkeep.update_stats())
 
     def close(self) -> None:
         """Stop answering: later requests and changes raise SessionClosedError. May be called twice.
@@ -438,16 +402,10 @@ class InferenceSession:
         """
         if not self._closed:
             self._closed = True
-            if self._updates is not None:
-                self._updates.close()
-            if self._hot_keys is not None:
-                self._hot_keys.close()
-                self._hot_keys = None  # it refers to us: only the garbage collector would free the memory
+            self.upkeep.close()
             for rows in self.rows:
                 rows.close()
             self.replicas.close()
-            if self._recorder is not None:
-                self._recorder.close()
 
     def __enter__(self) -> InferenceSession:
         return self
@@ -480,7 +438,7 @@ class InferenceSession:
     def _warm_up(self) -> None:
         """Prepare everything that the first requests need: the network, its memory, the hot rows."""
         seconds = self.config.warm_up_s / len(self.replicas.all)
-        hot_keys = read_hot_keys(self._hot_keys_file) if seconds and self.config.state_dir else {}
+        hot_keys = self.upkeep.read_hot_keys() if seconds else {}
         for replica in self.replicas.all:  # one by one, as only one may record
             answer = partial(self._answer_made_up, replica)
             replica.thread.run(partial(warm_up, replica, self.layout, hot_keys, seconds, answer))
@@ -507,51 +465,16 @@ class InferenceSession:
             self.spec, self.layout, self.replicas, stats, recorder=recorder, rejects_unknown=self._rejects_unknown
         )
 
-    def _start_counting(self) -> None:
+    def _begin_counting(self) -> None:
         """From now on, requests are counted, make rows hot, and are recorded if a setting asks for it."""
-        self._count_into(SessionStats(self.spec), create_key_recorder(self.version, self.config))
-        self._rows_before = self._all_stats()
-        cache = self._rows_before.cache
-        if self.config.state_dir and cache is not None and cache.capacity:
-            self._hot_keys = HotKeysWriter(self._hot_keys_file, self._hot_keys_now, self._num_lookups)
-
-    def _follow_updates(self) -> None:
-        """Apply changes from now on, and those published before that have not been applied."""
-        if self.config.update_stream is None:
-            return
-        from inference_session.update_stream.kafka_stream import KafkaUpdateStream
-
-        self._updates = KafkaUpdateStream(
-            self.config.update_stream,
-            self.version.model,
-            self.version.version,
-            self.spec.tables,
-            self._writer,
-            topic_filter=self.config.update_filter,
-            since=self.config.update_since,
-            allow_non_finite=self.config.non_finite_updates == "apply",
-        )
-        self._updates.wait_until_current(self.config.catch_up_s)
-
-    @property
-    def _hot_keys_file(self) -> Path:
-        return self.version.state_file(self.config.state_dir, "hot_keys")
+        stats = SessionStats(self.spec)
+        self._rows_before = self._row_stats()
+        self.upkeep.begin(stats)
+        self._count_into(stats, self.upkeep.recorder)
 
     def _row_stats(self) -> RowStats:
-        """The counters of the rows since the session began to serve."""
-        stats = self._all_stats()
-        return stats if self._rows_before is None else stats.after(self._rows_before)
-
-    def _all_stats(self) -> RowStats:
-        """The counters of the rows on all devices."""
+        """The counters of the rows on all devices, warm-up included."""
         return RowStats.on_devices([rows.stats() for rows in dict.fromkeys(self.rows)])
-
-    def _hot_keys_now(self) -> HotKeys:
-        """Which cached rows are hot on any device."""
-        return merged([rows.hot_keys() for rows in dict.fromkeys(self.rows)])
-
-    def _num_lookups(self) -> int:
-        return sum(table.lookup_keys for table in self._stats.snapshot().tables.values())
 
 
 @dataclass(frozen=True)

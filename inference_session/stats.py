@@ -130,6 +130,11 @@ class SessionStats:
             self._candidates += num_candidates
             self._contexts_reused += num_reused
 
+    def num_looked_up(self) -> int:
+        """Keys of all look-ups so far."""
+        with self._lock:
+            return int(self._num_keys.sum())
+
     def snapshot(self) -> SessionCounts:
         """All counters at one moment."""
         with self._lock:

@@ -36,7 +36,7 @@ LIBRARY = {
     " tables version_directory",
     "sizing": "config device embedding_cache errors kernels model_spec tables version_directory",
     "execution": "config dense_engine device embedding_cache errors kernels model_spec parameter_server platform"
-    " requests rows sizing stats tables version_directory",
+    " requests rows sizing stats tables update_stream version_directory",
     "importers": "config dense_engine errors kernels model_source model_spec platform requests tables"
     " version_directory",
     "session": "config dense_engine device errors execution kernels model_spec requests rows sizing stats update_stream"

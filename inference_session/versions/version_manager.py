@@ -150,16 +150,16 @@ class VersionManager:
         """Load the content that may replace the old one, with all updates that the old one answers. The old one applies
         no more updates from some moment until `held` is closed, so that no row is answered older than before.
         """
-        old.save_hot_keys()
-        if old.shares_rows:  # it must not overwrite the new content's rows with older ones
-            held.enter_context(old.updates_held())
+        old.upkeep.save_hot_keys()
+        if old.upkeep.shares_rows:  # it must not overwrite the new content's rows with older ones
+            held.enter_context(old.upkeep.updates_held())
         session, served = self._load()
         with _closed_on_error(session):
             check_same(self.spec, session.spec)
             if session.config.has_store:
                 _check_same_tables(self._served, served)
             else:
-                session.catch_up_with(held.enter_context(old.updates_held()))
+                session.upkeep.catch_up_with(held.enter_context(old.upkeep.updates_held()))
         return session, served
 
     def _load(self) -> tuple[InferenceSession, tuple[FileEntry, ...]]:

@@ -71,7 +71,7 @@ def test_another_version_starts_with_the_rows_of_this_one(stored: tuple[Path, di
     push(directory.with_name("2"), settings["persistent_store"])
     with InferenceSession.open(directory, **settings) as session:
         ask(session)
-        session.save_hot_keys()
+        session.upkeep.save_hot_keys()
         with InferenceSession.open(directory.with_name("2"), **settings) as new:
             inputs = small_model.random_inputs(40, np.random.default_rng(0))
             found = new.predict(inputs)
@@ -130,7 +130,7 @@ def test_a_folder_that_cannot_be_written_is_said_once(
     with InferenceSession.open(directory, **{**settings, "state_dir": str(tmp_path / "file")}) as session:
         for seed in range(3):
             ask(session, seed)
-            session.save_hot_keys()
+            session.upkeep.save_hot_keys()
 
     assert caplog.text.count("hot keys could not be saved") == 1
 

@@ -18,9 +18,11 @@ import pytest
 
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, UnavailableError
+from inference_session.execution.upkeep import Upkeep
 from inference_session.model_spec import TABLES_FOLDER
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
+from inference_session.rows import fetch
 from inference_session.update_stream import Publisher, kafka_stream, update_applier
 from inference_session.update_stream.encodings import encode_batch
 from inference_session.versions import VersionManager
@@ -388,8 +390,8 @@ def test_updates_that_are_held_wait(broker: Broker, small: SmallVersion) -> None
         publisher.publish("user.weight", [3], vectors(1))
         for each in (session, other):
             await_rows(each, "user.weight", [3], 1)
-        with session.updates_held() as applied:
-            other.catch_up_with(applied)
+        with session.upkeep.updates_held() as applied:
+            other.upkeep.catch_up_with(applied)
             publisher.publish("user.weight", [3], vectors(2))
             await_rows(other, "user.weight", [3], 2)
             np.testing.assert_array_equal(session.lookup("user.weight", [3]), vectors(1))
@@ -412,7 +414,7 @@ def test_a_session_that_ends_while_it_is_held_writes_nothing_more(
             publisher.publish("user.weight", [3], vectors(1))
             for each in (old, new):
                 wait_until(lambda e=each: e.stats()["updates"]["updated_rows"] == 1, "the row to be applied")  # type: ignore[misc]
-            with old.updates_held():
+            with old.upkeep.updates_held():
                 for value in range(2, 10):
                     publisher.publish("user.weight", [3], vectors(value))
                 await_rows(new, "user.weight", [3], 9)
@@ -440,7 +442,7 @@ def test_a_session_that_is_held_does_not_write_what_a_store_has_refused(
             network.set(Network.CUT)
             publisher.publish("user.weight", [3], vectors(2))
             wait_until(lambda: old.stats()["updates"]["failure"] is not None, "the outage to be noticed")
-            with old.updates_held():
+            with old.upkeep.updates_held():
                 publisher.publish("user.weight", [3], vectors(3))
                 await_rows(new, "user.weight", [3], 3)
                 network.set(Network.GOOD)
@@ -465,21 +467,22 @@ def test_hot_rows_that_were_read_before_the_note_are_read_again(
     ):
         publisher.publish("user.weight", [3], vectors(1))
         await_rows(writer, "user.weight", [3], 1)
-        writer.save_hot_keys()
-        follow = InferenceSession._follow_updates
+        writer.upkeep.save_hot_keys()
+        follow = Upkeep.follow_updates
 
         def is_noted() -> bool:
             with create_store(database, Namespace(small.model, "1"), DIMS) as store:
                 return '": 2' in (store.note("user_weight") or "")  # the offset after both messages
 
-        def follow_later(session: InferenceSession) -> None:
-            np.testing.assert_array_equal(session.lookup("user.weight", [3]), vectors(1))
+        def follow_later(upkeep: Upkeep) -> None:
+            answered = fetch(upkeep.rows[0], 0, np.array([3]), np.empty((1, 4), np.float32))
+            np.testing.assert_array_equal(answered, vectors(1))
             publisher.publish("user.weight", [3], vectors(2))
             publisher.flush()
             wait_until(is_noted, "the update to be noted")
-            follow(session)
+            follow(upkeep)
 
-        monkeypatch.setattr(InferenceSession, "_follow_updates", follow_later)
+        monkeypatch.setattr(Upkeep, "follow_updates", follow_later)
         with InferenceSession.open(small.directory, **settings) as reader:
             await_rows(reader, "user.weight", [3], 2)
 

@@ -247,8 +247,8 @@ def test_a_session_that_has_not_seen_a_topic_does_not_take_over(
         await_rows(session, "user.weight", np.arange(NUM_OLD), values(100, NUM_OLD))
         create, answers = kafka_stream.create_consumer, ["unlisted"] * 5
         monkeypatch.setattr(kafka_stream, "create_consumer", lambda *args: Unsteady(create(*args), answers))
-        with InferenceSession.open(small.directory, **settings) as other, session.updates_held() as applied:
-            other.catch_up_with(applied)
+        with InferenceSession.open(small.directory, **settings) as other, session.upkeep.updates_held() as applied:
+            other.upkeep.catch_up_with(applied)
             np.testing.assert_array_equal(
                 other.lookup("user.weight", np.arange(NUM_OLD))[:, 0], values(100, NUM_OLD)[:, 0]
             )
