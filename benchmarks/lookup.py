@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from inference_session.device.host import vectors_at_line
 from inference_session.kernels.cpu import lookup as cpu
 from inference_session.kernels.cpu.intrinsics import kernel, load, prefetch, store
-from inference_session.kernels.records import SEGMENT, TABLE
+from inference_session.kernels.records import SEGMENT, TABLE, VectorCode
 from inference_session.model_spec import TableSpec
 from inference_session.tables.table_file import TableFile, write_table
 from inference_session.tables.table_index import build_index
@@ -72,7 +72,8 @@ def report(name: str, ours: list[float], ceiling: list[float], keys: int, goal: 
 
 def segment(keys: Rows, out: Floats, table: int = 0) -> tuple[int, ...]:
     """The record of a flat list of keys."""
-    return (table, keys.ctypes.data, 8, keys.itemsize, 8, len(keys), 1, 0, 0, 0, 0, out.ctypes.data, out.strides[0])
+    keys_as_rows = keys.ctypes.data, 8, keys.itemsize, 8, len(keys), 1
+    return (table, *keys_as_rows, 0, 0, 0, 0, out.ctypes.data, out.strides[0], int(VectorCode.FLOAT32))
 
 
 def lookup(tables: NDArray[np.void], segments: NDArray[np.void], num_threads: int = 1) -> int:
