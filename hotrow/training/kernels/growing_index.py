@@ -14,7 +14,7 @@ from inference_session.kernels.cpu.hash_index import (
     home_bucket,
     insert_rows,
 )
-from inference_session.kernels.cpu.intrinsics import kernel, prefetch_near, store
+from inference_session.kernels.cpu.intrinsics import kernel, prefetch, store
 
 _AHEAD = 24
 """Keys between the one whose bucket is prefetched and the one whose row is, and from there to its search."""
@@ -73,8 +73,8 @@ def _ask_ahead(index: int, num_buckets: int, table_keys: int, num_rows: int, key
     """Prefetch the bucket of a later key, and the row's key of a nearer one."""
     later, sooner = i + 2 * _AHEAD, i + _AHEAD
     if later < len(keys):
-        prefetch_near(index + BUCKET_BYTES * home_bucket(hash_key(keys[later]), num_buckets))
+        prefetch(index + BUCKET_BYTES * home_bucket(hash_key(keys[later]), num_buckets))
     if sooner < len(keys):
         row = candidate_row(index, num_buckets, num_rows, hash_key(keys[sooner]))
         if row >= 0:
-            prefetch_near(table_keys + 8 * row)
+            prefetch(table_keys + 8 * row)

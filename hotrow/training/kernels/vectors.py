@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from inference_session.kernels.cpu.intrinsics import kernel, load, store
-from inference_session.kernels.cpu.vectors import copy_vector, prefetch_vector_near
+from inference_session.kernels.cpu.vectors import copy_vector, prefetch_vector
 from inference_session.kernels.records import VectorCode
 
 _FLOAT32 = int(VectorCode.FLOAT32)
@@ -25,7 +25,7 @@ def gather(table: Any, rows: Any, output: Any) -> None:
     row_bytes = 4 * dim
     for i in range(len(rows)):
         if i + _AHEAD < len(rows):
-            prefetch_vector_near(source + rows[i + _AHEAD] * row_bytes, row_bytes)
+            prefetch_vector(source + rows[i + _AHEAD] * row_bytes, row_bytes)
         copy_vector(target + i * row_bytes, source + rows[i] * row_bytes, _FLOAT32, dim)
 
 
@@ -50,7 +50,7 @@ def add_up(sums: Any, rows: Any, vectors: Any, has_sources: bool, sources: Any, 
     row_bytes = 4 * dim
     for i in range(len(rows)):
         if i + _AHEAD < len(rows):
-            prefetch_vector_near(totals + rows[i + _AHEAD] * row_bytes, row_bytes)
+            prefetch_vector(totals + rows[i + _AHEAD] * row_bytes, row_bytes)
         total = totals + rows[i] * row_bytes
         vector = added + (sources[i] if has_sources else i) * row_bytes
         if len(factors) == 0:

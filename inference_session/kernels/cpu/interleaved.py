@@ -19,15 +19,15 @@ from inference_session.kernels.cpu.hash_index import (
     hash_key,
     home_bucket,
 )
-from inference_session.kernels.cpu.intrinsics import kernel, load, prefetch_near
+from inference_session.kernels.cpu.intrinsics import kernel, load, prefetch
 from inference_session.kernels.cpu.rows import load_key, mark_hit, row_of, row_of_number
 from inference_session.kernels.cpu.stream import MIN_STREAM_KEYS
-from inference_session.kernels.cpu.vectors import copy_floats, copy_vector, prefetch_vector_near
+from inference_session.kernels.cpu.vectors import copy_floats, copy_vector, prefetch_vector
 from inference_session.kernels.records import PoolingCode, VectorCode
 
 MAX_CELLS = 512
 """Keys of one row, at most; of more, each segment is looked up by itself."""
-_TILE_BYTES, _MIN_TILE, _MAX_TILE = 24 << 10, 16, 512
+_TILE_BYTES, _MIN_TILE, _MAX_TILE = 32 << 10, 16, 512
 """What is asked for in one go: bytes of vectors, and the least and the largest number of keys."""
 _ENOUGH_KEYS = 512
 """Segments with at most this many keys are looked up together; with more, a tile would have fewer rows."""
@@ -209,7 +209,7 @@ def _ask_for_vectors(cell: Any, first: int, last: int, key_bytes: int) -> None:
     for r in range(first, last):
         row = row_of_number(load_key(keys_address + r * row_stride, key_bytes), num_rows)
         if row >= 0:
-            prefetch_vector_near(vectors_address + row * row_bytes, row_bytes)
+            prefetch_vector(vectors_address + row * row_bytes, row_bytes)
 
 
 @kernel
@@ -260,7 +260,7 @@ def _ask_for_buckets(cell: Any, first: int, last: int, ring: Any, c: int, num_ce
     for r in range(first, last):
         hashed = hash_key(_key(cell, r))
         ring[(r * num_cells + c) & (_ENTRIES - 1)] = np.int64(hashed)
-        prefetch_near(index_address + BUCKET_BYTES * home_bucket(hashed, num_buckets))
+        prefetch(index_address + BUCKET_BYTES * home_bucket(hashed, num_buckets))
 
 
 @kernel
@@ -278,10 +278,10 @@ def _ask_for_row(tables: Any, cell: Any, r: int, ring: Any, at: int) -> None:
     row = candidate_row(cell.index_address, cell.num_buckets, cell.num_rows, hashed)
     ring[_ENTRIES + (at & (_ENTRIES - 1))] = row
     if row >= 0:
-        prefetch_near(cell.table_keys_address + 8 * row)
-        prefetch_vector_near(cell.vectors_address + row * cell.row_bytes, cell.row_bytes)
+        prefetch(cell.table_keys_address + 8 * row)
+        prefetch_vector(cell.vectors_address + row * cell.row_bytes, cell.row_bytes)
         if cell.marks_address != 0:
-            prefetch_near(cell.marks_address + row)
+            prefetch(cell.marks_address + row)
     elif cell.next_table >= 0:
         _ask_further(tables[cell.next_table], _key(cell, r))
 
@@ -290,11 +290,11 @@ def _ask_for_row(tables: Any, cell: Any, r: int, ring: Any, at: int) -> None:
 def _ask_further(table: Any, key: int) -> None:
     """Ask for what the next table of a chain has of the key, or for its bucket."""
     if table.index_address != 0:
-        prefetch_near(table.index_address + BUCKET_BYTES * home_bucket(hash_key(key), table.num_buckets))
+        prefetch(table.index_address + BUCKET_BYTES * home_bucket(hash_key(key), table.num_buckets))
         return
     row = row_of_number(key, table.num_rows)
     if row >= 0:
-        prefetch_vector_near(table.vectors_address + row * table.row_bytes, table.row_bytes)
+        prefetch_vector(table.vectors_address + row * table.row_bytes, table.row_bytes)
 
 
 @kernel

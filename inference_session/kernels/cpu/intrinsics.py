@@ -89,31 +89,25 @@ def store(_context: Any, _address: Any, kind: Any, _index: Any, _value: Any) -> 
     return types.none(types.int64, kind, types.int64, kind.dtype), build
 
 
-def _prefetcher(locality: int) -> Callable[..., Any]:
-    """An intrinsic that asks for a cache line. `locality` is LLVM's: 3 is the first-level cache, 2 the second."""
+@intrinsic
+def prefetch(_context: Any, _address: Any) -> Any:
+    """prefetch(address): ask for the cache line of the address, which is read soon. Any address is harmless.
 
-    @intrinsic
-    def prefetch(_context: Any, _address: Any) -> Any:
-        def build(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-            declared = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-            function = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(
-                builder.module, declared, "llvm.prefetch.p0"
-            )
-            for_reading, data = word(0), word(1)
-            builder.call(function, [pointer_to(builder, arguments[0], byte.pointee), for_reading, word(locality), data])
-            return context.get_dummy_value()
+    Into the second-level cache: processors wait for more lines there than in the first.
+    """
 
-        return types.none(types.int64), build
+    def build(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        declared = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        function = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(
+            builder.module, declared, "llvm.prefetch.p0"
+        )
+        for_reading, second_level, data = word(0), word(2), word(1)
+        pointer = pointer_to(builder, arguments[0], byte.pointee)
+        builder.call(function, [pointer, for_reading, second_level, data])
+        return context.get_dummy_value()
 
-    return prefetch
-
-
-prefetch, prefetch_near = _prefetcher(2), _prefetcher(3)
-"""prefetch(address): ask for the cache line of the address, which is read soon. Any address is harmless.
-
-`prefetch` brings the line into the second-level cache, `prefetch_near` into the first.
-"""
+    return types.none(types.int64), build
 
 
 def _copier(num_floats: int) -> Callable[..., Any]:

@@ -23,18 +23,18 @@ from inference_session.kernels.cpu.intrinsics import (
     finish_lines,
     kernel,
     load,
-    prefetch_near,
+    prefetch,
     write_line,
 )
 from inference_session.kernels.cpu.rows import load_key, mark_hit, row_of_number
-from inference_session.kernels.cpu.vectors import LINE_BYTES, MAX_PREFETCH_BYTES, copy_vector, prefetch_vector_near
+from inference_session.kernels.cpu.vectors import LINE_BYTES, MAX_PREFETCH_BYTES, copy_vector, prefetch_vector
 from inference_session.kernels.records import PoolingCode, VectorCode
 
 MIN_STREAM_KEYS = 256
 """Fewer keys are looked up in blocks, which reach over the segments of a request."""
 RING = 256
 """Keys remembered until they are used, a power of 2 beyond twice the farthest `ahead`."""
-_AHEAD_BYTES = 8192
+_AHEAD_BYTES = 16384
 _MIN_AHEAD, _MAX_AHEAD = 16, 64
 
 PAST_CACHES_BYTES = 4 << 20
@@ -209,7 +209,7 @@ def _look_up_hashed(table: Any, stream: Any, ring: Any, missing_positions: Any, 
 def _ask_for_bucket(table: Any, stream: Any, i: int, ring: Any) -> None:
     hashed = hash_key(_key(stream, i))
     ring[i & (RING - 1)] = np.int64(hashed)
-    prefetch_near(table.index_address + BUCKET_BYTES * home_bucket(hashed, table.num_buckets))
+    prefetch(table.index_address + BUCKET_BYTES * home_bucket(hashed, table.num_buckets))
 
 
 @kernel
@@ -218,10 +218,10 @@ def _ask_for_row(table: Any, i: int, ring: Any) -> None:
     row = candidate_row(table.index_address, table.num_buckets, table.num_rows, hashed)
     ring[RING + (i & (RING - 1))] = row
     if row >= 0:
-        prefetch_near(table.keys_address + 8 * row)
+        prefetch(table.keys_address + 8 * row)
         _ask_for_vector(table, row)
         if table.marks_address != 0:
-            prefetch_near(table.marks_address + row)
+            prefetch(table.marks_address + row)
 
 
 @kernel
@@ -250,9 +250,9 @@ def _ask_for_vector(table: Any, row: int) -> None:
     vector = table.vectors_address + row * table.row_bytes
     if table.lines > 0:
         for line in range(min(table.lines, MAX_PREFETCH_LINES)):
-            prefetch_near(vector + LINE_BYTES * line)
+            prefetch(vector + LINE_BYTES * line)
     else:
-        prefetch_vector_near(vector, table.row_bytes)
+        prefetch_vector(vector, table.row_bytes)
 
 
 @kernel

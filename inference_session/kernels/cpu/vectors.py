@@ -13,7 +13,6 @@ from inference_session.kernels.cpu.intrinsics import (
     kernel,
     load,
     prefetch,
-    prefetch_near,
     store,
 )
 from inference_session.kernels.records import PoolingCode, VectorCode
@@ -36,18 +35,6 @@ def prefetch_vector(vector: int, row_bytes: int) -> None:
         end = vector + min(row_bytes, MAX_PREFETCH_BYTES)
         for line in range((vector | (LINE_BYTES - 1)) + 1, end, LINE_BYTES):
             prefetch(line)
-
-
-@kernel
-def prefetch_vector_near(vector: int, row_bytes: int) -> None:
-    """As `prefetch_vector`, into the first-level cache."""
-    prefetch_near(vector)
-    if row_bytes <= LINE_BYTES:
-        prefetch_near(vector + row_bytes - 1)  # often the same line; to find out would take longer
-    else:
-        end = vector + min(row_bytes, MAX_PREFETCH_BYTES)
-        for line in range((vector | (LINE_BYTES - 1)) + 1, end, LINE_BYTES):
-            prefetch_near(line)
 
 
 @kernel
