@@ -25,13 +25,13 @@ from inference_session.errors import SessionClosedError, StoreError, Unavailable
 from inference_session.parameter_server.base import BoundStore, check_insert
 from inference_session.parameter_server.namespace import Namespace, StoredTable
 from inference_session.parameter_server.rocksdb.database import (
+    OpenDatabase,
     list_families,
     open_reader,
     refuse_absent,
     stored_families,
     translated,
 )
-from inference_session.parameter_server.rocksdb.open_database import OpenDatabase
 from inference_session.parameter_server.rocksdb.reader_folder import ReaderFolder
 from inference_session.platform.pacing import Rests
 from inference_session.tables.base import SCAN_BYTES, RowBatch, check_fetch

@@ -22,7 +22,7 @@ from rocksdict import AccessType, Options, Rdict
 
 from inference_session.errors import SessionClosedError, StoreError, UnavailableError
 from inference_session.parameter_server.namespace import Namespace, StoredTable
-from inference_session.parameter_server.rocksdb import open_database
+from inference_session.parameter_server.rocksdb import database
 from inference_session.parameter_server.rocksdb.database import translated
 from inference_session.parameter_server.rocksdb.store import RocksDbStore, list_rocksdb_tables
 from tests.testing.servers import wait_until
@@ -367,7 +367,7 @@ def test_a_reader_is_opened_again_whose_writer_moved_its_log_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows may have left the log before the reader came to it, and not have been in the files that it had listed."""
-    open_reader, opened = open_database.open_reader, []
+    open_reader, opened = database.open_reader, []
     writer = open_store(tmp_path)
     writer.insert("user", keys_of(1), np.ones((1, 4), np.float32))
 
@@ -376,7 +376,7 @@ def test_a_reader_is_opened_again_whose_writer_moved_its_log_meanwhile(
         writer.close()
         return opened[-1]
 
-    monkeypatch.setattr(open_database, "open_reader", open_and_close_writer)
+    monkeypatch.setattr(database, "open_reader", open_and_close_writer)
     with open_store(tmp_path, writable=False) as reader:
         assert len(opened) == 2
         assert fetch(reader, "user", keys_of(1))[0].all()
