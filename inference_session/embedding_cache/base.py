@@ -26,13 +26,8 @@ from inference_session.embedding_cache.missing_rows import MissingRows
 from inference_session.embedding_cache.stats import CacheStats, RowCounts, TableStats
 from inference_session.errors import ConfigurationError, InvalidRequestError, SessionClosedError, TableNotFoundError
 from inference_session.kernels.records import Lookup
-from inference_session.model_spec import VectorType
-from inference_session.tables.quantized_rows import LARGEST_INT8
 
 Cache = TypeVar("Cache", bound="EmbeddingCache")
-
-_FLOAT16_END = 65520.0
-"""The least that float16 rounds to infinity."""
 
 
 class Misses(ABC):
@@ -204,14 +199,3 @@ class EmbeddingCache(ABC):
     @abstractmethod
     def _row_counts(self, table: str) -> RowCounts:
         """The rows of a table at one moment."""
-
-
-def check_range(table: str, vectors: NDArray[np.floating[Any]], dtype: VectorType) -> None:
-    """InvalidRequestError for vectors with elements that rows of `dtype` cannot hold."""
-    if dtype == "int8" and not (np.abs(vectors) <= LARGEST_INT8).all():
-        what = f"an element that is NaN, infinite or larger than {LARGEST_INT8:.3g}, which int8 cannot represent"
-    elif dtype == "float16" and (np.abs(vectors) >= _FLOAT16_END)[np.isfinite(vectors)].any():
-        what = "an element outside the range of float16 (65504)"
-    else:
-        return
-    raise InvalidRequestError(f"table {table!r}: vectors contain {what}; use a float32 cache")

@@ -12,14 +12,14 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from threading import Lock
-from typing import Any, Literal, get_args
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inference_session.device.host import HOST, Readers, zeros_at_line
 from inference_session.embedding_cache import cpu_budget
-from inference_session.embedding_cache.base import EmbeddingCache, Misses, check_range
+from inference_session.embedding_cache.base import EmbeddingCache, Misses
 from inference_session.embedding_cache.missing_rows import MissingRows, empty_tables
 from inference_session.embedding_cache.stats import RowCounts
 from inference_session.errors import ConfigurationError, InvalidRequestError
@@ -34,12 +34,9 @@ from inference_session.kernels.records import (
     TABLE,
     Lookup,
     PoolingCode,
-    VectorCode,
     address_of,
     table_record,
 )
-from inference_session.model_spec import VectorType, bytes_per_row
-from inference_session.tables.quantized_rows import quantize_int8
 
 _AS_COMPILED: tuple[Literal["C"], Literal["A"], Literal["W"]] = ("C", "A", "W")
 """Arrays of any other kind, such as views of a message's bytes, would make Numba compile the kernels again."""
@@ -100,7 +97,6 @@ class CpuEmbeddingCache(HostCache):
         dims: Mapping[str, int],
         cache_bytes: int,
         *,
-        dtype: VectorType = "float32",
         num_rows: Mapping[str, int] | None = None,
         num_threads: int = 1,
     ) -> None:
@@ -109,7 +105,6 @@ class CpuEmbeddingCache(HostCache):
         Args:
             dims: embedding_dim of each table by name.
             cache_bytes: upper bound on all memory that the cache allocates; results of look-ups are the caller's.
-            dtype: how rows are held. float16 rounds to nearest, int8 as `quantize_int8` says.
             num_rows: rows that tables have in all, as far as known; the others share what they do not need.
             num_threads: threads over which a large look-up is split.
 
@@ -118,18 +113,15 @@ class CpuEmbeddingCache(HostCache):
                 more than there is.
         """
         super().__init__(dims, num_threads=num_threads)
-        if dtype not in get_args(VectorType):
-            raise ConfigurationError(f"dtype {dtype!r} is not one of {', '.join(get_args(VectorType))}")
         self.cache_bytes = cache_bytes
-        self.dtype = dtype
-        rows = cpu_budget.rows_per_table(dims, cache_bytes, num_rows, dtype)
+        rows = cpu_budget.rows_per_table(dims, cache_bytes, num_rows)
         try:
-            self.arrays = {t: allocate(n, bytes_per_row(dims[t], dtype)) for t, n in rows.items()}
+            self.arrays = {t: allocate(n, cpu_budget.row_bytes(dims[t])) for t, n in rows.items()}
         except MemoryError as error:
             message = f"cache_bytes is {cache_bytes}, more memory than this process can allocate: {error}"
             raise ConfigurationError(message) from error
         self._capacities = {table: n - cpu_budget.spare_rows(n) for table, n in rows.items()}
-        self.records = _describe(self.arrays.values(), dims.values(), dtype)
+        self.records = _describe(self.arrays.values(), dims.values())
         """TABLE records of them, which look-ups read."""
         self.readers = Readers()
         """Look-ups under way: what they may read stays as it is until they end."""
@@ -198,7 +190,8 @@ class CpuEmbeddingCache(HostCache):
 
     def _write(self, table: str, keys: ArrayLike, vectors: ArrayLike, *, may_insert: bool) -> None:
         checked, floats = self._checked_rows(table, keys, vectors)
-        rows = self._encode(table, floats)
+        with np.errstate(over="ignore"):
+            rows = np.require(floats, np.float32, _AS_COMPILED).view(np.uint8)
         checked = np.require(checked, np.int64, _AS_COMPILED)
         with self._write_lock:
             self._check(table)
@@ -217,14 +210,6 @@ class CpuEmbeddingCache(HostCache):
         if self.readers.includes_this_thread:
             raise InvalidRequestError("a thread cannot write to or close an embedding cache that it is reading()")
         self.readers.wait_for_those_under_way()
-
-    def _encode(self, table: str, vectors: NDArray[np.floating[Any]]) -> NDArray[np.uint8]:
-        """Vectors as rows of the cache: uint8 [n, row_bytes]."""
-        check_range(table, vectors, self.dtype)
-        if self.dtype == "int8":
-            return quantize_int8(vectors)
-        with np.errstate(over="ignore"):
-            return np.require(vectors, self.dtype, _AS_COMPILED).view(np.uint8)
 
     def _row_counts(self, table: str) -> RowCounts:
         with self._write_lock:
@@ -313,12 +298,11 @@ def allocate(num_rows: int, row_bytes: int) -> CacheArrays:
     return arrays
 
 
-def _describe(tables: Iterable[CacheArrays], dims: Iterable[int], dtype: VectorType) -> NDArray[np.void]:
+def _describe(tables: Iterable[CacheArrays], dims: Iterable[int]) -> NDArray[np.void]:
     records = [
         table_record(
             arrays.vectors,
             dim,
-            code=VectorCode[dtype.upper()],
             keys=arrays.keys,
             index_address=address_of(arrays.buckets),
             num_buckets=len(arrays.buckets),

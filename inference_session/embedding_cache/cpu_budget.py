@@ -9,7 +9,7 @@ from inference_session.errors import ConfigurationError
 from inference_session.kernels.cpu.cache import NUM_EVENTS, NUM_LISTS
 from inference_session.kernels.cpu.hash_index import BUCKET_BYTES, MAX_ROWS
 from inference_session.kernels.records import TABLE
-from inference_session.model_spec import VectorType, bytes_per_row
+from inference_session.model_spec import bytes_per_row
 
 GHOSTS_PER_ROW = 2
 _ROWS_PER_BUCKET = 6
@@ -21,26 +21,24 @@ _MOST_ROWS = MAX_ROWS - NUM_LISTS
 
 def bytes_to_hold(dims: Mapping[str, int], num_rows: Mapping[str, int]) -> int:
     """The cache_bytes that a cache for this many float32 rows of each table takes."""
-    return sum(table_bytes(rows_to_hold(num_rows[t]), bytes_per_row(dim, "float32")) for t, dim in dims.items())
+    return sum(table_bytes(rows_to_hold(num_rows[t]), row_bytes(dim)) for t, dim in dims.items())
 
 
 def rows_held(dims: Mapping[str, int], cache_bytes: int, num_rows: Mapping[str, int] | None = None) -> dict[str, int]:
     """The float32 rows of each table that a cache of this many bytes keeps; ConfigurationError if it keeps none."""
-    rows = rows_per_table(dims, cache_bytes, num_rows, "float32")
+    rows = rows_per_table(dims, cache_bytes, num_rows)
     return {table: n - spare_rows(n) for table, n in rows.items()}
 
 
-def rows_per_table(
-    dims: Mapping[str, int], cache_bytes: int, num_rows: Mapping[str, int] | None, dtype: VectorType
-) -> dict[str, int]:
+def rows_per_table(dims: Mapping[str, int], cache_bytes: int, num_rows: Mapping[str, int] | None) -> dict[str, int]:
     """Rows, spare ones included: the same number for each table, or all that it needs, such that all fit.
 
     Raises:
         ConfigurationError: there is no room for a row of each table.
     """
-    row_bytes = [bytes_per_row(dim, dtype) for dim in dims.values()]
+    sizes = [row_bytes(dim) for dim in dims.values()]
     limits = [rows_to_hold((num_rows or {}).get(table, _MOST_ROWS)) for table in dims]
-    least = _total_bytes([2] * len(dims), row_bytes)
+    least = _total_bytes([2] * len(dims), sizes)
     if cache_bytes < least:
         raise ConfigurationError(
             f"cache_bytes is {cache_bytes}, too little for {len(dims)} tables: set at least {least}, or 0 for no cache"
@@ -48,9 +46,14 @@ def rows_per_table(
     low, high = 2, max(limits, default=2)
     while low < high:
         middle = (low + high + 1) // 2
-        fits = _total_bytes([min(middle, limit) for limit in limits], row_bytes) <= cache_bytes
+        fits = _total_bytes([min(middle, limit) for limit in limits], sizes) <= cache_bytes
         low, high = (middle, high) if fits else (low, middle - 1)
     return {table: min(low, limit) for table, limit in zip(dims, limits, strict=True)}
+
+
+def row_bytes(dim: int) -> int:
+    """Of a vector of this many elements: caches hold float32."""
+    return bytes_per_row(dim, "float32")
 
 
 def rows_to_hold(num_rows: int) -> int:
@@ -68,12 +71,12 @@ def buckets_of(num_rows: int) -> int:
     return -(-num_rows // _ROWS_PER_BUCKET)
 
 
-def table_bytes(num_rows: int, row_bytes: int) -> int:
-    """The memory of a table with this many rows."""
-    per_row = row_bytes + 8 + 1 + 1 + 2 * 4 + 2 * GHOSTS_PER_ROW
+def table_bytes(num_rows: int, size: int) -> int:
+    """The memory of a table with this many rows of `size` bytes."""
+    per_row = size + 8 + 1 + 1 + 2 * 4 + 2 * GHOSTS_PER_ROW
     heads_and_counts = NUM_LISTS * (2 * 4 + 8) + 8 * NUM_EVENTS
     return buckets_of(num_rows) * BUCKET_BYTES + num_rows * per_row + heads_and_counts + 2 * LINE_BYTES + TABLE.itemsize
 
 
-def _total_bytes(num_rows: Sequence[int], row_bytes: Sequence[int]) -> int:
-    return sum(table_bytes(n, size) for n, size in zip(num_rows, row_bytes, strict=True))
+def _total_bytes(num_rows: Sequence[int], sizes: Sequence[int]) -> int:
+    return sum(table_bytes(n, size) for n, size in zip(num_rows, sizes, strict=True))

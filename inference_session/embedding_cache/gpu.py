@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args
+from typing import Any
 
 import cupy
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from inference_session.device.cuda import CudaDevice
 from inference_session.device.cuda_memory import check_free, memory_checked
-from inference_session.embedding_cache.base import EmbeddingCache, check_range
+from inference_session.embedding_cache.base import EmbeddingCache
 from inference_session.embedding_cache.gpu_budget import (
     buckets_per_table,
     buckets_to_hold,
@@ -27,7 +27,7 @@ from inference_session.embedding_cache.gpu_budget import (
 from inference_session.embedding_cache.gpu_misses import GpuMisses, parts_within
 from inference_session.embedding_cache.gpu_writes import GivenRows, Uploads, as_array
 from inference_session.embedding_cache.stats import CacheStats, RowCounts
-from inference_session.errors import ConfigurationError, UnavailableError
+from inference_session.errors import UnavailableError
 from inference_session.kernels.cuda import launch as gpu
 from inference_session.kernels.cuda.records import (
     BUCKET_BYTES,
@@ -41,8 +41,8 @@ from inference_session.kernels.cuda.records import (
     table_bytes,
     table_record,
 )
-from inference_session.kernels.records import Lookup, VectorCode, address_of
-from inference_session.model_spec import VectorType, bytes_per_row
+from inference_session.kernels.records import Lookup, address_of
+from inference_session.model_spec import bytes_per_row
 from inference_session.platform.pacing import Rests
 
 _KEYS_AT_ONCE, _BUCKETS_AT_ONCE = 1 << 14, 1 << 10
@@ -68,7 +68,6 @@ class GpuEmbeddingCache(EmbeddingCache):
         cache_bytes: int,
         device: CudaDevice,
         *,
-        dtype: VectorType = "float32",
         num_rows: Mapping[str, int] | None = None,
         row_numbers: Mapping[str, int] | None = None,
     ) -> None:
@@ -79,7 +78,6 @@ class GpuEmbeddingCache(EmbeddingCache):
             cache_bytes: upper bound on all memory that the cache keeps on the device; what a look-up or a write needs
                 meanwhile is not part of it.
             device: the GPU.
-            dtype: how rows are held. float16 rounds to nearest, int8 as `quantize_int8` says.
             num_rows: rows that tables have in all, as far as known; the others share what they do not need.
             row_numbers: tables whose keys are row numbers, and how many rows they have. Look-ups may ask for a row by
                 its negative number from the end; writes give its number from the start.
@@ -89,12 +87,9 @@ class GpuEmbeddingCache(EmbeddingCache):
                 message says how much there is.
         """
         super().__init__(dims)
-        if dtype not in get_args(VectorType):
-            raise ConfigurationError(f"dtype {dtype!r} is not one of {', '.join(get_args(VectorType))}")
         self.cache_bytes = cache_bytes
-        self.dtype = dtype
         self.device = self._cuda = device
-        self._row_bytes = [bytes_per_row(dim, dtype) for dim in dims.values()]
+        self._row_bytes = [bytes_per_row(dim, "float32") for dim in dims.values()]
         self._row_numbers = [(row_numbers or {}).get(table, 0) for table in dims]
         limits = [buckets_to_hold((num_rows or {}).get(table)) for table in dims]
         self._num_buckets = buckets_per_table(cache_bytes, self._row_bytes, limits)
@@ -103,7 +98,7 @@ class GpuEmbeddingCache(EmbeddingCache):
         self._seeds = itertools.count()
         with device.request(), memory_checked(device.device_id, "use a smaller cache or free some memory"):
             gpu.compile_kernels()
-            self._allocate(VectorCode[dtype.upper()])
+            self._allocate()
             self._upload_tables()
         self._last_stats = self.stats()
 
@@ -190,7 +185,7 @@ class GpuEmbeddingCache(EmbeddingCache):
         stats = self.stats()
         return f"<GpuEmbeddingCache [{len(self.dims)} tables, {stats.rows} of {stats.capacity} rows]>"
 
-    def _allocate(self, code: VectorCode) -> None:
+    def _allocate(self) -> None:
         """One piece of device memory for everything."""
         sizes = [table_bytes(*pair) for pair in zip(self._num_buckets, self._row_bytes, strict=True)]
         self._fixed_bytes = fixed_bytes(len(sizes))
@@ -202,15 +197,15 @@ class GpuEmbeddingCache(EmbeddingCache):
         self._tables_address = self._events_address + aligned(len(sizes) * len(EVENTS) * 8)
         self._records = np.zeros(len(sizes), GPU_TABLE)
         offset = self._fixed_bytes
-        for t, (num_buckets, row_bytes, size) in enumerate(zip(self._num_buckets, self._row_bytes, sizes, strict=True)):
-            self._records[t] = self._describe(t, offset, num_buckets, row_bytes, code)
+        for t, (num_buckets, size) in enumerate(zip(self._num_buckets, sizes, strict=True)):
+            self._records[t] = self._describe(t, offset, num_buckets)
             (self._memory + offset).memset_async(0, 2 * BUCKET_BYTES * num_buckets)
             offset += size
 
-    def _describe(self, t: int, offset: int, num_buckets: int, row_bytes: int, code: VectorCode) -> np.void:
+    def _describe(self, t: int, offset: int, num_buckets: int) -> np.void:
         """The record of a table's part of the memory."""
         dim = int(self._dims[t])
-        index, rows = rows_by_slot(self._memory.ptr + offset, num_buckets, row_bytes, code, dim)
+        index, rows = rows_by_slot(self._memory.ptr + offset, num_buckets, dim)
         return table_record(
             dim,
             cached=index,
@@ -233,7 +228,6 @@ class GpuEmbeddingCache(EmbeddingCache):
 
     def _write(self, table: str, keys: ArrayLike, vectors: ArrayLike, *, may_insert: bool) -> None:
         given = GivenRows(self._cuda, *self._checked_rows(table, keys, vectors))
-        given.check(lambda floats: check_range(table, floats, self.dtype))
         for number, piece in enumerate(self._uploads.pieces(given)):
             if number:
                 self._rests.rest()

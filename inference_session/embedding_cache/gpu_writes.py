@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -57,15 +57,6 @@ class GivenRows:
         """Whether the device can copy all of it from where it is on the host."""
         arrays = [(self.keys, np.int64), *([] if self.vectors is None else [(self.vectors, np.float32)])]
         return all(array.dtype == dtype and array.flags.c_contiguous and is_pinned(array) for array, dtype in arrays)
-
-    def check(self, check: Callable[[Any], None]) -> None:
-        """Check the vectors where they are."""
-        if not self.on_device:
-            check(self.vectors)
-            return
-        with self._device.request():
-            self.wait_for()
-            check(self.vectors)
 
     def wait_for(self) -> None:
         """Within a request: what is launched from now on finds the arrays complete."""

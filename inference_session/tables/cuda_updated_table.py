@@ -19,7 +19,6 @@ from inference_session.kernels.cuda.records import (
     rows_by_slot,
     table_bytes,
 )
-from inference_session.kernels.records import VectorCode
 from inference_session.tables.base import UpdatedRows
 
 _REFUSED = EVENTS.index("refused")
@@ -40,7 +39,7 @@ class CudaUpdatedTable:
             self._memory = cupy.empty(table_bytes(num_buckets, 4 * dim), np.uint8)
             self._memory[: 2 * BUCKET_BYTES * num_buckets].fill(0)
             self._events = cupy.zeros(len(EVENTS), np.uint64)
-        self.index, self.rows = rows_by_slot(self._memory.data.ptr, num_buckets, 4 * dim, VectorCode.FLOAT32, dim)
+        self.index, self.rows = rows_by_slot(self._memory.data.ptr, num_buckets, dim)
         self.num_bytes = self._memory.nbytes
 
     def put(self, updated: UpdatedRows) -> bool:

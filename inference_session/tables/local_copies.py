@@ -21,7 +21,6 @@ from inference_session.device.cuda import CudaDevice
 from inference_session.errors import UnavailableError
 from inference_session.kernels.cuda import launch as gpu
 from inference_session.kernels.cuda.records import BUCKET_BYTES, EVENTS, MAX_SAMPLED, SLOTS, rows_by_slot, table_bytes
-from inference_session.kernels.records import VectorCode
 
 _LEAST_SAMPLED = MAX_SAMPLED // 8
 """With fewer sampled keys, it is not known which are hot."""
@@ -95,9 +94,7 @@ class LocalCopies:
             self._memory = cupy.empty(table_bytes(self._num_buckets, 4 * self._dim), np.uint8)
             self._memory[: 2 * BUCKET_BYTES * self._num_buckets].fill(0)
             address = self._memory.data.ptr
-            self.index, self.rows = rows_by_slot(
-                address, self._num_buckets, 4 * self._dim, VectorCode.FLOAT32, self._dim
-            )
+            self.index, self.rows = rows_by_slot(address, self._num_buckets, self._dim)
         writer = gpu.Writer(self.index, self._events.data.ptr)
         writer.write_rows(self.rows, keys, vectors, writer.claim(keys, may_insert=True, may_evict=True))
 

@@ -43,35 +43,30 @@ class TestGpuEmbeddingCache(EmbeddingCacheContract):
         return cache_of(dims, cache_bytes)
 
 
-@pytest.mark.parametrize(("dtype", "error"), [("float32", 0.0), ("float16", 2**-11), ("int8", 1 / 255)])
 @pytest.mark.parametrize("dim", [1, 3, 4, 8, 9, 32, 64, 100, 128, 200, 513])
-def test_rows_are_held_as_asked(dtype: Any, error: float, dim: int) -> None:
-    """Any dimension, any type: a look-up answers float32 within the error of the type; the rest is untouched."""
+def test_rows_of_any_width_come_back(dim: int) -> None:
+    """A look-up answers each row as it was inserted; the rest is untouched."""
     generator = np.random.default_rng(dim)
     keys = generator.integers(LOWEST, HIGHEST, 500)
     vectors = generator.random((500, dim), np.float32)
     order = generator.permutation(500)
-    with cache_of({"t": dim}, dtype=dtype) as cache:
+    with cache_of({"t": dim}) as cache:
         cache.insert("t", keys, vectors)
         found = look_up(cache, {"t": np.concatenate([keys[order], [0, 1, -1]])}, fill=np.nan)
 
     assert found.missing["t"].tolist() == [500, 501, 502]
-    assert np.abs(found.vectors["t"][:500] - vectors[order]).max() <= error
+    np.testing.assert_array_equal(found.vectors["t"][:500], vectors[order])
     assert np.isnan(found.vectors["t"][500:]).all()
 
 
 @settings(max_examples=30)
-@given(
-    sizes=st.lists(st.integers(0, 700), min_size=1, max_size=70),
-    seed=st.integers(0, 2**32 - 1),
-    dtype=st.sampled_from(["float32", "float16", "int8"]),
-)
-def test_any_request_answers_as_the_oracle(sizes: list[int], seed: int, dtype: Any) -> None:
+@given(sizes=st.lists(st.integers(0, 700), min_size=1, max_size=70), seed=st.integers(0, 2**32 - 1))
+def test_any_request_answers_as_the_oracle(sizes: list[int], seed: int) -> None:
     """Any number of tables of any dims, any number of keys, some of them missing or twice: the result is NumPy's."""
     generator = np.random.default_rng(seed)
     dims = {f"t{i}": int(generator.integers(1, 70)) for i in range(len(sizes))}
     held = {t: generator.integers(LOWEST, HIGHEST, 300) for t in dims}
-    with cache_of(dims, 1 << 27, dtype=dtype) as cache:
+    with cache_of(dims, 1 << 27) as cache:
         for t, keys in held.items():
             cache.insert(t, keys, vectors_of(keys, dims[t]))
         asked = {
@@ -178,16 +173,14 @@ def test_rows_that_the_device_computes_are_waited_for() -> None:
 
 
 def test_arrays_on_the_device_are_checked_as_others_are() -> None:
-    """Shapes, types and ranges."""
+    """Shapes and types."""
     import cupy
 
     keys, vectors = cupy.arange(3), cupy.ones((3, 4), np.float32)
-    with cache_of({"t": 4}, dtype="int8") as cache:
+    with cache_of({"t": 4}) as cache:
         for wrong in ((keys, vectors[:2]), (keys, vectors.astype(np.int32)), (keys.astype(np.float32), vectors)):
             with pytest.raises(InvalidRequestError, match="expected"):
                 cache.insert("t", *wrong)
-        with pytest.raises(InvalidRequestError, match="int8 cannot represent"):
-            cache.insert("t", keys, vectors * np.nan)
         assert not len(cache.dump("t"))
 
 
@@ -210,13 +203,11 @@ def test_rows_that_are_hit_stay() -> None:
 
 
 def test_what_cannot_be_is_refused_clearly() -> None:
-    """Too little memory, too much, or a wrong dtype: errors that say what to do."""
+    """Too little memory or too much: errors that say what to do."""
     with pytest.raises(ConfigurationError, match=r"cache_bytes is 100, too little for 1 tables on a GPU: set at"):
         cache_of({"t": 4}, 100)
     with pytest.raises(ConfigurationError, match=r"needs \d+ bytes on cuda:0, which has \d+ free of \d+"):
         cache_of({"t": 1024}, 1 << 44)
-    with pytest.raises(ConfigurationError, match="dtype 'float64' is not one of"):
-        cache_of({"t": 4}, dtype="float64")
     with cache_of({"t": 4}) as cache:
         assert repr(cache).startswith("<GpuEmbeddingCache [1 tables, 0 of")
     assert repr(cache) == "<GpuEmbeddingCache closed>"

@@ -188,17 +188,15 @@ def table_bytes(num_buckets: int, row_bytes: int) -> int:
     return index + aligned(SLOTS * num_buckets * row_bytes)
 
 
-def rows_by_slot(
-    address: int, num_buckets: int, row_bytes: int, code: VectorCode, dim: int
-) -> tuple[NDArray[np.void], NDArray[np.void]]:
-    """INDEX and ROWS records of such a table at this address: tags, marks, keys, then vectors.
+def rows_by_slot(address: int, num_buckets: int, dim: int) -> tuple[NDArray[np.void], NDArray[np.void]]:
+    """INDEX and ROWS records of such a table of float32 rows at this address: tags, marks, keys, then vectors.
 
     Tags and marks are the first 2 * BUCKET_BYTES * num_buckets bytes, and zeros at first.
     """
     marks = address + num_buckets * BUCKET_BYTES
     keys = marks + num_buckets * BUCKET_BYTES
     vectors = address + aligned(index_bytes(num_buckets, marks=True, numbers=False))
-    return np.array((address, keys, marks, num_buckets), INDEX), rows_record(vectors, row_bytes, code, dim)
+    return np.array((address, keys, marks, num_buckets), INDEX), rows_record(vectors, 4 * dim, VectorCode.FLOAT32, dim)
 
 
 def buckets_for_all(num_rows: int) -> int:

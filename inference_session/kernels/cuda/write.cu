@@ -151,56 +151,7 @@ __device__ __forceinline__ void publish(const Index& index, u64* events, i64 key
   atomicAdd(events + UPDATES, ~0ull);
 }
 
-template <int CODE>
-__device__ __forceinline__ void encode_row(const float* vector, u8* row, int dim);
-
-template <>
-__device__ __forceinline__ void encode_row<FLOAT16>(const float* vector, u8* row, int dim) {
-  for (int d = threadIdx.x % LANES; d < dim; d += LANES) {
-    reinterpret_cast<unsigned short*>(row)[d] = (unsigned short)narrow(__ldcs(vector + d));
-  }
-}
-
-__device__ __forceinline__ void store_unaligned_float(u8* address, float value) {
-  const u32 bits = __float_as_uint(value);
-  for (int i = 0; i < 4; ++i) address[i] = (u8)(bits >> (8 * i));
-}
-
-// As quantise_int8 of table_file.py, in the same precision.
-template <>
-__device__ __forceinline__ void encode_row<INT8>(const float* vector, u8* row, int dim) {
-  const int lane = threadIdx.x % LANES;
-  float low = vector[0], high = vector[0];
-  for (int d = lane; d < dim; d += LANES) {
-    low = fminf(low, vector[d]);
-    high = fmaxf(high, vector[d]);
-  }
-  for (int distance = 1; distance < LANES; distance *= 2) {
-    low = fminf(low, __shfl_xor_sync(ALL_LANES, low, distance));
-    high = fmaxf(high, __shfl_xor_sync(ALL_LANES, high, distance));
-  }
-  const float scale = (float)(((double)high - (double)low) / 255.0);
-  const float bias = (float)((double)low + 128.0 * (double)scale);
-  for (int d = lane; d < dim; d += LANES) {
-    const double value = scale > 0 ? rint(((double)vector[d] - (double)bias) / (double)scale) : 0.0;
-    row[d] = (u8)(signed char)fmin(fmax(value, -128.0), 127.0);
-  }
-  if (lane == 0) {
-    store_unaligned_float(row + dim, scale);
-    store_unaligned_float(row + dim + 4, bias);
-  }
-}
-
-template <int CODE>
-__device__ __forceinline__ void encode_rows(const float* vector, u8* row, int dim, int num_keys) {
-  for (int i = 0; i < num_keys; ++i) {
-    const float* from = from_lane(vector, i);
-    u8* to = from_lane(row, i);
-    if (to != nullptr) encode_row<CODE>(from, to, dim);
-  }
-}
-
-// vectors: float32 [n, dim], contiguous. A warp writes 32 rows.
+// vectors: float32 [n, dim], contiguous, as the rows are. A warp writes 32 rows.
 extern "C" __global__ void write_rows(Index index, Rows rows, u64* events, const i64* keys, const float* vectors, u32 n,
                                       u32 dim, const Claim* claims) {
   const u32 lane = threadIdx.x % LANES, begin = (blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES) * LANES;
@@ -210,9 +161,7 @@ extern "C" __global__ void write_rows(Index index, Rows rows, u64* events, const
   const i64 key = i < n ? keys[i] : 0;
   const float* vector = vectors + (u64)i * dim;
   u8* row = claim.slot != 0 ? rows.vectors + (u64)(claim.slot - 1) * rows.row_bytes : nullptr;
-  if (rows.code == FLOAT16) encode_rows<FLOAT16>(vector, row, dim, num_keys);
-  else if (rows.code == INT8) encode_rows<INT8>(vector, row, dim, num_keys);
-  else if (rows.wide && (reinterpret_cast<u64>(vectors) & 15) == 0)
+  if (rows.wide && (reinterpret_cast<u64>(vectors) & 15) == 0)
     copy_rows<FLOAT32, true>(reinterpret_cast<const u8*>(vector), {row, false}, dim, num_keys);
   else copy_rows<FLOAT32, false>(reinterpret_cast<const u8*>(vector), {row, false}, dim, num_keys);
   if (claim.slot != 0) {
