@@ -31,19 +31,43 @@ class Stub:
 
 
 def children(server: int) -> list[int]:
-    """Processes that any thread of a server has started."""
-    found: list[int] = []
+    """Processes that any thread of a server has started. For each model the server has 36 threads, so that with many
+    models there are fewer processes on the machine to look at.
+    """
+    threads = _names_in(f"/proc/{server}/task")
+    processes = [name for name in _names_in("/proc") if name.isdigit()]
+    if len(threads) <= len(processes):
+        return [pid for thread in threads for pid in _children_of_thread(server, thread)]
+    return [int(process) for process in processes if _parent(process) == str(server)]
+
+
+def _names_in(folder: str) -> list[str]:
     with suppress(OSError):
-        for task in Path(f"/proc/{server}/task").iterdir():
-            with suppress(OSError):  # threads end
-                found += map(int, (task / "children").read_text(encoding="ascii").split())
-    return found
+        return [path.name for path in Path(folder).iterdir()]
+    return []
+
+
+def _children_of_thread(server: int, thread: str) -> list[int]:
+    with suppress(OSError):  # threads end
+        return list(map(int, _read(f"/proc/{server}/task/{thread}/children").split()))
+    return []
+
+
+def _parent(process: str) -> str | None:
+    """The parent of a process, also of a zombie; None: the process is gone."""
+    with suppress(OSError):
+        return _read(f"/proc/{process}/stat").rpartition(")")[2].split()[1]
+    return None
+
+
+def _read(path: str) -> str:
+    return Path(path).read_text(encoding="utf-8", errors="replace")
 
 
 def state(pid: int) -> str:
     """`Z` for a zombie, `T` for one that was stopped, other letters as in ps; empty: it is gone, or no stub."""
     with suppress(OSError):
-        name, _, rest = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")
+        name, _, rest = _read(f"/proc/{pid}/stat").rpartition(")")
         return rest.split()[0] if name.endswith(f"({STUB_NAME}") else ""
     return ""
 

@@ -1,0 +1,64 @@
+"""The processes of a server, found in /proc."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+
+import psutil
+import pytest
+
+from triton_backend.launcher import stubs
+
+_SERVER = """
+import subprocess, sys, threading, time
+threading.stack_size(65536)
+start = lambda: subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(1000)"])
+children = [start()]
+other = threading.Thread(target=lambda: children.append(start()))
+other.start(), other.join()
+children.append(subprocess.Popen(["true"]))
+for _ in range(int(sys.argv[1])):
+    threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+print(*(child.pid for child in children), flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.fixture(params=[0, 500], ids=["few threads", "many threads"])
+def server(request: pytest.FixtureRequest) -> Iterator[tuple[int, list[int], int]]:
+    """A process with three children, of which one has ended and nobody waits for, and its number of threads."""
+    num_threads = request.param + len(psutil.pids()) if request.param else 0
+    command = [sys.executable, "-c", _SERVER, str(num_threads)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        children = list(map(int, process.stdout.readline().split()))
+        yield process.pid, children, num_threads + 1
+        for pid in (process.pid, *children):
+            with suppress(psutil.NoSuchProcess):
+                psutil.Process(pid).kill()
+
+
+def test_children_of_all_threads_are_found(server: tuple[int, list[int], int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of many models has so many threads that looking at each would take a processor all its time."""
+    pid, children, num_threads = server
+    read_file, paths = stubs._read, list[str]()
+
+    def read(path: str) -> str:
+        paths.append(path)
+        return read_file(path)
+
+    monkeypatch.setattr(stubs, "_read", read)
+
+    assert sorted(stubs.children(pid)) == sorted(children)
+    assert len(paths) <= max(2, num_threads - 100)
+
+
+def test_a_server_that_is_gone_has_none() -> None:
+    """No error is raised for it."""
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+
+    assert stubs.children(process.pid) == []
