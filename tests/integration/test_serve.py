@@ -349,6 +349,16 @@ def test_flags_behind_two_dashes_go_to_the_server(serve: Serve, repository: Path
     assert f"one model is not loaded: model 'broken': {repository}/broken/config.pbtxt" in "".join(served.errors)
 
 
+def test_a_server_that_stays_but_cannot_serve_is_an_error(repository: Path, tritonserver: None) -> None:
+    """With this flag a server that cannot be initialized does not end: the command ends it, and says why."""
+    unusable = ("--", "--exit-on-error=false", "--cache-config=nothing,size=1")
+    result = run_serve(repository, *free_ports(), *unusable)
+
+    assert result.returncode == 1
+    assert "tritonserver could not be initialized: its last lines:" in result.stderr
+    assert "unable to find 'libtritoncache_nothing.so'" in result.stderr
+
+
 def test_code_in_the_users_folder_is_not_imported(
     serve: Serve, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

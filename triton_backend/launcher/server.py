@@ -23,10 +23,12 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, get_args
+from urllib.error import HTTPError
 from urllib.parse import quote
 
 from inference_session.errors import ConfigurationError, HotrowError, UnavailableError
@@ -221,7 +223,7 @@ class TritonServer:
 
     def _await_ready(self) -> None:
         while not self._is_ready():
-            if self._has_ended():
+            if self._has_ended() or self._has_failed():
                 raise ServerError(self._explain_end())
             time.sleep(_POLL_S)
         self._log.server_is_ready()
@@ -256,12 +258,24 @@ class TritonServer:
             return False
         return True
 
+    def _has_failed(self) -> bool:
+        """Whether it says that it could not be initialized: with `--exit-on-error=false` it stays even so, useless."""
+        try:
+            self.request("GET", "v2/health/live")
+        except HTTPError as error:
+            return error.code == HTTPStatus.BAD_REQUEST
+        except (OSError, HTTPException):
+            return False  # it does not listen yet
+        return False
+
     def _has_ended(self) -> bool:
         return self._process.poll() is not None or self._log.crashed.is_set()
 
     def _explain_end(self) -> str:
         code = self._process.poll()
         how = "crashed" if code is None or code < 0 else f"ended with exit status {code}"
+        if code is None and not self._log.crashed.is_set():
+            how = "could not be initialized"
         return f"tritonserver {how}: {self._log.reason()}"
 
     def _unload_models(self) -> bool:
