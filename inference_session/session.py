@@ -22,6 +22,7 @@ from inference_session.device.discovery import open_devices
 from inference_session.device.host import vectors_at_line
 from inference_session.errors import (
     HotrowError,
+    ModelFormatError,
     SessionClosedError,
     UnavailableError,
     UnsupportedModelError,
@@ -35,7 +36,7 @@ from inference_session.execution.stages import Mark, unmarked
 from inference_session.execution.upkeep import Upkeep
 from inference_session.execution.warm_up import MadeUpBatch, warm_up
 from inference_session.kernels.cpu import lookup as cpu
-from inference_session.model_spec import CANDIDATES
+from inference_session.model_spec import CANDIDATES, SESSION_FILE
 from inference_session.requests.batch import CheckedRequest, JoinedBatch, Request
 from inference_session.requests.caller_arrays import (
     as_input,
@@ -446,17 +447,24 @@ class InferenceSession:
             raise UnavailableError(self.failure)
 
     def _answer_made_up(self, replica: Replica, batch: MadeUpBatch) -> None:
-        """Answer a batch in each way in which requests may be answered."""
+        """Answer a batch in each way in which requests may be answered.
+
+        Raises:
+            ModelFormatError: the answer is not what session.json says.
+        """
+        answers: list[Answer] = []
         # Zeros may be an invalid request, and a store may be down; a failed warm-up batch affects no request.
         with contextlib.suppress(HotrowError):
             checked = [self.layout.check(batch.request)] * batch.num_requests
             # The first runs of a shape bind it; the last one runs as requests will.
             for _ in range(2 if replica.network.rows.is_launched else 1):
-                self._answer_on(replica, checked, unmarked)
+                answers = self._answer_on(replica, checked, unmarked)
             number, outputs = batch.num_requests, batch.request.outputs
             if arrays := self._fast_path.arrays_of([batch.request] * number):
                 for _ in range(2):
                     self._fast_path.run_on(replica, arrays, number, outputs, unmarked, num_requests=number)
+        if answers and self.layout.has_network and (difference := self.layout.outputs.difference(answers[0])):
+            raise ModelFormatError(f"{self.directory / SESSION_FILE}: {difference}")
 
     def _count_into(self, stats: SessionStats, recorder: KeyRecorder | None) -> None:
         """Count requests in `stats`, and record their keys."""

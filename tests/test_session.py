@@ -31,10 +31,10 @@ from inference_session.errors import (
     TableNotFoundError,
     UnknownKeyError,
 )
-from inference_session.model_spec import TensorSpec
+from inference_session.model_spec import ModelSpec, TensorSpec
 from inference_session.version_directory.manifest import write_manifest
 from tests.testing import small_model
-from tests.testing.triton_models import write_types
+from tests.testing.triton_models import write_ctr, write_types
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,12 @@ def assert_answers(answer: Any, expected: small_model.Arrays) -> None:
     for name, array in answer.items():
         assert array.shape == expected[name].shape, name
         np.testing.assert_allclose(array, expected[name], atol=1e-5, rtol=1e-5, err_msg=name)
+
+
+def describe(directory: Path, spec: ModelSpec) -> None:
+    """Write another session.json, with a manifest that it agrees with."""
+    spec.write(directory)
+    write_manifest(directory)
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 7, 64])
@@ -452,6 +458,48 @@ def test_an_output_that_no_network_makes_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ModelFormatError, match=r"session\.json: output 'nowhere' is not an output of dense\.onnx"):
         InferenceSession.open(tmp_path / "1")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "float64"}, r"output 'like' is float64 \[-1, 1\], but the network computes float32 \[1, 1\]"),
+        ({"shape": (-1, 2)}, r"output 'like' is float32 \[-1, 2\], but the network computes float32 \[1, 1\]"),
+        ({"shape": (-1,)}, r"output 'like' is float32 \[-1\], but the network computes float32 \[1, 1\]"),
+    ],
+    ids=["type", "size", "rank"],
+)
+def test_outputs_other_than_described_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    """Triton tells clients the type and shape in session.json; an empty request is answered with them."""
+    write_ctr(tmp_path / "ctr" / "1")
+    spec = ModelSpec.read(tmp_path / "ctr" / "1")
+    like = dataclasses.replace(spec.outputs[1], **change)
+    describe(tmp_path / "ctr" / "1", dataclasses.replace(spec, outputs=(spec.outputs[0], like)))
+
+    with pytest.raises(ModelFormatError, match=rf"session\.json: {message}$"):
+        InferenceSession.open(tmp_path / "ctr" / "1", warm_up_s=0)
+
+
+@pytest.mark.parametrize("labels", [("click",), ("click", "like", "share")])
+def test_labels_other_than_the_columns_of_predictions_are_refused(tmp_path: Path, labels: tuple[str, ...]) -> None:
+    """A client that reads a column by its name would read another, or none."""
+    write_ctr(tmp_path / "ctr" / "1")
+    describe(tmp_path / "ctr" / "1", dataclasses.replace(ModelSpec.read(tmp_path / "ctr" / "1"), labels=labels))
+
+    message = rf"field 'labels' has {len(labels)} names, but the predictions have 2 columns"
+    with pytest.raises(ModelFormatError, match=rf"session\.json: {message}$"):
+        InferenceSession.open(tmp_path / "ctr" / "1")
+
+
+def test_inputs_that_the_network_reads_as_another_type_are_refused(tmp_path: Path) -> None:
+    """Not every request, as if its client had made a mistake."""
+    write_ctr(tmp_path / "ctr" / "1")
+    spec = ModelSpec.read(tmp_path / "ctr" / "1")
+    dense = dataclasses.replace(spec.inputs[1], dtype="float64")
+    describe(tmp_path / "ctr" / "1", dataclasses.replace(spec, inputs=(spec.inputs[0], dense)))
+
+    with pytest.raises(ModelFormatError, match=r"session\.json: 'dense' is float64, but dense\.onnx reads float32$"):
+        InferenceSession.open(tmp_path / "ctr" / "1")
 
 
 def test_a_gpu_that_is_not_there_is_refused(version: tuple[Path, small_model.Arrays]) -> None:

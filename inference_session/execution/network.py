@@ -119,6 +119,15 @@ def check_network(
                     f"{directory / SESSION_FILE}: field '{field}' of a lookup of {lookup.table!r}: {name!r} is"
                     f" {values[name]}, but must be {' or '.join(allowed)}"
                 )
+    for file, engine in zip(files, engines, strict=True):
+        _check_types(directory, values, file, engine.input_types if isinstance(engine, OnnxEngine) else {})
+
+
+def _check_types(directory: Path, values: Mapping[str, str], file: str, wanted: Mapping[str, str]) -> None:
+    """Refuse a network that reads inputs of the model as other types."""
+    for name, dtype in wanted.items():
+        if values.get(name, dtype) != dtype:
+            raise ModelFormatError(f"{directory / SESSION_FILE}: {name!r} is {values[name]}, but {file} reads {dtype}")
 
 
 def check_outputs(spec: ModelSpec, directory: Path, made: frozenset[str], file: str) -> None:

@@ -56,6 +56,7 @@ class Outputs:
 
     def __init__(self, spec: ModelSpec) -> None:
         self._specs = {tensor.name: tensor for tensor in spec.outputs}
+        self._batched = spec.batched
         self._label_outputs = spec.label_outputs
         self._num_labels = len(spec.labels)
         # A model's own output of that name must not be replaced.
@@ -135,6 +136,20 @@ class Outputs:
             shapes = ", ".join(str(list(label.shape)) for label in labels)
             raise HotrowError(f"{PREDICTIONS} cannot be made of outputs of different lengths: {shapes}") from error
 
+    def difference(self, answer: Answer) -> str | None:
+        """What is different in an answer of all outputs from what session.json says of them; None: nothing is."""
+        for name, tensor in self._specs.items():
+            found = answer[name]
+            shape = (-1, *tensor.shape[1:]) if self._batched else tensor.shape
+            if found.dtype.name != tensor.dtype or not _is_of(found.shape, shape):
+                return (
+                    f"output {name!r} is {tensor.dtype} {list(tensor.shape)}, but the network computes "
+                    f"{found.dtype.name} {list(found.shape)}"
+                )
+        if self._has_predictions and (num_columns := answer[PREDICTIONS].shape[1]) != self._num_labels:
+            return f"field 'labels' has {self._num_labels} names, but the predictions have {num_columns} columns"
+        return None
+
     def of_no_samples(self, wanted: Sequence[str]) -> Answer:
         """The answer to a request without samples, which networks often cannot compute."""
         return {name: self._empty(name) for name in wanted}
@@ -144,6 +159,11 @@ class Outputs:
             return np.empty((0, self._num_labels), np.float32)
         spec = self._specs[name]
         return np.empty((0, *(max(size, 0) for size in spec.shape[1:])), np.dtype(spec.dtype))
+
+
+def _is_of(sizes: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether an array of these sizes has a shape, in which -1 is any size."""
+    return len(sizes) == len(shape) and all(wanted in (-1, size) for size, wanted in zip(sizes, shape, strict=True))
 
 
 def _check_samples(names: Sequence[str], arrays: Sequence[NDArray[Any]], total: int) -> None:
