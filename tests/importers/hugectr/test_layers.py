@@ -200,6 +200,23 @@ def test_a_chain_of_fused_layers_ignores_what_only_training_reads(tmp_path: Path
     assert_agrees(graph, tmp_path)
 
 
+def test_a_second_top_of_an_interaction_is_for_training(tmp_path: Path) -> None:
+    """It repeats the first, and goes to a fused layer, which leaves it out."""
+    graph = maker()
+    crossed = graph.add("Interaction", ["dense", "emb"])
+    graph.layers[-1]["top"] = [crossed, f"{crossed}_grad"]
+    graph.tensors[f"{crossed}_grad"] = graph.tensors[crossed]
+    graph.loss(graph.add("FusedInnerProduct", [crossed, f"{crossed}_grad"], fc_param={"num_output": 1}))
+    assert_agrees(graph, tmp_path)
+
+    graph = maker()
+    graph.layers.append({"type": "Interaction", "bottom": ["dense", "emb"], "top": ["a", "b", "c"]})
+    graph.layers.append({"type": "Sigmoid", "bottom": "a", "top": "end"})
+    graph_file, dense_file, _ = graph.write(tmp_path)
+    with pytest.raises(ModelFormatError, match="produces one tensor, or two where HugeCTR trains, found 3 names"):
+        build_dense_network(read_graph(graph_file), dense_file)
+
+
 WRONG: list[tuple[str, list[str], dict[str, Any], str]] = [
     ("ReLU", ["dense", "dense"], {}, "needs one tensor, found 2"),
     ("Add", ["dense", "emb"], {}, "needs tensors of one shape"),

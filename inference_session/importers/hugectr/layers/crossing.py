@@ -65,10 +65,13 @@ def fm_order2(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequen
 def interaction(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """DLRM: the dense vector, the products of all pairs among it and the slots' vectors, and one zero.
 
-    Pairs (i, j), i < j, in the order of j, then i; vector 0 is the dense one.
+    Pairs (i, j), i < j, in the order of j, then i; vector 0 is the dense one. A second top, which only training in
+    HugeCTR reads, repeats the first.
     """
     if len(bottoms) != 2:
         layer.fail(f"needs two tensors, found {len(bottoms)}", "bottom")
+    if len(layer.tops) not in (1, 2):
+        layer.fail(f"produces one tensor, or two where HugeCTR trains, found {len(layer.tops)} names", "top")
     dense, slots = bottoms
     require_rank(layer, dense, 2)
     require_rank(layer, slots, 3)
@@ -83,4 +86,4 @@ def interaction(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequ
     pairs = build.constant((earlier * count + later).astype(np.int64))
     picked = build.node("Gather", build.reshape(products.name, count * count), pairs, axis=1)
     padded = build.node("Pad", build.node("Concat", dense.name, picked, axis=1), build.indices(0, 0, 0, 1))
-    return [Tensor(padded, (width + len(later) + 1,), dense.rows)]
+    return [Tensor(padded, (width + len(later) + 1,), dense.rows)] * len(layer.tops)
