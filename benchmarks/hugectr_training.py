@@ -5,7 +5,7 @@ python -m benchmarks.hugectr_training [--batch-size N] [--rounds N] [--steps N] 
 Both train in turns, a few steps each. With one thread, processor time is measured, so that other work on the machine
 does not count; with more, and where there is a GPU, the clock. hotrow reads its batches from files in Norm format
 meanwhile; PyTorch's are ready in memory, on the GPU where there is one. Afterwards the stages of hotrow's training are
-measured one by one: reading files, copying batches to the device, and steps whose batches are on the device.
+measured one by one: reading files, sending batches to the device, and steps whose batches are on the device.
 """
 
 from __future__ import annotations
@@ -135,13 +135,14 @@ def direct_step(folder: Path, network: str, batch_size: int, update: hugectr.Upd
 def stages(model: hugectr.Model, batch_size: int) -> dict[str, Callable[[], object]]:
     """The parts of training that can run side by side, each on its own."""
     trainer = model.trainer
-    made = batches(model.get_data_reader_train().source, batch_size, repeats=True)
+    staging = trainer.staging
+    made = map(staging.pack, batches(model.get_data_reader_train().source, batch_size, repeats=True))
     read = [next(made) for _ in range(8)]
-    blocks, staged = cycle(read), cycle([trainer.staging.ahead(block) for block in read])
+    blocks, sent = cycle(read), cycle([staging.send(block) for block in read])
     return {
         "reading": lambda: next(made),
-        "copying": lambda: trainer.staging.ahead(next(blocks)),
-        "step": lambda: trainer.train(next(staged), 0.001),
+        "sending": lambda: staging.take(staging.send(next(blocks))),
+        "step": lambda: trainer.train(next(sent), 0.001),
     }
 
 

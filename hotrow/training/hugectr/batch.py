@@ -1,8 +1,12 @@
-"""Batches as tensors on the device that trains; on a GPU the reading thread copies them there, ahead of the step."""
+"""Batches as tensors on the device that trains. On a GPU they are copied there, and prepared, one ahead of the step.
+
+For that, the thread that reads only copies in host memory; torch's operators run in the thread that trains. If both
+threads ran them, each would wait for the other's turn in Python at every operator.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,7 +17,11 @@ from torch import Tensor
 
 from hotrow.training.hugectr.processes import Processes
 from hotrow.training.hugectr.readers.block import Bags, Block
-from hotrow.training.key_index import distinct
+from hotrow.training.key_index import Distinct, distinct, distinct_by_owner
+
+_ALIGNMENT = 8
+"""Bytes; tensors begin at its multiples where they are packed."""
+_Found = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -28,18 +36,13 @@ class DeviceBags:
     """int64 [lists + 1], where each list begins among `own`; None where `width` is given."""
     width: int | None
     """The number of keys in each list, where all have the same number."""
+    found: _Found | None = None
+    """The distinct keys, where they were found before."""
 
     @cached_property
-    def distinct_keys(self) -> tuple[Tensor, Tensor]:
-        """The keys, each once, int64 [m], and which of them each key is, int64 [n]. On a GPU the host waits for m."""
-        return distinct(self.keys)
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Those in device memory."""
-        yield self.keys
-        if self.offsets is not None:
-            yield self.offsets
-        yield from vars(self).get("distinct_keys", ())
+    def distinct_keys(self) -> _Found:
+        """The keys, each once, int64 [m], and which of them each key is, int64 [n]."""
+        return distinct(self.keys) if self.found is None else self.found
 
 
 @dataclass(frozen=True)
@@ -54,19 +57,49 @@ class Batch:
     """One per sparse input."""
 
     def tensors(self) -> Iterator[Tensor]:
-        """Those in device memory."""
+        """All of them."""
         yield from (self.labels, self.dense)
         for bags in self.bags:
-            yield from bags.tensors()
+            yield bags.keys
+            if bags.offsets is not None:
+                yield bags.offsets
 
-    def find_distinct_keys(self) -> None:
-        """Find them now, not when they are first used."""
-        for bags in self.bags:
-            _ = bags.distinct_keys
+    def of(self, tensors: Iterable[Tensor], found: Sequence[_Found] = ()) -> Batch:
+        """The same batch with other tensors, ordered as `tensors`, and with the distinct keys, if these were found."""
+        others = iter(tensors)
+        labels, dense = next(others), next(others)
+        bags = []
+        for number, each in enumerate(self.bags):
+            keys, offsets = next(others), None if each.offsets is None else next(others)
+            bags.append(replace(each, keys=keys, offsets=offsets, found=found[number] if found else None))
+        return Batch(labels, dense, tuple(bags))
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A batch in host memory that a GPU can copy from at once."""
+
+    batch: Batch
+    memory: Tensor
+    """As `packed` makes it."""
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A batch on its way to the GPU."""
+
+    batch: Batch
+    memory: Tensor
+    """uint8, of all tensors of the batch."""
+    found: Sequence[Distinct]
+    """By sparse input, the distinct keys, where the batch is trained on."""
+    counts: Tensor | None
+    """int64 [sparse inputs], in host memory: how many they are."""
+    arrival: torch.cuda.Event
 
 
 class Staging:
-    """Copies batches to the device of a process."""
+    """Copies batches to the device of a process: `pack`, `send` and `take` one after the other, or only `take`."""
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
@@ -74,45 +107,89 @@ class Staging:
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         """On which batches are copied ahead."""
 
-    def ahead(self, block: Block, *, is_trained: bool = True) -> Block:
-        """A block with its tensors in GPU memory; on the processor the block itself. For the reading thread.
+    def pack(self, block: Block) -> Block:
+        """For a GPU, a block with its tensors in one piece of pinned memory. For the thread that reads."""
+        if self._stream is None:
+            return block
+        batch = self._part(block)
+        with torch.cuda.device(self._device):  # pinning memory begins the use of a GPU
+            return replace(block, staged=_Packed(batch, packed(batch)))
 
-        Of a block that is trained on, it finds the distinct keys too, so that the training thread does not wait for
-        their number.
+    def send(self, block: Block, *, is_trained: bool = True) -> Block:
+        """A packed block on its way to the GPU, where the distinct keys are found if it is trained on.
+
+        The host does not wait; and this neither waits for steps on the GPU, nor do these wait for it.
         """
         if self._stream is None:
             return block
         with torch.cuda.stream(self._stream):
-            batch = self._copied(block)
-            if is_trained:
-                batch.find_distinct_keys()
-        self._stream.synchronize()
-        return replace(block, staged=batch)
+            memory = block.staged.memory.to(self._device, non_blocking=True)
+            batch = unpacked(memory, block.staged.batch)
+            found = [distinct_by_owner(bags.keys, 1) for bags in batch.bags] if is_trained else []
+            counts = torch.cat([each.counts for each in found]).to("cpu", non_blocking=True) if found else None
+            arrival = torch.cuda.Event()
+            arrival.record()
+        return replace(block, staged=_Sent(batch, memory, found, counts, arrival))
 
     def take(self, block: Block) -> Batch:
-        """The tensors of a block, for work on the current stream."""
-        if block.staged is None:
-            return self._copied(block)
-        batch: Batch = block.staged
-        for tensor in batch.tensors():
+        """The tensors of a block, for work on the current stream. The host waits until they have arrived."""
+        sent = block.staged
+        if sent is None:
+            part = self._part(block)
+            return part.of(tensor.to(self._device) for tensor in part.tensors())
+        sent.arrival.synchronize()
+        for tensor in (sent.memory, *(tensor for each in sent.found for tensor in (each.keys, each.places))):
             tensor.record_stream(torch.cuda.current_stream(self._device))
-        return batch
+        counts = [] if sent.counts is None else sent.counts.tolist()
+        found = [(each.keys[:count], each.places) for each, count in zip(sent.found, counts, strict=True)]
+        return sent.batch.of(sent.batch.tensors(), found)
 
-    def _copied(self, block: Block) -> Batch:
+    def _part(self, block: Block) -> Batch:
+        """What this process needs of a block, in host memory."""
         begin, end = self._processes.part(len(block))
-        bags = tuple(self._bags(bags, len(block), begin, end) for bags in block.bags)
-        return Batch(self._tensor(block.labels[begin:end]), self._tensor(block.dense[begin:end]), bags)
+        bags = tuple(_bags(bags, len(block), begin, end) for bags in block.bags)
+        return Batch(_tensor(block.labels[begin:end]), _tensor(block.dense[begin:end]), bags)
 
-    def _bags(self, bags: Bags, num_samples: int, begin: int, end: int) -> DeviceBags:
-        slots = bags.num_bags // num_samples
-        first, last = begin * slots, end * slots
-        if bags.width:
-            return DeviceBags(self._tensor(bags.keys), slice(first * bags.width, last * bags.width), None, bags.width)
-        offsets = bags.offsets[first : last + 1]
-        own = slice(int(offsets[0]), int(offsets[-1]))
-        return DeviceBags(self._tensor(bags.keys), own, self._tensor(offsets - offsets[0]), None)
 
-    def _tensor(self, array: NDArray[np.generic]) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        # Copies from pinned memory do not make the host wait; torch keeps that memory until they have ended.
-        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
+def _bags(bags: Bags, num_samples: int, begin: int, end: int) -> DeviceBags:
+    slots = bags.num_bags // num_samples
+    first, last = begin * slots, end * slots
+    if bags.width:
+        return DeviceBags(_tensor(bags.keys), slice(first * bags.width, last * bags.width), None, bags.width)
+    offsets = bags.offsets[first : last + 1]
+    own = slice(int(offsets[0]), int(offsets[-1]))
+    return DeviceBags(_tensor(bags.keys), own, _tensor(offsets - offsets[0]), None)
+
+
+def _tensor(array: NDArray[np.generic]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def pinned_memory(num_bytes: int) -> Tensor:
+    """Memory from which copies do not make the host wait, uint8 [num_bytes]; torch keeps it until they have ended."""
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+def packed(batch: Batch) -> Tensor:
+    """The bytes of a batch in host memory, pinned, uint8 [any]."""
+    places, num_bytes = _places(batch)
+    memory = pinned_memory(num_bytes)
+    for tensor, place in zip(batch.tensors(), places, strict=True):
+        memory.numpy()[place] = tensor.numpy().reshape(-1).view(np.uint8)
+    return memory
+
+
+def unpacked(memory: Tensor, batch: Batch) -> Batch:
+    """The batch that was packed, in that memory or a copy of it."""
+    places, _ = _places(batch)
+    pairs = zip(batch.tensors(), places, strict=True)
+    return batch.of(memory[place].view(tensor.dtype).view(tensor.shape) for tensor, place in pairs)
+
+
+def _places(batch: Batch) -> tuple[list[slice], int]:
+    """The bytes of each tensor in packed memory, and how many there are in all."""
+    places, end = [], 0
+    for tensor in batch.tensors():
+        places.append(slice(end, end + tensor.nbytes))
+        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return places, end

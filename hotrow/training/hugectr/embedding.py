@@ -16,7 +16,9 @@ from hotrow.training.hugectr.enums import Update_t
 from hotrow.training.hugectr.optimizers import table_rule
 from hotrow.training.hugectr.parameters import OptParamsPy
 from hotrow.training.hugectr.processes import Processes
+from hotrow.training.kernels import device_rows
 from hotrow.training.key_index import create_index, mixed_bits
+from hotrow.training.row_access import add_up, gather
 
 _MIN_ROWS = 1024
 _LIMIT = 0.05
@@ -119,7 +121,8 @@ class EmbeddingTable:
         """
         own = places[bags.own]
         if bags.width == 1:
-            return functional.embedding(own, vectors)
+            pooled: Tensor = _Chosen.apply(vectors, own)
+            return pooled
         if bags.width:
             return functional.embedding_bag(own.view(-1, bags.width), vectors, mode=self._combiner)
         return functional.embedding_bag(own, vectors, bags.offsets, mode=self._combiner, include_last_offset=True)
@@ -141,6 +144,11 @@ class EmbeddingTable:
         gradient = gradient if touched.kept is None else gradient[touched.kept]
         if self._gradient is not None:
             self._update_all(touched.rows, gradient, lr)
+            return
+        kernel = self.rule.kernel(lr, self.num_steps) if device_rows.can_run(self._device) else None
+        if kernel is not None:
+            name, settings = kernel
+            device_rows.learn(name, self._weight, self._states, touched.rows, gradient.contiguous(), *settings)
             return
         weight = touched.vectors.detach() if touched.kept is None else touched.vectors.detach()[touched.kept]
         states = [state.index_select(0, touched.rows) for state in self._states]
@@ -219,6 +227,21 @@ class EmbeddingTable:
 
     def _fresh(self, num_rows: int) -> Tensor:
         return torch.full((num_rows, self.embedding_dim), self.rule.first_state, device=self._device)
+
+
+class _Chosen(torch.autograd.Function):
+    """Vectors by their numbers. torch's own embedding sorts the numbers in backward, by a dozen of kernels on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, places: Tensor) -> Tensor:
+        """[any, embedding_dim] and int64 [n] to [n, embedding_dim]."""
+        ctx.num_vectors, ctx.places = len(vectors), places
+        return gather(vectors, places)
+
+    @staticmethod
+    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None]:
+        """The sum of the gradients of each vector."""
+        return add_up(ctx.num_vectors, ctx.places, gradients), None
 
 
 def _longer(short: Tensor, long: Tensor) -> Tensor:

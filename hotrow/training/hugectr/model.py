@@ -134,11 +134,9 @@ class Model:
         self._trainer.loss_weights = dict(zip(data.label_names, data.label_weights, strict=True))
         self._weight_losses(loss_names or (), loss_weights or ())
         train, evaluation = self._source(train=True), self._source(train=False)
-        repeats, ahead = self._solver.repeat_dataset, self._trainer.staging.ahead
-        prepare = partial(ahead, is_trained=False)
         self._readers = {
-            "train": DataReader(train, self._solver.batchsize, repeats=repeats, prepare=ahead),
-            "eval": DataReader(evaluation, self._solver.batchsize_eval, repeats=repeats, prepare=prepare),
+            "train": self._reader(train, self._solver.batchsize, is_trained=True),
+            "eval": self._reader(evaluation, self._solver.batchsize_eval, is_trained=False),
         }
 
     def summary(self) -> None:
@@ -430,6 +428,11 @@ class Model:
         place = params.source[0] if train else params.eval_source
         count = params.num_samples if train else params.eval_num_samples
         return Source(place, params, shape, count, self._data_source)
+
+    def _reader(self, source: Source, batch_size: int, *, is_trained: bool) -> DataReader:
+        staging = self.trainer.staging
+        begin = partial(staging.send, is_trained=is_trained)
+        return DataReader(source, batch_size, repeats=self._solver.repeat_dataset, prepare=staging.pack, begin=begin)
 
     def _next(self, reader: str, size: int) -> Block | None:
         """The next batch; incomplete ones are dropped unless the solver keeps them."""

@@ -97,13 +97,10 @@ class TrainingNetwork(nn.Module):
         self.translated: DenseNetwork = translate(graph, FirstWeights(seed), FirstStatistics(), is_training=True)
         model = self.translated.model
         constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
-        self.weights = nn.ParameterList(
-            [nn.Parameter(torch.from_numpy(constants.pop(name).copy())) for name in self.translated.parameters]
-        )
-        self._statistics: list[str] = []
+        for name in self.translated.parameters:
+            self.register_parameter(name, nn.Parameter(torch.from_numpy(constants.pop(name).copy())))
         for name in (name for pair in self.translated.statistics for name in pair):
             self.register_buffer(name, torch.from_numpy(constants.pop(name).copy()))
-            self._statistics.append(name)
         outputs = {label.name for label in self.translated.outputs}
         nodes = [node for node in model.graph.node if node.output[0] not in outputs]
         self._steps = [self._step(node, constants) for node in nodes]
@@ -114,8 +111,8 @@ class TrainingNetwork(nn.Module):
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inputs of the losses: logits, float32 or less precise [samples, columns], by the label's name."""
         values: dict[str, Any] = dict(inputs)
-        values.update(zip(self.translated.parameters, self.weights, strict=True))
-        values.update((name, getattr(self, name)) for name in self._statistics)
+        values.update(self._parameters)
+        values.update(self._buffers)
         for function, sources, targets in self._steps:
             made = function(*(values[name] for name in sources))
             if len(targets) == 1:
@@ -123,6 +120,11 @@ class TrainingNetwork(nn.Module):
             else:
                 values.update(zip(targets, made, strict=True))
         return {name: values[source] for name, (source, _) in self._activations.items()}
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The trained constants, in the order of the dense file."""
+        return list(self.parameters())
 
     def predictions(self, logits: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The served outputs for logits: probabilities, float32."""

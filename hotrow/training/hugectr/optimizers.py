@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adam import adam
 
 from hotrow.training.hugectr.enums import Optimizer_t, Update_t
 from hotrow.training.hugectr.parameters import OptParamsPy
@@ -38,6 +36,10 @@ class Rule(ABC):
     @abstractmethod
     def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
         """One step in place, the first of which is number 1."""
+
+    def kernel(self, lr: float, step: int) -> tuple[str, tuple[float, ...]] | None:
+        """The kernel of `device_rows` that updates rows of a table on a GPU, and its settings; None where none does."""
+        return None
 
     def update_all(
         self,
@@ -72,15 +74,21 @@ class Adam(Rule):
     ) -> None:
         """As `Rule`, in one pass over all of them."""
         params, (m, v) = self.params, zip(*states, strict=True)
-        # torch corrects the root before it adds epsilon, and compiles all of this into one pass.
+        # torch corrects the root before it adds epsilon.
         epsilon = params.epsilon / (1.0 - params.beta2**step) ** 0.5
-        settings: dict[str, Any] = {"amsgrad": False, "weight_decay": 0.0, "maximize": False}
         # Filled on the device: a number that is copied there would make the host wait.
-        steps = torch.full((len(weights),), float(step - 1), device=weights[0].device).unbind()
-        adam(
-            list(weights), list(gradients), list(m), list(v), [], list(steps), foreach=False, fused=True,
-            beta1=params.beta1, beta2=params.beta2, lr=lr, eps=epsilon, **settings,
+        steps = [torch.full((), float(step), device=weights[0].device)] * len(weights)
+        # What torch.optim.Adam(fused=True) calls; what it does before, in Python, takes longer than the pass itself.
+        torch._fused_adam_(
+            list(weights), list(gradients), list(m), list(v), [], steps, lr=lr, beta1=params.beta1, beta2=params.beta2,
+            weight_decay=0.0, eps=epsilon, amsgrad=False, maximize=False,
         )  # fmt: skip
+
+    def kernel(self, lr: float, step: int) -> tuple[str, tuple[float, ...]]:
+        """As `Rule`."""
+        beta1, beta2 = self.params.beta1, self.params.beta2
+        rate = lr * (1.0 - beta2**step) ** 0.5 / (1.0 - beta1**step)
+        return "learn_adam", (rate, 1.0 - beta1, beta2, 1.0 - beta2, self.params.epsilon)
 
 
 class LazyAdam(Rule):
@@ -123,6 +131,10 @@ class AdaGrad(Rule):
         total.addcmul_(gradient, gradient)
         weight.addcdiv_(gradient, total.sqrt().add_(self.params.epsilon), value=-lr)
 
+    def kernel(self, lr: float, step: int) -> tuple[str, tuple[float, ...]]:
+        """As `Rule`."""
+        return "learn_adagrad", (lr, 0.0, 0.0, 0.0, self.params.epsilon)
+
 
 class MomentumSGD(Rule):
     """Steps that keep a share of the last."""
@@ -158,6 +170,10 @@ class SGD(Rule):
     def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
         """As `Rule`."""
         weight.sub_(gradient, alpha=lr)
+
+    def kernel(self, lr: float, step: int) -> tuple[str, tuple[float, ...]]:
+        """As `Rule`."""
+        return "learn_sgd", (lr, 0.0, 0.0, 0.0, 0.0)
 
 
 class Ftrl(Rule):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,10 +74,11 @@ class Trainer:
             UnsupportedModelError, ModelFormatError: as `TrainingNetwork` and `EmbeddingTable`.
         """
         self.network = TrainingNetwork(graph, solver.seed).to(processes.device)
+        self.weights = self.network.weights
+        """Those of the dense network, in the order of the dense file."""
         self.losses = losses_of(graph)
         self.loss_weights: dict[str, float] = {}
         """By label; 1 by default."""
-        self.is_dense_trainable = True
         self._graph, self._solver, self.processes = graph, solver, processes
         self.staging = Staging(processes)
         self._table_inputs = table_inputs
@@ -92,14 +95,17 @@ class Trainer:
         self._loss = torch.zeros((), device=processes.device)
 
     @property
-    def weights(self) -> list[Tensor]:
-        """Those of the dense network, in the order of the dense file."""
-        return list(self.network.weights)
+    def is_dense_trainable(self) -> bool:
+        """Whether steps change the dense network; may be set."""
+        return self.weights[0].requires_grad if self.weights else True
+
+    @is_dense_trainable.setter
+    def is_dense_trainable(self, is_trainable: bool) -> None:
+        self.network.requires_grad_(is_trainable)
 
     def train(self, block: Block, lr: float) -> None:
         """One step."""
-        self.network.train()
-        self.network.requires_grad_(self.is_dense_trainable)
+        self._set_mode(is_training=True)
         batch = self.staging.take(block)
         touched, tensors = [], {self._graph.dense_name: batch.dense}
         for table, bags in self._lookups(batch):
@@ -112,7 +118,8 @@ class Trainer:
         loss = self._total_loss(logits, self._labels(batch))
         self._loss = loss.detach()
         if loss.requires_grad:
-            (loss * self._scaler).backward()
+            scaler = self._scaler
+            (loss if scaler == 1.0 else loss * scaler).backward()
             self._learn(touched, lr)
 
     def current_loss(self) -> float:
@@ -123,7 +130,7 @@ class Trainer:
 
     def evaluate(self, block: Block) -> tuple[NDArray[np.float32], float]:
         """Predictions, [samples, columns of all labels], and the loss."""
-        self.network.eval()
+        self._set_mode(is_training=False)
         batch = self.staging.take(block)
         tensors = {self._graph.dense_name: batch.dense}
         with torch.no_grad():
@@ -149,25 +156,29 @@ class Trainer:
                     (gradient,) = _unscaled([each.vectors.grad], self._scaler)
                     table.update(each, gradient, lr)
 
+    def _set_mode(self, *, is_training: bool) -> None:
+        if self.network.training is not is_training:  # setting it visits all layers
+            self.network.train(is_training)
+
     @property
     def _scaler(self) -> float:
         return self._solver.scaler if self._solver.use_mixed_precision else 1.0
 
-    def _precision(self) -> torch.autocast:
+    def _precision(self) -> AbstractContextManager[Any]:
+        if not self._solver.use_mixed_precision:
+            return nullcontext()
         kind = self.processes.device.type
-        dtype = torch.float16 if kind == "cuda" else torch.bfloat16
-        return torch.autocast(kind, dtype=dtype, enabled=self._solver.use_mixed_precision)
+        return torch.autocast(kind, dtype=torch.float16 if kind == "cuda" else torch.bfloat16)
 
     def _total_loss(self, logits: Mapping[str, Tensor], labels: Mapping[str, Tensor]) -> Tensor:
-        terms = [
-            self.loss_weights.get(loss.label, 1.0) * self._term(loss, logits[loss.label].float(), labels[loss.label])
-            for loss in self.losses
-        ]
-        return torch.stack(terms).sum()
+        terms = [self._term(loss, logits[loss.label].float(), labels[loss.label]) for loss in self.losses]
+        return terms[0] if len(terms) == 1 else torch.stack(terms).sum()
 
     def _term(self, loss: Loss, logits: Tensor, labels: Tensor) -> Tensor:
-        value = loss.of(logits, labels)
-        return value if loss.penalty is None else value + loss.penalty(self.weights, len(labels))
+        value, weight = loss.of(logits, labels), self.loss_weights.get(loss.label, 1.0)
+        if loss.penalty is not None:
+            value = value + loss.penalty(self.weights, len(labels))
+        return value if weight == 1.0 else weight * value
 
     def _labels(self, batch: Batch) -> dict[str, Tensor]:
         parts = batch.labels.split([label.dim for label in self._graph.labels], dim=1)

@@ -6,6 +6,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from hotrow.training.hugectr.readers.block import Block, joined
 from hotrow.training.hugectr.readers.sources import Source
@@ -92,12 +93,24 @@ class DataReader:
     """
 
     def __init__(
-        self, source: Source, batch_size: int, *, repeats: bool, prepare: Callable[[Block], Block] = lambda block: block
+        self,
+        source: Source,
+        batch_size: int,
+        *,
+        repeats: bool,
+        prepare: Callable[[Block], Block] = lambda block: block,
+        begin: Callable[[Block], Block] = lambda block: block,
     ) -> None:
-        """`prepare` gets each batch in the reading thread."""
+        """
+        Args:
+            prepare: gets each batch in the reading thread.
+            begin: gets each batch in the thread that asks for batches, when it asks for the one before.
+        """
         self.source = source
         """Where records are read."""
-        self._prepare = prepare
+        self._prepare, self._begin = prepare, begin
+        self._begun: list[Block | BaseException | None] = []
+        """What comes next, if it was there when the last batch was given out."""
         self._batch_size = batch_size
         self._repeats = repeats
         self._ahead: _Ahead | None = None
@@ -131,14 +144,20 @@ class DataReader:
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
+        self._begun = []
 
     def next_batch(self) -> Block | None:
         """The next batch; None at the end. Errors of the thread are raised here."""
         if self._ahead is None or self._is_eof:
             return None
-        item = self._ahead.found.get()
+        item = self._begun.pop() if self._begun else self._with_begin(self._ahead.found.get())
+        with suppress(queue.Empty):
+            self._begun.append(self._with_begin(self._ahead.found.get_nowait()))
         if isinstance(item, BaseException):
             self._is_eof = True
             raise item
         self._is_eof = item is None
         return item
+
+    def _with_begin(self, item: Block | BaseException | None) -> Block | BaseException | None:
+        return self._begin(item) if isinstance(item, Block) else item

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from hotrow.training.hugectr import tools
 from hotrow.training.hugectr.enums import Check_t, DataReaderType_t, Distribution_t
 from hotrow.training.hugectr.readers.batches import DataReader, batches
-from hotrow.training.hugectr.readers.block import Bags
+from hotrow.training.hugectr.readers.block import Bags, Block
 from inference_session.errors import ConfigurationError, ModelFormatError
 from tests.testing.hugectr_training_records import Records, make_records, samples_of, shape, source
 
@@ -292,6 +293,38 @@ def test_file_lists_that_are_none_are_named(tmp_path: Path, text: str, message: 
     (tmp_path / "list.txt").write_text(text)
     with pytest.raises(ModelFormatError, match=message):
         list(source(tmp_path / "list.txt", shape(1, 1, (1, 1))).blocks())
+
+
+def test_a_batch_begins_when_the_one_before_is_given_out(tmp_path: Path) -> None:
+    """If it was read by then; each begins once, and the end is still the end."""
+    record_shape = shape(1, 1, (1, 1))
+    records = make_records(RANDOM, 10, record_shape, limit=9)
+    tools.write_norm(
+        tmp_path / "a", records.labels, records.dense, records.slots, key_type=np.dtype("<i8"), is_checked=False
+    )
+    tools.write_file_list(tmp_path / "list.txt", [tmp_path / "a"])
+    begun: list[Block] = []
+    reader = DataReader(
+        source(tmp_path / "list.txt", record_shape), 4, repeats=False, begin=lambda block: begun.append(block) or block
+    )
+    for _ in range(2):
+        begun.clear()
+        others = set(threading.enumerate())
+        reader.set_source()
+        for thread in set(threading.enumerate()) - others:  # three batches and the end fit the queue
+            thread.join()
+        given = []
+        for number in range(3):
+            given.append(reader.next_batch())
+            assert len(begun) == min(number + 2, 3)
+        assert not reader.is_eof()
+        assert reader.next_batch() is None
+        assert reader.is_eof()
+        assert [id(block) for block in given] == [id(block) for block in begun]
+    reader.next_batch()
+    reader.set_source()
+    assert reader.next_batch() is not begun[0]
+    reader.stop()
 
 
 def test_errors_of_the_reading_thread_reach_whoever_asks_for_a_batch(tmp_path: Path) -> None:

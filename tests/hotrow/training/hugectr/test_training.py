@@ -25,6 +25,7 @@ from hotrow.training.hugectr import (
     Model,
     Optimizer_t,
     Update_t,
+    batch,
     embedding,
 )
 from hotrow.training.hugectr.batch import DeviceBags, Staging
@@ -187,22 +188,62 @@ def test_an_index_may_give_rows_in_any_order(monkeypatch: pytest.MonkeyPatch) ->
     assert found[0] == found[1]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [Optimizer_t.Adam, Optimizer_t.AdaGrad, Optimizer_t.SGD, Optimizer_t.MomentumSGD])
+@pytest.mark.parametrize("dim", [1, 6, 16])
+def test_a_table_on_a_gpu_learns_what_one_on_the_processor_learns(kind: Optimizer_t, dim: int) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch finds no GPU")
+    params, found = optimizer(kind, Update_t.Local), []
+    for device in ("cpu", "cuda"):
+        place = Processes(0, 1, torch.device(device))
+        table = EmbeddingTable("t", dim, "sum", params, seed=3, processes=place)
+        for step in range(4):
+            random = torch.Generator().manual_seed(step)
+            keys = torch.randint(-(2**63), 2**63 - 1, (700,), generator=random) >> (55 - step)
+            touched = table.touch(keys.unique().to(device))
+            gradient = keys.unique()[:, None] % 7 - torch.arange(dim) % 3.0
+            with torch.no_grad():
+                table.update(touched, gradient.to(device), 0.01)
+        order = table.keys.argsort()
+        found.append([column[order].cpu() for column in table.columns])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("is_trained", [True, False])
-def test_the_reading_thread_finds_the_distinct_keys_of_a_batch(
-    monkeypatch: pytest.MonkeyPatch, is_trained: bool
-) -> None:
-    """Where it copies batches ahead: the training thread gets them among the copied tensors."""
-    waits = []
-    staging = Staging(Processes(0, 1, torch.device("cpu")))
-    monkeypatch.setattr(staging, "_stream", SimpleNamespace(synchronize=lambda: waits.append(1)))
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    keys = np.array([7, 5, 7, 9])
-    columns = np.zeros((2, 1), np.float32)
-    (bags,) = staging.ahead(Block(columns, columns, (Bags(keys, width=2),)), is_trained=is_trained).staged.bags
-    found = [tensor.tolist() for tensor in bags.tensors()]
-    assert found == [[7, 5, 7, 9], *([[7, 5, 9], [0, 1, 0, 2]] if is_trained else [])]
-    assert waits == [1]
-    assert [tensor.tolist() for tensor in bags.distinct_keys] == [[7, 5, 9], [0, 1, 0, 2]]
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_batch_that_is_sent_ahead_is_the_batch(monkeypatch: pytest.MonkeyPatch, count: int, is_trained: bool) -> None:
+    """With its distinct keys, where it is trained on; and nothing waits before it is taken."""
+    bags = (Bags(np.array([7, 5, 7, 9]), width=1), Bags(np.array([-1, 2**62, -1]), np.array([0, 0, 2, 2, 3])))
+    columns = np.arange(12, dtype=np.float32).reshape(2, 6)
+    block = Block(columns[:, :1], columns[:, :0], bags)
+    plain, staging = (Staging(Processes(0, count, torch.device("cpu"))) for _ in range(2))
+    waits = _without_gpu(monkeypatch, staging)
+    sent = staging.send(staging.pack(block), is_trained=is_trained)
+    assert not waits
+    found, expected = staging.take(sent), plain.take(block)
+    assert waits
+    for ours, theirs in zip(found.tensors(), expected.tensors(), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+    for mine, yours in zip(found.bags, expected.bags, strict=True):
+        assert (mine.found is not None) == is_trained
+        assert (mine.own, mine.width) == (yours.own, yours.width)
+        assert [each.tolist() for each in mine.distinct_keys] == [each.tolist() for each in yours.distinct_keys]
+
+
+def _without_gpu(monkeypatch: pytest.MonkeyPatch, staging: Staging) -> list[int]:
+    """Let a batch go the way to a GPU in host memory; returns a list that grows when the host waits."""
+    waits: list[int] = []
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: waits.append(1))
+    monkeypatch.setattr(staging, "_stream", "a stream")
+    monkeypatch.setattr(batch, "pinned_memory", lambda size: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    for name, value in (("stream", nullcontext), ("device", nullcontext), ("Event", lambda: event)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "another stream")
+    return waits
 
 
 def test_keys_never_trained_on_are_answered_with_zeros_and_get_no_row() -> None:
