@@ -1,0 +1,141 @@
+"""The paths that the page "Architecture" lists are those that requests, missing keys and updates take."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from inference_session import InferenceSession
+from inference_session.embedding_cache.cpu import CpuEmbeddingCache
+from inference_session.model_spec import TableSpec
+from inference_session.parameter_server.namespace import Namespace
+from inference_session.parameter_server.rocksdb.store import RocksDbStore
+from inference_session.parameter_server.server import ParameterServer
+from inference_session.parameter_server.tier import Tier
+from inference_session.rows import StoredRows, fetch
+from tests.testing import ROOT, small_model
+from tests.testing.memory_store import MemoryStore
+from tests.testing.stored_model import push
+
+PAGE = ROOT / "docs" / "explanation" / "architecture.md"
+LIBRARY = ROOT / "inference_session"
+
+
+class Call(NamedTuple):
+    """A call of a function of the library, and the calls that it was made in."""
+
+    function: str
+    module: str
+    callers: tuple[str, ...]
+
+
+def listings() -> dict[str, list[Call]]:
+    """The listings of the page, by the function that each begins with; a function's only caller is the one above it."""
+    found = {}
+    for block in re.findall(r"```text\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL):
+        above: list[str] = []
+        calls = []
+        for line in block.splitlines():
+            function, module = line.split()
+            del above[(len(line) - len(line.lstrip())) // 4 :]
+            calls.append(Call(function, module, tuple(above[-1:])))
+            above.append(function)
+        found[calls[0].function] = calls
+    return found
+
+
+def calls_of(act: Callable[[], object]) -> list[Call]:
+    """All calls of the library's functions in this thread, in their order."""
+    found: list[Call] = []
+    stack: list[str] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            function, path = _name(frame), Path(frame.f_code.co_filename)
+            if LIBRARY in path.parents:
+                found.append(Call(function, path.relative_to(LIBRARY).as_posix(), tuple(stack)))
+            stack.append(function)
+        elif event == "return" and stack:
+            stack.pop()
+
+    sys.setprofile(note)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def _name(frame: FrameType) -> str:
+    """The function's name, with that of the class that has it."""
+    name, self = frame.f_code.co_name, frame.f_locals.get("self")
+    owners = [] if self is None else [cls for cls in type(self).__mro__ if name in vars(cls)]
+    owner = next((cls for cls in owners if _code(vars(cls)[name]) is frame.f_code), None)
+    return name if owner is None else f"{owner.__name__}.{name}"
+
+
+def _code(member: object) -> object:
+    return getattr(getattr(member, "fget", None) or member, "__code__", None)
+
+
+def assert_as_listed(act: Callable[[], object], first: str) -> None:
+    """The functions of a listing are called, in its order, each within the one that it is indented under."""
+    calls = iter(calls_of(act))
+    for wanted in listings()[first]:
+        for call in calls:
+            if call[:2] == wanted[:2] and set(wanted.callers) <= set(call.callers):
+                break
+        else:
+            pytest.fail(f"{wanted.function} ({wanted.module}) is not called there")
+
+
+def test_a_request_of_any_kind(tmp_path: Path) -> None:
+    """Rows of files, and a model whose inputs the fast path does not take."""
+    small_model.write(tmp_path / "small" / "1")
+    with InferenceSession.open(tmp_path / "small" / "1", device="cpu") as session:
+        request = session.layout.made_up(2)
+        assert_as_listed(lambda: session.run_many([request]), "InferenceSession.run_many")
+
+
+def test_a_request_on_the_fast_path() -> None:
+    """The model of the demo."""
+    with InferenceSession.open(ROOT / "model_repository" / "movielens" / "1", device="cpu") as session:
+        inputs = session.layout.made_up(2).inputs
+        arrays = [inputs[tensor.name] for tensor in session.spec.inputs]
+        assert_as_listed(lambda: session.run_arrays(arrays, 1), "InferenceSession.run_arrays")
+
+
+def test_a_missing_key(tmp_path: Path) -> None:
+    """A volatile tier over a RocksDB that has the row."""
+    lower = RocksDbStore(tmp_path / "db", Namespace("model", "1"), {"t": 2}, writable=True)
+    lower.insert("t", np.array([5]), np.ones((1, 2), np.float32))
+    tiers = [Tier("volatile", MemoryStore({"t": 2}), volatile=True, cache_missed_keys=True), Tier("persistent", lower)]
+    rows = StoredRows([TableSpec("t", "t", 9, 2)], CpuEmbeddingCache({"t": 2}, 1 << 20), ParameterServer(tiers))
+    out = np.zeros((1, 2), np.float32)
+    assert_as_listed(lambda: fetch(rows, 0, np.array([5]), out), "StoredRows.look_up")
+    assert (out == 1).all()
+    rows.close()
+
+
+def test_an_update(tmp_path: Path) -> None:
+    """A RocksDB over table files."""
+    directory = tmp_path / "small" / "1"
+    small_model.write(directory)
+    url = f"rocksdb://{tmp_path}/db"
+    push(directory, url)
+    with InferenceSession.open(directory, persistent_store=url, cache_bytes=1 << 20, device="cpu") as session:
+        rows = np.ones((1, 4), np.float32)
+        assert_as_listed(lambda: session.update("user.weight", [3], rows), "InferenceSession.update")
+
+
+def test_the_modules_that_it_names_exist() -> None:
+    """Paths in `inference_session/`, and those of `triton_backend/backend/` that are named by themselves."""
+    for path in re.findall(r"`([\w/]+/\w+\.(?:py|cu))`", PAGE.read_text(encoding="utf-8")):
+        assert (LIBRARY / path).exists() or (ROOT / path).exists(), path
