@@ -15,7 +15,7 @@ from inference_session import InferenceSession, Request
 from inference_session.errors import HotrowError, InvalidRequestError
 from inference_session.importers.onnx import ImportReport
 from inference_session.model_spec import CANDIDATES
-from inference_session.requests.ranking_layout import contexts_apart
+from inference_session.requests.ranking_layout import split_by_context
 from tests.testing.onnx_evaluation import Arrays, run_network
 from tests.testing.onnx_models import import_model, model_of, table
 
@@ -203,7 +203,7 @@ def test_a_request_of_several_contexts(
 def test_the_contexts_of_a_request_apart(session: InferenceSession) -> None:
     """Views of what belongs together; other requests, and too large ones, are not divided."""
     inputs = {**request(2, 5), CANDIDATES: np.array([2, 3], np.int32)}
-    arrays = contexts_apart(session.spec, inputs, 100)
+    arrays = split_by_context(session.spec, inputs, 100)
     names = [tensor.name for tensor in session.spec.inputs]
     assert arrays is not None
     for number, (contexts, candidates) in enumerate([(slice(0, 1), slice(0, 2)), (slice(1, 2), slice(2, 5))]):
@@ -222,8 +222,8 @@ def test_the_contexts_of_a_request_apart(session: InferenceSession) -> None:
         {"item": np.int64(3)},
         {"other": np.zeros(2)},
     ):
-        assert contexts_apart(session.spec, {**inputs, **changed}, 100) is None
-    assert contexts_apart(session.spec, inputs, 9) is None
+        assert split_by_context(session.spec, {**inputs, **changed}, 100) is None
+    assert split_by_context(session.spec, inputs, 9) is None
 
 
 NUMBERS = {"clicks": np.zeros((3, 5), np.int64), "user": np.zeros(3, np.int64), "age": np.zeros((3, 2), np.float32)}

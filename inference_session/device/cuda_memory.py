@@ -15,15 +15,15 @@ _NO_MEMORY = 2
 """cudaErrorMemoryAllocation, and the driver's CUDA_ERROR_OUT_OF_MEMORY."""
 
 
-def check_free(num_bytes: int, device_id: int, setting: str) -> None:
-    """ConfigurationError where the current device has less memory free than this."""
+def check_free(num_bytes: int, device_id: int) -> None:
+    """ConfigurationError where the current device has less memory free than this, which `cache_bytes` asks for."""
     free, total = runtime.memGetInfo()
     if num_bytes > free:
         cupy.get_default_memory_pool().free_all_blocks()
         free, total = runtime.memGetInfo()
     if num_bytes > free:
         raise ConfigurationError(
-            f"{setting} needs {num_bytes} bytes on cuda:{device_id}, which has {free} free of {total}:"
+            f"cache_bytes needs {num_bytes} bytes on cuda:{device_id}, which has {free} free of {total}:"
             " set a smaller value or free some memory"
         )
 

@@ -190,7 +190,7 @@ class GpuEmbeddingCache(EmbeddingCache):
         sizes = [table_bytes(*pair) for pair in zip(self._num_buckets, self._row_bytes, strict=True)]
         self._fixed_bytes = fixed_bytes(len(sizes))
         total = self._fixed_bytes + sum(sizes)
-        check_free(total, self._cuda.device_id, "cache_bytes")
+        check_free(total, self._cuda.device_id)
         self._memory = cupy.cuda.MemoryPointer(cupy.cuda.Memory(total), 0)
         self._memory.memset_async(0, self._fixed_bytes)
         self._events_address: int = self._memory.ptr

@@ -19,7 +19,7 @@ from inference_session.execution.stages import Mark
 from inference_session.model_spec import ModelSpec
 from inference_session.requests.batch import Request, RequestLayout
 from inference_session.requests.outputs import Answer, JoinedAnswer
-from inference_session.requests.ranking_layout import contexts_apart, gives_one_context
+from inference_session.requests.ranking_layout import gives_one_context, split_by_context
 from inference_session.stats import SessionStats
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class FastPath:
         """The answers to requests that all ask for the same outputs."""
         arrays, num_parts = self.arrays_of(requests), len(requests)
         if not arrays and len(requests) == 1 and self._spec.is_divided:
-            arrays = contexts_apart(self._spec, requests[0].inputs, self._layout.max_elements)
+            arrays = split_by_context(self._spec, requests[0].inputs, self._layout.max_elements)
             num_parts = len(arrays or ()) // len(self._input_names)
         if not arrays:
             return None

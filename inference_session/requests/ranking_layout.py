@@ -16,8 +16,8 @@ from inference_session.requests.blocks import Blocks, arrange
 from inference_session.requests.outputs import Outputs
 from inference_session.requests.tensor_layout import TensorLayout
 
-_MAX_APART = 4096
-"""Arrays that a request is divided into: each takes Python 0.2 us."""
+_MAX_ARRAYS = 4096
+"""Arrays that a request is divided into, at most: each takes Python 0.2 us."""
 
 
 class RankingLayout(TensorLayout):
@@ -35,7 +35,7 @@ class RankingLayout(TensorLayout):
         self._is_divided = spec.is_divided
         self._largest_input = spec.ranking.largest_input if spec.ranking else None
         self.replayed: tuple[tuple[int, int], ...] = ()
-        """Contexts, and candidates of each, of batches that the device replays: others are filled up to them."""
+        """Contexts, and candidates of each, of the batches that the device replays. Others are filled up to them."""
 
     def check(self, request: Request) -> CheckedRequest:
         """See RequestLayout. Of ordinary requests, `num_candidates` is None."""
@@ -115,7 +115,7 @@ class RankingLayout(TensorLayout):
 
 
 def gives_one_context(spec: ModelSpec, inputs: Mapping[str, Any]) -> bool:
-    """Whether CANDIDATES says no more than the other inputs: all candidates of a request belong to its only context."""
+    """Whether a request has one context, to which CANDIDATES assigns all candidates; the other inputs say the same."""
     given = inputs.get(CANDIDATES)
     if len(inputs) != len(spec.inputs) + 1 or type(given) is not np.ndarray:
         return False
@@ -125,15 +125,15 @@ def gives_one_context(spec: ModelSpec, inputs: Mapping[str, Any]) -> bool:
     return type(candidates) is np.ndarray and bool(candidates.shape[:1] == (given[0],))
 
 
-def contexts_apart(spec: ModelSpec, inputs: Mapping[str, Any], max_elements: int) -> list[NDArray[Any]] | None:
-    """The arrays of one request for each context of a request, one after the other; None: it is not of that kind.
+def split_by_context(spec: ModelSpec, inputs: Mapping[str, Any], max_elements: int) -> list[NDArray[Any]] | None:
+    """Divide a request of several contexts: the arrays of a request for each of them. None: it cannot be divided.
 
-    Compiled code takes such arrays, if the context and its candidates have the same positions in each request.
+    Compiled code takes these arrays, as if they were those of several requests.
     """
     given = inputs.get(CANDIDATES)
     if len(inputs) != len(spec.inputs) + 1 or type(given) is not np.ndarray or given.dtype != np.int32:
         return None
-    if given.ndim != 1 or not 2 <= len(given) <= _MAX_APART // len(spec.inputs) or given.min() < 1:
+    if given.ndim != 1 or not 2 <= len(given) <= _MAX_ARRAYS // len(spec.inputs) or given.min() < 1:
         return None
     ends = np.cumsum(given, dtype=np.int64).tolist()
     places: list[tuple[NDArray[Any], bool]] = []
@@ -155,7 +155,7 @@ def exceeds(array: NDArray[Any], largest: float) -> bool:
         return False
     flat = array.reshape(-1)
     with np.errstate(over="ignore", invalid="ignore"):
-        # No element is larger than the length of all: this takes a third of the time.
+        # No element is larger than the Euclidean norm, which takes a third of the time of a maximum.
         return not (flat.dot(flat) <= largest**2 or np.abs(flat).max(initial=0) <= largest)
 
 

@@ -67,7 +67,7 @@ def open_cuda_tables(
     for device in devices:
         if cache_bytes is not None:
             with cupy.cuda.Device(device.device_id):
-                check_free(min(cache_bytes, needed), device.device_id, "cache_bytes")
+                check_free(min(cache_bytes, needed), device.device_id)
     connect([device.device_id for device in devices] if "shards" in places else [])
     placement = _placement(specs, places, devices)
     if placement.on_host and cache_bytes is None:  # else it was asked for

@@ -61,10 +61,10 @@ def carve_tables(
     return _carve(copy, weights, names, list(tables), {}, merge=merge)
 
 
-def keep_whole(model: ModelProto, weights: dict[str, Weight], names: Names, min_rows: int, reason: str) -> CarvedModel:
-    """The same for a model whose tables all stay in the dense network, for this reason."""
+def keep_whole(model: ModelProto, weights: dict[str, Weight], names: Names, min_rows: int) -> CarvedModel:
+    """The same for a model whose tables all stay in the dense network."""
     search = find_tables(model.graph, weights, min_rows)
-    dense = {**search.dense, **dict.fromkeys(search.tables, reason)}
+    dense = {**search.dense, **dict.fromkeys(search.tables, "cannot be taken out without changing the answers")}
     return _carve_found(model, weights, names, TableSearch([], dense), merge=False)
 
 

@@ -242,7 +242,7 @@ class _Import:
         carved = carve(model, weights, names, self.min_rows, merge=False)
         if self._is_faithful(carved, findings, original):
             return carved
-        carved = keep_whole(model, weights, names, self.min_rows, "cannot be taken out without changing the answers")
+        carved = keep_whole(model, weights, names, self.min_rows)
         if not self._is_faithful(carved, findings, original):
             raise UnsupportedModelError(f"{self.source.path}: the imported model answers differently")
         shutil.rmtree(self.staging / TABLES_FOLDER)

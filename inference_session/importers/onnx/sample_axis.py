@@ -225,10 +225,10 @@ class _Step:
         kind, values = self.kinds[position], self.observed.fixed(self.node.input[position])
         return None if values is None or not _is_constant(kind) else values.ravel().tolist()
 
-    def axes(self, position: int = 1) -> list[int] | None:
-        """The axes of a reduction and the like, from its attribute or operand, counted from the front."""
+    def axes(self) -> list[int] | None:
+        """The axes of a reduction and the like, from its attribute or second operand, counted from the front."""
         named = self.attribute("axes", None)
-        axes = list(named) if named is not None else self.fixed(position)
+        axes = list(named) if named is not None else self.fixed(1)
         return None if axes is None else [axis % max(self.rank(), 1) for axis in axes]
 
 
@@ -335,14 +335,14 @@ def _arg(step: _Step) -> list[Kind]:
     return _without(step, at, [step.attribute("axis", 0) % step.rank()], keep=bool(step.attribute("keepdims", 1)))
 
 
-def _along(default: int, *, from_there_on: bool = False) -> Callable[[_Step], list[Kind]]:
-    """A node that computes along one axis, or along all from one on, and keeps the shape."""
+def _along(*, from_there_on: bool = False) -> Callable[[_Step], list[Kind]]:
+    """A node that computes along one axis, by default the last, or along all from one on, and keeps the shape."""
 
     def rule(step: _Step) -> list[Kind]:
         at = step.only()
         if at is None:
             return _neither(step)
-        axis = step.attribute("axis", default) % step.rank()
+        axis = step.attribute("axis", -1) % step.rank()
         looks_there = at.axis >= axis if from_there_on else at.axis == axis
         return [None] * len(step.node.output) if looks_there else step.outputs(at.axis, at.outer)
 
@@ -632,19 +632,19 @@ _RULES: dict[str, Callable[[_Step], list[Kind]]] = {
     "GatherElements": _gather_elements,
     "GatherND": _gather_nd,
     "Gemm": _gemm,
-    "LayerNormalization": _along(-1, from_there_on=True),
-    "LpNormalization": _along(-1),
+    "LayerNormalization": _along(from_there_on=True),
+    "LpNormalization": _along(),
     "MatMul": _matmul,
     "MeanVarianceNormalization": _normalized_axes,
     "OneHot": _one_hot,
     "Pad": _pad,
-    "RMSNormalization": _along(-1, from_there_on=True),
+    "RMSNormalization": _along(from_there_on=True),
     "Shape": _shape,
     "Size": lambda _: [Free(True)],
     "Slice": _slice,
     "Split": _split,
     "Tile": _tile,
-    "TopK": _along(-1),
+    "TopK": _along(),
     "Transpose": _transpose,
     "Trilu": _trilu,
 }

@@ -276,12 +276,12 @@ def _cut(tables: Any, segments: Any, cuts: Any) -> int:
     part, bytes_before, keys_before = 1, 0, 0
     for s in range(len(segments)):
         segment, key_bytes = segments[s], 4 * tables[segments[s].table].embedding_dim
-        num_keys = _key_count(segment, 0, segment.num_rows)
+        num_keys = _key_count(segment, segment.num_rows)
         segment_bytes = num_keys * key_bytes
         while part < num_parts and bytes_before + segment_bytes > num_bytes * part // num_parts:
             share = (num_bytes * part // num_parts - bytes_before) / segment_bytes
             row = np.int64(segment.num_rows * share)
-            cuts[part] = (s, row, keys_before + _key_count(segment, 0, row))
+            cuts[part] = (s, row, keys_before + _key_count(segment, row))
             part += 1
         bytes_before += segment_bytes
         keys_before += num_keys
@@ -294,15 +294,16 @@ def _num_bytes(tables: Any, segments: Any) -> Any:
     """Of all vectors, before they are pooled."""
     num_bytes = 0
     for s in range(len(segments)):
-        num_bytes += _key_count(segments[s], 0, segments[s].num_rows) * 4 * tables[segments[s].table].embedding_dim
+        num_bytes += _key_count(segments[s], segments[s].num_rows) * 4 * tables[segments[s].table].embedding_dim
     return num_bytes
 
 
 @kernel
-def _key_count(segment: Any, first_row: int, last_row: int) -> Any:
+def _key_count(segment: Any, num_rows: int) -> Any:
+    """The keys of this many of its rows, the first ones."""
     if segment.begins_address == 0:
-        return (last_row - first_row) * segment.keys_per_row
+        return num_rows * segment.keys_per_row
     count = 0
-    for row in range(first_row, last_row):
+    for row in range(num_rows):
         count += max(bag_length(segment, row), 0)
     return count
