@@ -32,7 +32,7 @@ of requests; returns STAGED, NOT_STAGED or NO_ROOM.
 
 
 class ArrayForm(Protocol):
-    """Arrays of one layout."""
+    """The arrays that requests of one layout carry."""
 
     inputs: NDArray[np.void]
     """INPUT records, one for each array of a request."""
@@ -44,7 +44,7 @@ class ArrayForm(Protocol):
     """Sizes that tell batches apart, the number of samples first."""
 
     def stage_into(self, *records: NDArray[Any]) -> Stage:
-        """What stages requests into these records, the last arguments of the kernels `stage` and `stage_bags`."""
+        """The kernel `stage` or `stage_bags`, with these records as its last arguments."""
 
     def shapes(self, open_sizes: NDArray[np.int64]) -> Shapes:
         """Shapes of the keys, and of what the network reads other than vectors, in the batch that was staged last."""
@@ -75,7 +75,10 @@ class TensorForm:
 
     def shapes(self, open_sizes: NDArray[np.int64]) -> Shapes:
         """See ArrayForm."""
-        first = int(open_sizes[0]), int(open_sizes[-1])  # samples, and requests where each has a context
+        first = (
+            int(open_sizes[0]),
+            int(open_sizes[-1]),
+        )  # the number of samples, and that of requests, each of which has one context
         return {
             tensor.name: (first[tensor.context], *record["sizes"][1 : record["rank"]].tolist())
             for tensor, record in zip(self._spec.inputs, self.inputs, strict=True)
@@ -227,7 +230,7 @@ def _lookup_records(spec: ModelSpec, lookups: ModelLookups) -> NDArray[np.void]:
 
 
 def _plain_lookup_records(spec: ModelSpec, lookups: ModelLookups) -> NDArray[np.void]:
-    """Which table is looked up, and which block that fills."""
+    """LOOKUP records that say which table is looked up, and which block the vectors fill."""
     records = np.zeros(len(spec.lookups), LOOKUP)
     tables = {table.folder: i for i, table in enumerate(spec.tables)}
     for record, lookup, block in zip(records, spec.lookups, lookups.block_of, strict=True):

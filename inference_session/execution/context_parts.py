@@ -27,16 +27,16 @@ class ContextParts:
     """Two networks that are run one after the other."""
 
     context: bytes
-    """Computes `values`, each with a row per context; and those outputs that the context alone has."""
+    """The network that computes `values`, with a row per context, and the outputs that depend on the context alone."""
     candidates: bytes
-    """Takes `values` among its inputs."""
+    """The network that has `values` among its inputs."""
     values: tuple[str, ...]
     inputs: tuple[str, ...]
     """Inputs of the context that the candidates' part reads as well."""
     outputs: tuple[str, ...]
     """Outputs of the network that depend on the context alone."""
     has_candidates: bool
-    """Whether it has others."""
+    """Whether the network has other outputs."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class _Division:
     model: ModelProto
     context: set[str]
     sizes: set[str] = field(default_factory=set)
-    """Values among these that follow from shapes: they are no rows."""
+    """Those of these values that follow from shapes, and so have no row per context."""
     candidates: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class _Division:
                     self.sizes.update(node.output)
 
     def border(self) -> list[str]:
-        """The rows that the candidates' part reads, itself or to ask for their shape."""
+        """The values that the candidates' part reads, or whose shape it reads."""
         made_by = {name: node for node in self.model.graph.node for name in node.output}
         outputs = {value.name for value in self.model.graph.output}
         waiting = [node for node in self.model.graph.node if self.candidates & {*node.output}]

@@ -1,8 +1,7 @@
-"""The path of most requests on a GPU: their arrays are copied straight to where a recorded batch of their shape reads.
+"""The fast path on a GPU (fast_path.py): arrays are copied to the places that a recorded batch of their shape reads.
 
 Compiled code checks the arrays and copies them (kernels/cpu/gathering.py); then the look-up and the network are
-launched as they were recorded. All other requests take the path of
-`InferenceSession.run_many`, which also records shapes that recur.
+launched as they were recorded. `InferenceSession.run_many` records shapes that recur.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ from inference_session.requests.tensor_layout import TensorLayout
 
 _MAX_REQUESTS, _MAX_PLANS = 4096, 1024
 _MAX_MISSES = 8
-"""A batch is recorded, if ever, when its shape comes for the second time, or for the third."""
+"""A shape that has come this often, and has no recorded batch, gets none: recording happens at the second or third."""
 _Case: TypeAlias = tuple[bytes, tuple[str, ...]]
-"""Sizes and outputs of a batch."""
+"""The open sizes of a batch, and the outputs that it computes."""
 _CONVERSIONS = {"int32": FROM_INT32, "uint32": FROM_UINT32}
 """From other integers to int64."""
 
@@ -67,7 +66,7 @@ class _Target(NamedTuple):
     copies: NDArray[np.void]
     """COPY records."""
     constants: list[tuple[NDArray[Any], NDArray[Any]]]
-    """Places, and what they hold in all batches of these sizes."""
+    """Pairs of a place and the values that it holds in all batches of these sizes."""
     num_blocks: int
     num_rows: int
     """Rows of all blocks."""
@@ -113,7 +112,7 @@ class GatheredTensorForm(GatheredForm):
 
 
 class GatheredBagForm(GatheredForm):
-    """HugeCTR's, with one key per slot."""
+    """HugeCTR's inputs, with one key per slot."""
 
     def __init__(self, spec: ModelSpec, layout: HugectrLayout) -> None:
         names = [tensor.name for tensor in spec.inputs]
@@ -145,7 +144,7 @@ class GatheredBagForm(GatheredForm):
 
 
 class GatheredModel:
-    """The recorded batches of a model, and how requests become such. Safe to use from several threads."""
+    """The recorded batches of a model, and how they are filled with requests. Safe to use from several threads."""
 
     def __init__(self, spec: ModelSpec, layout: RequestLayout, form: GatheredForm, network: Network) -> None:
         self._spec, self._layout, self._form, self._network = spec, layout, form, network
@@ -239,7 +238,7 @@ def gather_model(spec: ModelSpec, layout: RequestLayout, network: Network) -> Ga
 def _copies(
     plan: RecordedPlan, batch: JoinedBatch, sources: Mapping[str, Source], spec: ModelSpec
 ) -> NDArray[np.void] | None:
-    """COPY records for all places of a recorded batch; None where one holds something else than inputs."""
+    """COPY records for all places of a recorded batch; None if a place holds anything but inputs."""
     copies = []
     for staged in plan.staged:
         if staged.names in ((ROW_CONTEXT,), (BLOCK_CONTEXT,)):
@@ -262,7 +261,7 @@ def _copies(
 
 
 def _conversion(given: str, wanted: np.dtype[Any]) -> int | None:
-    """How elements of one type become those of another; None: not here."""
+    """The code for converting elements from one type to another; None: compiled code cannot."""
     if np.dtype(given) == wanted:
         return SAME
     return _CONVERSIONS.get(given) if wanted == np.int64 else None

@@ -38,15 +38,15 @@ class Context(NamedTuple):
     """The results for one context."""
 
     values: Mapping[str, NDArray[Any]]
-    """Each of one row."""
+    """Arrays of one row each."""
     places: NDArray[np.int64]
-    """Of the rows that were looked up (WriteLog.places)."""
+    """WriteLog.places of the rows that were looked up."""
     moment: int
     num_bytes: int
 
 
 class ContextMemory:
-    """Contexts by the bytes of their inputs, up to this many bytes; evicts the least recently used one. Thread-safe."""
+    """Contexts by the bytes of their inputs, in bounded memory. Evicts the least recently used one. Thread-safe."""
 
     def __init__(self, max_bytes: int, log: WriteLog) -> None:
         self._max_bytes = max_bytes
@@ -86,12 +86,12 @@ class WantedContexts:
     """The contexts of some requests."""
 
     keys: list[bytes]
-    """Of each context, in order."""
+    """The key of each context, in order."""
     found: dict[bytes, Context]
     missing: dict[bytes, Mapping[str, NDArray[Any]]]
-    """The inputs of those that are not kept."""
+    """The inputs of the contexts that are not kept, by their keys."""
     moment: int
-    """Of the write log, before anything was read."""
+    """The moment of the write log before anything was read."""
 
 
 class KeptContexts:
@@ -99,8 +99,8 @@ class KeptContexts:
 
     Args:
         contexts: computes, at one row per context, what `candidates` reads.
-        names: what that is: values that it computes, and vectors that it looks up.
-        keeps_unknown: whether contexts are kept whose keys are unknown: rows of files stay unknown.
+        names: what `candidates` reads: values that `contexts` computes, and vectors that it looks up.
+        keeps_unknown: whether contexts with unknown keys are kept. In table files, unknown keys stay unknown.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class KeptContexts:
         return self._layout.of_contexts(list(wanted.missing.values()))
 
     def add(self, wanted: WantedContexts, batch: JoinedBatch, ran: RunResult) -> None:
-        """Take, and keep, the results for the batch of missing contexts."""
+        """Add the results for the batch of missing contexts to `wanted`, and keep them."""
         values = {**ran.outputs, **{name: batch.array(name) for name in self._vectors}}
         places = self._places(batch, len(wanted.missing))
         for i, key in enumerate(wanted.missing):
@@ -161,7 +161,7 @@ class KeptContexts:
         return [{name: arrays[name][i : i + 1] for name in names} for i in range(len(arrays[names[0]]))]
 
     def _places(self, batch: JoinedBatch, num_rows: int) -> list[NDArray[np.int64]]:
-        """Where writes to each context's rows are logged."""
+        """For each context, WriteLog.places of its rows."""
         specs = {table.folder: table for table in self.contexts.spec.tables}
         found: list[list[NDArray[np.int64]]] = [[] for _ in range(num_rows)]
         for lookup in self.contexts.spec.lookups:

@@ -34,13 +34,13 @@ class Geometry:
     """All that follows from the shapes of the keys."""
 
     segments: NDArray[np.void]
-    """Complete but for addresses: an output's is its offset within the block, a key's within its matrix."""
+    """Complete except for addresses. They count from the beginning of the block (outputs) or of the matrix (keys)."""
     num_keys: NDArray[np.int64]
     """Per look-up; 0 where bags are ragged."""
     shapes: tuple[tuple[int, ...], ...]
     """The shape of each block's array."""
     bare: tuple[bool, ...]
-    """Which blocks' keys have no first dimension: they were given one, which goes again."""
+    """For each block, whether its keys have no first dimension. They get one for the look-up; vectors lose it again."""
 
 
 class MatrixLookups(NamedTuple):
@@ -48,7 +48,7 @@ class MatrixLookups(NamedTuple):
 
     lookups: list[int]
     columns: NDArray[np.int64]
-    """The first of each look-up."""
+    """The first column of each look-up."""
     key_bytes: int
     row_stride: int
     """Bytes from one row of the matrix to the next."""
@@ -116,7 +116,7 @@ class ModelLookups:
         return any(isinstance(batch.parts(self.key_names[i])[0], RaggedBags) for i in self._irregular)
 
     def geometry(self, batch: JoinedBatch) -> Geometry:
-        """The geometry of the keys of a batch, at least one row deep."""
+        """The geometry of the keys of a batch. Scalars count as one row."""
         keys = tuple(self._shape(i, batch) for i in range(len(self.lookups)))
         segments = np.zeros(len(keys), SEGMENT)
         segments["table"] = self._table_positions
@@ -154,7 +154,7 @@ class ModelLookups:
     def _describe_joined(
         self, block: Block, segments: NDArray[np.void], keys: Sequence[tuple[int, ...]]
     ) -> tuple[int, ...]:
-        """Members side by side in one matrix; returns its shape."""
+        """Put the vectors of a block's look-ups side by side in one matrix; returns its shape."""
         self._check_samples(block, keys)
         members, item_bytes, column = list(block.members), block.dtype.itemsize, 0
         for i in block.members:
@@ -182,7 +182,7 @@ class ModelLookups:
     def _describe_alone(
         self, block: Block, segments: NDArray[np.void], keys: Sequence[tuple[int, ...]]
     ) -> tuple[int, ...]:
-        """One look-up with its own array; returns that array's shape."""
+        """Give a look-up an array of its own; returns the shape."""
         i = block.members[0]
         table, shape = self._table_specs[i], keys[i]
         pooled = self.lookups[i].pooling != "none"
@@ -234,7 +234,7 @@ def _is_regular(lookup: LookupSpec, spec: ModelSpec) -> bool:
 
 
 def _shape(parts: list[Part], lookup: LookupSpec) -> tuple[int, ...]:
-    """The shape of all keys of a look-up, at least one row (and one bag, where pooled) deep."""
+    """The shape of all keys of a look-up. A scalar counts as a row, and pooled keys without bags as one bag."""
     first = parts[0]
     shape = first.shape
     if lookup.columns is not None:
@@ -249,7 +249,7 @@ def _shape(parts: list[Part], lookup: LookupSpec) -> tuple[int, ...]:
 
 
 def _cut(batch: JoinedBatch, lookup: LookupSpec) -> RaggedBags:
-    """The bags of a list of keys, cut as by ONNX's Slice: beyond the end is the end, negative counts from it."""
+    """Cut a list of keys into bags as ONNX's Slice does: negative positions count from the end, larger ones are it."""
     keys, *offsets = (batch.array(name) for name in (lookup.keys, *(lookup.bags or ())))
     begins, ends = (np.where(at < 0, at + len(keys), at).clip(0, len(keys)) for at in offsets)
     if begins.ndim != 1 or begins.shape != ends.shape:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from inference_session.execution.kept_contexts import KeptContexts
 
 _FILES = (DENSE_FILE, KEYS_FILE), (RANKING_FILE, RANKING_KEYS_FILE)
-"""Of each network: its own, and the one that computes its keys."""
+"""For each network, its own file, and that of the network that computes its keys."""
 _log = logging.getLogger(__name__)
 _Engines: TypeAlias = "tuple[DenseEngine, OnnxEngine | None]"
 """A dense network, and the one that computes its keys."""
@@ -41,7 +41,7 @@ class Model(NamedTuple):
 
     layout: RequestLayout
     rows: tuple[Rows, ...]
-    """Where each device looks up; devices may share one object."""
+    """The rows that each device looks up. Devices may share one object."""
     replicas: Replicas
     """In the order of `rows`."""
     kept_contexts: KeptContexts | None
@@ -136,7 +136,7 @@ def _networks(
 def _stage(
     spec: ModelSpec, config: SessionConfig, layout: RequestLayout, networks: tuple[Network, Network]
 ) -> StagedModel | StagedRankingModel | GatheredModel | None:
-    """The object that answers `InferenceSession.run_arrays` on the networks' device; None: nothing does."""
+    """The fast path on the networks' device; None: this model has none."""
     network, ranking = networks
     stage = partial(_stage_network, layout)
     if spec.ranking is None:

@@ -28,7 +28,7 @@ class RunResult(NamedTuple):
 
 
 class Network:
-    """Batches become plans, whose look-ups and dense network then run.
+    """Gives each batch the plan by which its keys are looked up and the dense network runs.
 
     Args:
         spec: of the model, with the look-ups of this network.
@@ -74,7 +74,7 @@ class Network:
 
     @property
     def may_record(self) -> bool:
-        """Whether there are plans that are recorded."""
+        """Whether plans of this network may be recorded."""
         return self._plans.may_record
 
     def known_plan(self, batch: JoinedBatch, outputs: tuple[str, ...]) -> ExecutionPlan | None:

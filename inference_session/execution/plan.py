@@ -32,7 +32,7 @@ from inference_session.rows.base import Rows
 _MAX_PLANS = 1024
 _KEY_BYTES = 8
 Vectors: TypeAlias = dict[str, Any]
-"""Arrays on the device that look-ups write, by the inputs of the network that they are."""
+"""Arrays on the device that look-ups write, by the names that the network has for them."""
 
 
 class ExecutionPlan(ABC):
@@ -43,7 +43,7 @@ class ExecutionPlan(ABC):
 
     @abstractmethod
     def held(self) -> AbstractContextManager[None]:
-        """What a batch holds from `fill` until its answers are on the host."""
+        """Hold what a batch needs for itself, from `fill` until its answers are on the host."""
 
     @abstractmethod
     def fill(self, batch: JoinedBatch) -> Lookup:
@@ -55,7 +55,7 @@ class ExecutionPlan(ABC):
 
     @abstractmethod
     def num_unknown(self, lookup: Lookup) -> NDArray[np.int64]:
-        """Unknown keys per look-up, once the network has run; the caller owns them."""
+        """The number of unknown keys of each look-up, as the caller's own array. Call it when the network has run."""
 
 
 class FreshPlan(ExecutionPlan):
@@ -100,7 +100,7 @@ class FreshPlan(ExecutionPlan):
         return Lookup(segments, num_keys, self._device.counts(len(segments)), self.prepared_lookup)
 
     def take_vectors(self) -> tuple[NDArray[np.void], Vectors]:
-        """Memory for the vectors: the segments, which lead there, and its arrays by inputs of the network."""
+        """Allocate memory for the vectors; returns segments that lead there, and its arrays by the network's inputs."""
         geometry, dtypes = self._geometry, [block.dtype for block in self._lookups.blocks]
         arrays = [self._device.empty(*each) for each in zip(geometry.shapes, dtypes, strict=True)]
         segments = geometry.segments.copy()
@@ -112,14 +112,14 @@ class FreshPlan(ExecutionPlan):
         return segments, {block.dense_input: array[0] if is_bare else array for block, array, is_bare in blocks}
 
     def place_keys(self, segments: NDArray[np.void], batch: JoinedBatch) -> NDArray[np.int64]:
-        """Have the device read the keys of a batch, and enter where they are; returns the keys per look-up."""
+        """Put the keys of a batch where the device reads them, and enter where that is; returns keys per look-up."""
         self._fill_packed(segments, batch)
         self._fill_weights(segments, batch)
         return self._fill_loose(segments, batch) if self._lookups.loose else self.num_keys
 
     def run_network(self, batch: JoinedBatch) -> Answer:
         """See ExecutionPlan."""
-        # Graphs are few: a plan that another will replace takes none.
+        # There is room for few CUDA graphs: a plan that will be replaced by a RecordedPlan takes none.
         prepared = None if self.may_record else self._prepared_network
         results = self._dense.run(self.network_inputs(batch), self.outputs, prepared)
         return dict(zip(self.outputs, results, strict=True))
@@ -152,7 +152,7 @@ class FreshPlan(ExecutionPlan):
         return num_keys
 
     def _fill_in_place(self, segments: NDArray[np.void], arrays: Sequence[Any]) -> None:
-        """Enter where a caller has the keys of each loose look-up on the device."""
+        """Enter the addresses of keys that a caller has on the device."""
         loose, key_bytes = self._lookups.loose, np.array([array.itemsize for array in arrays])
         segments["keys_address"][loose] = [address_of(array) for array in arrays]
         segments["key_bytes"][loose] = segments["key_stride"][loose] = key_bytes
@@ -164,7 +164,7 @@ class FreshPlan(ExecutionPlan):
         """As `_fill_loose`, where bags of some look-ups have different lengths."""
         numbers, ragged = _Numbers(), []
         lists_at: dict[tuple[int, ...], int] = {}
-        """Where lists of keys begin: look-ups may have bags in the same ones."""
+        """Where each list of keys begins. Several look-ups may have bags in the same list."""
         for i in self._lookups.loose:
             parts: list[Any] = batch.parts(self._lookups.key_names[i])
             if not isinstance(parts[0], RaggedBags):
@@ -185,7 +185,7 @@ class FreshPlan(ExecutionPlan):
         return num_keys
 
     def _fill_packed(self, segments: NDArray[np.void], batch: JoinedBatch) -> None:
-        """Enter the places of keys that are columns of a matrix."""
+        """Enter the addresses of keys that are columns of a matrix."""
         for name, members in self._lookups.packed.items():
             address = self._stage(batch, (name,), batch.array(name), by_column=self._device.reads_by_column)
             if len(members.lookups) == len(segments):
@@ -194,7 +194,7 @@ class FreshPlan(ExecutionPlan):
                 segments["keys_address"][members.lookups] += address
 
     def _fill_weights(self, segments: NDArray[np.void], batch: JoinedBatch) -> None:
-        """Enter the places of the weights of look-ups that have weights."""
+        """Enter the addresses of weights."""
         for i, keys_name, weights_name in self._lookups.weighted:
             keys, weights = batch.array(keys_name), batch.array(weights_name)
             if weights.shape != keys.shape:
@@ -260,7 +260,7 @@ class RecordedPlan(BoundPlan):
 
 
 class RaggedPlan(BoundPlan):
-    """Batches whose bags of keys differ in length: only keys get new memory, behind what all batches use."""
+    """For batches whose bags of keys differ in length. Only keys get new memory, behind what all batches use."""
 
     def __init__(
         self,
@@ -322,7 +322,7 @@ class ExecutionPlans:
         if plan is None:
             plan = self._fresh(batch, outputs)
             self._plans.put(shape, plan)
-        # Shapes that lengths of lists make may never come again: recording one takes as long as some batches.
+        # A shape that follows from lengths of lists may never come again, and recording takes as long as some batches.
         may_come_again = known is not None or not self._lookups.irregular_shapes(batch)
         if isinstance(plan, FreshPlan) and plan.may_record and may_come_again and self._dense.may_bind(outputs):
             plan = self._recorded(plan, batch)
@@ -345,7 +345,7 @@ class ExecutionPlans:
     def _recorded(self, plan: FreshPlan, batch: JoinedBatch) -> FreshPlan | BoundPlan:
         """The same plan with fixed places, unless the batch or the network cannot be bound to them."""
         plan.may_record = False
-        if not batch.is_on_host:  # each batch has its own places
+        if not batch.is_on_host:  # a caller's arrays are in other places each time
             return plan
         device, inputs, trial = self._rows.device, batch.copy(), batch.copy()
         with plan.held():
@@ -378,7 +378,7 @@ class _Numbers:
         self._size = 0
 
     def add(self, parts: Sequence[NDArray[Any]]) -> int:
-        """Returns where the first of them will be, in bytes from the first of all."""
+        """Add numbers; returns their offset in bytes."""
         begin = self._size * _KEY_BYTES
         self.parts.extend(parts)
         self._size += sum(part.size for part in parts)
@@ -394,7 +394,7 @@ def _may_stay(all_parts: Sequence[Sequence[Any]]) -> bool:
 
 
 def _kept(batch: JoinedBatch, names: tuple[str, ...], staged: NDArray[Any]) -> int:
-    """The address of an array, which is kept alive as long as the batch."""
+    """Keep an array alive as long as the batch; returns its address."""
     batch.staged.append(StagedValues(names, staged))
     return address_of(staged)
 

@@ -70,7 +70,7 @@ class DeviceThread:
     def _work(self) -> None:
         while (job := self._waiting.get()) is not None:
             job()
-            del job  # what it refers to is free while the thread waits
+            del job  # so that what the job refers to can be freed while the thread waits
 
 
 @dataclass
@@ -82,11 +82,11 @@ class Replica:
     """The network for requests that rank candidates; the same where the model has no other for them."""
     thread: DeviceThread
     staged: StagedModel | StagedRankingModel | GatheredModel | None = None
-    """What stages arrays of requests for the network; None: nothing does."""
+    """Stages the arrays of requests on the fast path; None: this model has no fast path."""
     num_under_way: int = 0
-    """Batches that it was given and has not answered."""
+    """Batches that the device was given and has not answered."""
     num_given: int = 0
-    """All batches that it has answered, or failed to."""
+    """All batches that the device has finished, with answers or with an error."""
 
 
 class Replicas:
@@ -99,7 +99,7 @@ class Replicas:
     def run(self, work: Callable[[Replica], _Result]) -> _Result:
         """Run the work on the device with the fewest batches in progress; among equals, devices take turns.
 
-        Work that returns None has left the batch as it was: the device keeps its turn, for what comes instead.
+        Work that returns None has not answered the batch. The device then keeps its turn: the batch comes again.
 
         Raises:
             UnavailableError: one of several devices has failed; it may have rows that another one wants.

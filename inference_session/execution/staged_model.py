@@ -1,9 +1,8 @@
-"""The path of most requests on the processor: arrays as a model's inputs describe them, in a batch of a known shape.
+"""The fast path on the processor (fast_path.py): the memory that compiled code fills, and the network bound to it.
 
 Compiled code reads the arrays where the requests have them and describes the look-up; array_forms.py has a form for
 each layout of requests that it knows. Vectors and outputs lie in fixed memory, to which the network is bound
-once per shape. Nothing is done in Python per input or table. All other requests take the path of
-`InferenceSession.run_many`.
+once per shape.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from inference_session.rows.base import Rows
 
 _MAX_PLANS = 1024
 MAX_BYTES = 64 << 20
-"""Of inputs and vectors in one batch: larger ones gain little, and this memory stays."""
+"""The most bytes of inputs and vectors in one batch. Larger batches gain little, and the memory is kept for good."""
 _FIRST_REQUESTS, MAX_REQUESTS = 16, 4096
 
 Arrays: TypeAlias = "list[NDArray[Any]]"
-"""Of several requests, one request after the other, those of each in the order of the model's inputs."""
+"""The arrays of several requests: those of the first in the order of the model's inputs, then those of the next."""
 
 
 class StagedBatch(NamedTuple):
@@ -49,13 +48,13 @@ class StagedBatch(NamedTuple):
     """Answers the look-up."""
     run: BoundRun
     counts: NDArray[np.int64]
-    """The samples of each request. The next batch overwrites them, and what the look-up leads to."""
+    """The number of samples of each request. The next batch overwrites it, and what the look-up leads to."""
     num_samples: int
-    """Of all requests."""
+    """The samples of all requests."""
     num_contexts: int
-    """Of all requests; without contexts, each sample is one."""
+    """The contexts of all requests; in a model without contexts, each sample counts as one."""
     places: NDArray[np.int64] | None = None
-    """The row of each sample in the outputs; None: they stand in their order."""
+    """The row of each sample in the outputs. None: row i is that of sample i."""
 
 
 _Case: TypeAlias = "tuple[bytes, int, tuple[str, ...]]"
@@ -67,7 +66,7 @@ class _Place(NamedTuple):
 
     lookup: Lookup
     look_up: Callable[[], object]
-    """As bound, where rows are (Rows.bound_lookups)."""
+    """The bound look-up, where rows have one (Rows.bound_lookups)."""
     counts: NDArray[np.int64]
     """The samples of each request."""
 
@@ -102,7 +101,7 @@ class Staging:
     def __init__(self, spec: ModelSpec, lookups: ModelLookups, dense: DenseEngine, rows: Rows, form: ArrayForm) -> None:
         self._spec, self._dense, self._rows, self._form = spec, dense, rows, form
         self.held = threading.Lock()
-        """What a batch holds from `fill` on: as Device.held, but without a wait, and without Python."""
+        """Held by a batch from `fill` on. Unlike Device.held, it waits for nothing at the end, and runs no Python."""
         self._bound_lookups = rows.bound_lookups()
         self._ranks = bool(spec.context)
         self._blocks_of = lookups.blocks
@@ -133,7 +132,7 @@ class Staging:
             batch = self._batch(case)
         if batch is None or self._bound_lookups is not None:
             return batch
-        lookup = batch.lookup  # what looks up may replace parts of a Lookup
+        lookup = batch.lookup  # `Rows.look_up` may replace parts of a Lookup
         lookup = Lookup(lookup.segments, lookup.num_keys, lookup.num_unknown)
         return batch._replace(lookup=lookup, look_up=partial(self._rows.look_up, lookup))
 
@@ -172,12 +171,12 @@ class Staging:
         counts = np.zeros(num_requests, np.int64)
         segments = np.zeros(num_requests * len(self._lookups), SEGMENT)
         num_keys = np.zeros(len(segments), np.int64)
-        # All of them together: after a MemoryError the old ones are still what compiled code uses.
+        # Replaced all together: after a MemoryError compiled code still uses the old ones.
         self._stage = self._form.stage_into(self._blocks, self._open_sizes, counts, segments, num_keys)
         self._counts, self._segments, self._num_keys = counts, segments, num_keys
         self._places: dict[int, _Place] = {}
         self._batches: dict[_Case, StagedBatch | None] = {}
-        """None: requests would be refused."""
+        """None: `run_many` refuses such requests."""
 
     def _grow(self, num_requests: int) -> bool:
         """Make room for a batch that did not fit; False: it is too large."""
@@ -198,7 +197,7 @@ class Staging:
         return True
 
     def _plan(self, case: tuple[bytes, tuple[str, ...]]) -> BoundRun | None:
-        """The network bound to the memory of batches of these sizes; None: requests would be refused."""
+        """The network bound to the memory of batches of these sizes; None: `run_many` refuses such requests."""
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
         shapes = self._form.shapes(self._open_sizes)
@@ -234,21 +233,21 @@ class Staging:
 
 
 class ArrayModel(Protocol):
-    """What stages requests: StagedModel, or GatheredModel."""
+    """The fast path on a device: StagedModel or GatheredModel."""
 
     def take(self) -> Any:
-        """An object with a method `fill`, and `held`; see Staging."""
+        """Memory for one batch, with `fill` and `held` as Staging has them."""
 
     def give_back(self, staging: Any) -> None:
-        """Return it, so that another batch may use it."""
+        """Return memory, so that another batch may use it."""
 
 
 class StagedRankingModel:
-    """A model with context inputs: requests that repeat the context, and requests of one context each.
+    """Stages requests to a model with context inputs, which may repeat the context, or have one context each.
 
     Args:
         device: of the rows.
-        models: for the former and for the latter; None: such requests are not staged.
+        models: one for requests that repeat the context, one for requests of one context. None: `run_many` takes these.
     """
 
     def __init__(self, spec: ModelSpec, device: Device, models: tuple[ArrayModel | None, ArrayModel | None]) -> None:
@@ -343,7 +342,7 @@ def stage_model(spec: ModelSpec, layout: RequestLayout, network: Network, rows: 
 def _view(
     memory: Mapping[tuple[str, int], NDArray[np.uint8]], place: tuple[str, int], shape: Sequence[int], dtype: Any
 ) -> NDArray[Any]:
-    """The beginning of some memory as an array; without any, an empty one."""
+    """The beginning of some memory as an array. An empty array needs no memory."""
     num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     if not num_bytes:
         return np.empty(shape, dtype)

@@ -13,4 +13,4 @@ Mark: TypeAlias = Callable[[Stage], object]
 
 
 unmarked: Mark = id
-"""Does nothing. A built-in function, because each request calls it several times."""
+"""Does nothing. It is a built-in function because each request calls it several times."""

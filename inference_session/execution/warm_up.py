@@ -16,13 +16,13 @@ from inference_session.requests.ranking_layout import RankingLayout
 from inference_session.rows.hot_keys import HotKeys
 
 _BATCHES = ((1, 1), (1, 1), (1, 64), (4, 1), (16, 1), (8, 64), (16, 1), (8, 64), (1, 64), (1, 1))
-"""Requests and samples of each. The first batch prepares kernels and network."""
+"""For each batch, the number of requests, and of samples in each. The first batch prepares kernels and network."""
 
 _GPU_BATCHES = ((1, 8), (1, 32), (1, 128), (1, 256), (1, 1024))
 """Batches that a GPU records as CUDA graphs as well."""
 
 _RANKING_SIZES = ((1, 100), (1, 500), (1, 1000), (4, 250))
-"""Contexts and candidates of each."""
+"""For each batch, the number of contexts, and of candidates of each."""
 
 _GPU_RANKING_SIZES = tuple((contexts, length) for length in (100, 250, 500, 1000) for contexts in (1, 4, 16))
 """The same on a GPU, which records them as CUDA graphs: smaller batches are filled up to these."""

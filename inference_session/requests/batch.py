@@ -67,16 +67,16 @@ class JoinedBatch:
     def __init__(self, parts: dict[str, list[Part]], num_samples: int, shapes: Hashable = ()) -> None:
         self.num_samples = num_samples
         self.shapes = shapes
-        """The shapes of all requests (CheckedRequest.shapes)."""
+        """CheckedRequest.shapes, which all requests have in common."""
         self.staged: list[StagedValues] = []
         """The memory that a look-up of the batch reads, kept alive until the batch is answered."""
         self.places: NDArray[np.int64] | None = None
-        """The row of each sample, where there are other rows between them; None: in order."""
+        """The row of each sample in the outputs, where other rows lie between them. None: row i is that of sample i."""
         self._parts = parts
 
     @classmethod
     def of(cls, requests: Sequence[CheckedRequest]) -> JoinedBatch:
-        """The unchanged inputs of these requests."""
+        """A batch of the inputs of these requests, unchanged."""
         names = requests[0].inputs
         parts = {name: [request.inputs[name] for request in requests] for name in names}
         return cls(parts, sum([request.num_samples for request in requests]), requests[0].shapes)
@@ -94,7 +94,7 @@ class JoinedBatch:
         return all(isinstance(part, (np.ndarray, RaggedBags)) for parts in self._parts.values() for part in parts)
 
     def in_order(self, outputs: Answer) -> Answer:
-        """The rows of the batch's samples, from outputs with a row for each row of the batch."""
+        """Select the rows of the samples, and leave out rows that only fill up a block."""
         if self.places is None:
             return outputs
         return {name: array[self.places] for name, array in outputs.items()}
@@ -111,7 +111,7 @@ class JoinedBatch:
         return parts[0]  # type: ignore[return-value]
 
     def add(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Arrays computed for the whole batch."""
+        """Add arrays that were computed for the whole batch."""
         for name, array in arrays.items():
             self._parts[name] = [array]
 
@@ -121,13 +121,13 @@ class JoinedBatch:
 
 
 class StagedValues(NamedTuple):
-    """Memory that holds a batch's values of these names, concatenated; no names: a value computed from them."""
+    """Memory that holds a batch's values of these names, concatenated. No names: what was computed from others."""
 
     names: tuple[str, ...]
     array: NDArray[Any]
 
     def fill(self, batch: JoinedBatch) -> None:
-        """Write another batch of the same shapes over it."""
+        """Overwrite the memory with the values of another batch of the same shapes."""
         parts: list[Any] = [part for name in self.names for part in batch.parts(name)]
         if not self.array.flags.c_contiguous:  # a matrix that is stored column by column
             np.concatenate(parts, out=self.array)
@@ -141,7 +141,7 @@ class RequestLayout(ABC):
     """How requests of one model carry their samples (requests/layouts.py)."""
 
     has_network = True
-    """Whether a dense network answers; else the answer is the vectors."""
+    """Whether a dense network computes the answer. If not, the answer consists of the vectors."""
     keys_follow_inputs = False
     """Whether the keys of look-ups are inputs of the model, so that their shapes follow from those of the requests."""
 
@@ -163,7 +163,7 @@ class RequestLayout(ABC):
 
     @abstractmethod
     def check(self, request: Request) -> CheckedRequest:
-        """Raises InvalidRequestError that names the input, what was found and what is expected."""
+        """Check a request. InvalidRequestError names the input, what was found, and what is expected."""
 
     @abstractmethod
     def made_up(self, num_samples: int) -> Request:
@@ -174,7 +174,7 @@ class RequestLayout(ABC):
         return JoinedBatch.of(requests)
 
     def repeated(self, requests: Sequence[CheckedRequest]) -> list[CheckedRequest] | None:  # noqa: ARG002
-        """The same with the context repeated for each candidate; None: that changes nothing."""
+        """The requests with the context repeated for each candidate; None where that changes nothing."""
         return None
 
     def wanted(self, requests: Sequence[CheckedRequest]) -> list[str]:

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 _BLOCK_COST = 16
 """The cost of a block in addition to its rows, counted in rows: the context's values are copied for each block."""
 _MAX_FILL, _MAX_FILLED = 2000, 4000
-"""Rows that are added, at most, to make a batch one of a size that is replayed, and its rows then: a replay saves about
-0.25 ms of launches. An H200 takes as long for 3,600 rows of a network with attention by an MLP, and the host, to move
-16,000 rows, longer.
+"""A batch may be filled up to a size that is replayed. These limit the rows that are added, and all rows of the batch
+then. A replay saves about 0.25 ms of launches. In that time an H200 computes 3,600 rows of a network with attention by
+an MLP; the host takes longer than that to move 16,000 rows.
 """
 
 
@@ -27,9 +27,9 @@ class Blocks(NamedTuple):
     candidates: NDArray[np.int64] | None
     """The candidate in each row; None: in order. Rows that fill up a block repeat a candidate."""
     rows: NDArray[np.int64] | None
-    """The row of each candidate; None as above."""
+    """The row of each candidate; None: in order."""
     num_contexts: int
-    """Above the number of contexts where the batch is filled up by repeating the last one."""
+    """The contexts of the batch. Where it is filled up, the last one is repeated, and counts each time."""
 
 
 def arrange(counts: NDArray[np.int64], *, may_pad: bool, replayed: Sequence[tuple[int, int]] = ()) -> Blocks:

@@ -19,7 +19,7 @@ from inference_session.requests.tensor_layout import TensorLayout
 
 
 def as_input(name: str, value: ArrayLike, expected: np.dtype[Any] | None) -> NDArray[Any]:
-    """An input of a model: arrays whose type converts without loss, and lists of numbers that do. None: unchanged."""
+    """Convert an input to the expected type if no value is lost; otherwise, and for None, its own type stays."""
     array = _as_array(f"input {name!r}", value)
     if expected is None:
         return array
@@ -121,7 +121,7 @@ def _as_array(what: str, value: ArrayLike) -> NDArray[Any]:
 
 
 def _narrowed(array: NDArray[Any], expected: np.dtype[Any]) -> NDArray[Any]:
-    """A list's numbers in the expected type; NumPy uses the widest. Unchanged where that loses any."""
+    """Numbers of a list, to which NumPy gave the widest type, in the expected type; unchanged if any would be lost."""
     if array.size and array.dtype.kind + expected.kind not in ("ii", "iu", "if", "ff"):
         return array
     narrow = array.astype(expected)

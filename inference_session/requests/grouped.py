@@ -87,7 +87,10 @@ class GroupedRequests:
             self._waiting.extendleft(reversed([Group([position], [request]) for position, request in pairs]))
 
     def _for_whole_network(self, group: Group, error: HotrowError) -> Group | None:
-        """A divided network refuses some shapes that the whole one computes, such as those of an empty history."""
+        """The group in the form that the whole network computes; None if there is no other form.
+
+        A divided network refuses some shapes that the whole one computes, such as those of an empty history.
+        """
         if isinstance(error, UnknownKeyError) or not isinstance(error, InvalidRequestError):
             return None
         requests = self._layout.repeated(group.requests)

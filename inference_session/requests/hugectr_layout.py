@@ -49,7 +49,7 @@ class HugectrLayout(RequestLayout):
         self.values = {self.dense_input: "float32", **keys}
         ends = itertools.accumulate(self.format.slots)
         self.columns = {n: slice(end - width, end) for (n, width), end in zip(self.parts, ends, strict=True)}
-        """By the keys of a table, where they stand among those of a sample, where each slot has one."""
+        """Where the keys of each table are among those of a sample, if each slot has one key."""
 
     def check(self, request: Request) -> CheckedRequest:
         for name, array in request.inputs.items():

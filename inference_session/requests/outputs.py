@@ -22,11 +22,11 @@ class RequestedOutputs(NamedTuple):
 
     names: Sequence[str]
     computed: tuple[str, ...]
-    """What the network has to compute for it."""
+    """The outputs of the network that these are made of."""
     labels: tuple[int, ...]
-    """The positions in `computed` of what the predictions are made of; none where these are not among `names`."""
+    """The positions in `computed` of the labels, if the requests ask for predictions."""
     places: tuple[int, ...]
-    """The position of each of `names` in `computed`, behind which the predictions are."""
+    """The position of each of `names` in `computed`; predictions, if asked for, come after the last one."""
 
 
 class JoinedAnswer(NamedTuple):
@@ -34,7 +34,7 @@ class JoinedAnswer(NamedTuple):
 
     names: Sequence[str]
     arrays: list[NDArray[Any]]
-    """An output for each of `names`; with several requests, those of one follow those of the other in the rows."""
+    """An output for each of `names`. The rows of the first request come first, then those of the second, and so on."""
     counts: NDArray[np.int64]
     """The samples of each request."""
 

@@ -18,7 +18,7 @@ from inference_session.requests.outputs import Outputs
 
 @dataclass(frozen=True)
 class _ExpectedTensor:
-    """The values that the check of one input compares with, taken from its TensorSpec once."""
+    """What the check of one input expects. It is taken from the TensorSpec once."""
 
     name: str
     dtype: np.dtype[Any]
@@ -54,7 +54,7 @@ class TensorLayout(RequestLayout):
     def _check_inputs(
         self, inputs: Mapping[str, NDArray[Any]]
     ) -> tuple[dict[str, NDArray[Any]], tuple[Hashable, ...], tuple[int, int]]:
-        """The inputs, the shapes that joined requests share, and the numbers of samples and contexts, or -1."""
+        """The inputs, the shapes that joined requests share, and the numbers of samples and contexts (-1: none)."""
         if len(inputs) != len(self._inputs):
             self._explain_names(inputs)
         counts = [-1, -1]
@@ -104,7 +104,9 @@ class TensorLayout(RequestLayout):
             shape[0] = num_samples
         if expected.dtype == object:
             return np.full(shape, "", object)
-        return np.zeros(shape, expected.dtype)  # takes no memory until it is read: it may be refused for its size
+        return np.zeros(
+            shape, expected.dtype
+        )  # zeros take no memory until they are read, and the request may be refused for its size
 
     def join(self, requests: Sequence[CheckedRequest]) -> JoinedBatch:
         batch = JoinedBatch.of(requests)
@@ -113,7 +115,7 @@ class TensorLayout(RequestLayout):
         return batch
 
     def _even_out(self, batch: JoinedBatch) -> None:
-        """Let inputs of different lengths be bags."""
+        """Make bags of inputs whose lengths differ."""
         for expected in self._inputs:
             if expected.ragged and expected.name in batch:
                 batch.replace(expected.name, _even_out(batch.parts(expected.name)))

@@ -102,7 +102,7 @@ class RequestHandler:
         tensors = None if maker is None else maker.of(joined)
         if tensors is None:
             return [self._response(answer, session.spec) for answer in joined.split()]
-        # Those of one request after those of the other: zip takes as many for each response.
+        # The tensors of each request lie together: zip takes the same number of them for each response.
         return list(map(pb_utils.InferenceResponse, map(list, zip(*[tensors] * len(joined.arrays), strict=True))))
 
     def _answer_any(

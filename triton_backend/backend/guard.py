@@ -33,7 +33,7 @@ def main() -> None:
     # A process that was forked from ours may hold the pipe open, so waiting for the pipe's end is not enough.
     while not (readable := select.select([sys.stdin], [], [], POLL_S)[0]) and os.getppid() == process:
         if _parent(process) not in (server, None):
-            os.kill(process, signal.SIGKILL)  # our parent: its number cannot belong to another process meanwhile
+            os.kill(process, signal.SIGKILL)  # it is our parent, so that no other process can have its number
             memory.unlink(missing_ok=True)
             return
     if not readable or os.read(sys.stdin.fileno(), 16).strip() != b"done":

@@ -1,4 +1,4 @@
-"""Protects a backend process: it beats, a guard ends it when its server is gone, and others cannot read its memory.
+"""Protects a backend process: shows that it runs, ends it when its server is gone, and hides its memory from others.
 
 If `hotrow serve` names a folder for it, a thread writes the time into a file of its process. A process that is
 stopped, or whose interpreter hangs, stops beating; a session that computes does not, as computing releases the
@@ -24,14 +24,14 @@ _log = logging.getLogger(__name__)
 
 FOLDER_VARIABLE = "HOTROW_HEARTBEAT_DIR"
 RESTARTS_PARAMETER = "HOTROW_RESTARTS"
-"""In a model's configuration: how often backend processes of the model were lost; the next one reads it."""
+"""A parameter of a model's configuration: how often backend processes of the model were lost. The next one reads it."""
 INTERVAL_S = 1.0
 _SERVER = os.getppid()
 _TIME = struct.Struct("d")
 
 
 class Heartbeat:
-    """Beats, and is guarded, until stopped."""
+    """Writes the time at intervals, and has a guard, until stopped."""
 
     def __init__(self) -> None:
         self._stopping = threading.Event()
@@ -41,7 +41,7 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """End both: the process is about to end normally."""
+        """End the thread and the guard: the process is about to end normally."""
         self._stopping.set()
         self._thread.join()
         if self._guard is not None:
@@ -81,7 +81,7 @@ def hide_memory() -> None:
     Triton lets all users read it, whatever the umask. No request has come yet.
     """
     if memory := _memory_name():
-        with suppress(OSError):  # it is not there on servers that keep it elsewhere
+        with suppress(OSError):  # some servers keep it elsewhere
             (guard.SHARED_MEMORY / memory).chmod(0o600)
 
 

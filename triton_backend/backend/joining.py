@@ -81,7 +81,7 @@ class JoiningQueue:
                     _send(request, self._refusal)
 
     def _responses(self, requests: Sequence[TritonRequest]) -> Sequence[TritonResponse]:
-        """The thread must not end, whatever is raised: it serves all further requests."""
+        """The responses to requests; any error becomes a response, because the thread must go on to serve others."""
         try:
             return self._answer(requests)
         except Exception as error:  # noqa: BLE001  for example a MemoryError while another error was handled

@@ -159,7 +159,7 @@ class SessionMetrics:
             self._try_to_report()
 
     def _try_to_report(self) -> None:
-        """Errors are logged and do not affect the next report."""
+        """Report; an error is logged, and does not affect the next report."""
         try:
             self._report()
         except Exception:  # noqa: BLE001 - an error of Triton's, say
@@ -196,7 +196,7 @@ class SessionMetrics:
         self._resident_memory.set(_resident_bytes())
 
     def _raise_to(self, counter: Any, path: StatsPath, value: int) -> None:
-        """Triton's counters cannot decrease: a count that reads lower for a moment, while it changes, waits."""
+        """Raise a counter to this value. While the value is lower for a moment, the counter stays; it cannot fall."""
         grown = value - self._reported.get(path, 0)
         if grown > 0:
             counter.increment(grown)

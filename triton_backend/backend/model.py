@@ -123,7 +123,7 @@ def _come_alone(spec: ModelSpec, config: Mapping[str, Any]) -> bool:
 
 
 def _users_own(version_dir: Path) -> Path:
-    """The version's folder at the user's path, not our link that Triton sees: errors name its files."""
+    """The version's folder at the user's path, which errors name, rather than our link that Triton sees."""
     folder = version_dir.parent
     if folder.parent.name != VIEW_FOLDER:
         return version_dir

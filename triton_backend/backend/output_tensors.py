@@ -28,7 +28,7 @@ from inference_session.requests.outputs import JoinedAnswer
 from triton_backend.backend.tensors import knows_numpy, read_array
 
 _MAX_BYTES = 16 << 10
-"""Of a tensor: to copy a larger one takes longer than the stub's constructor."""
+"""The most bytes of a tensor: copying a larger one takes longer than the stub's constructor."""
 _ANY_SIZE = 1 << 40
 """For stubs that do not know this NumPy: they copy the values of every tensor."""
 _ARRAY_TYPE = id(np.ndarray)
@@ -65,7 +65,9 @@ class OutputTensors:
         end = begin + num
         if end > len(self._capsules):
             begin, end = 0, num
-            self._make_room(2 * max(num, len(self._capsules)))  # a batch that is answered one by one makes many calls
+            self._make_room(
+                2 * max(num, len(self._capsules))
+            )  # a batch whose requests are answered one by one makes many calls
         if not self._describe(id(arrays), len(arrays), counts, begin):
             return None
         self._num_used = end

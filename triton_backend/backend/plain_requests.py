@@ -52,7 +52,7 @@ class PlainRequests:
             places = None if names == self._names else self._places.get(names) or self._places_of(names)
             try:
                 own = list(map(self._array_of, tensors))
-            except pb_utils.TritonModelException:  # one is on a GPU
+            except pb_utils.TritonModelException:  # one of the tensors is on a GPU
                 return None
             if places == [] or (self._max_samples and max(map(_num_samples, own)) > self._max_samples):
                 return None
@@ -60,7 +60,7 @@ class PlainRequests:
         return arrays, outputs
 
     def _places_of(self, sent: tuple[str, ...]) -> list[int]:
-        """Where the inputs are in an order that is new; nothing if they are not the model's."""
+        """The position of each of the model's inputs among these names; nothing if they are not the model's inputs."""
         if sorted(sent) != sorted(self._names):
             return []
         places = [sent.index(name) for name in self._names]

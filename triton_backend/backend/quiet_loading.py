@@ -18,7 +18,7 @@ from inference_session.platform.pacing import yield_to_others
 
 
 def load_quietly(module: str, name: str) -> Any:
-    """A module's attribute, once all that it needs is imported and compiled; raises what importing does."""
+    """Import a module, and compile what it needs; returns the attribute of this name. Raises what importing raises."""
     with _without_collections(), ThreadPoolExecutor(1, initializer=yield_to_others) as thread:
         loaded = thread.submit(import_module, module).result()
         thread.submit(_load_kernels).result()
@@ -35,7 +35,7 @@ def _load_kernels() -> None:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Code stays loaded and is hardly ever garbage; scanning the growing heap takes a fifth of the loading time.
+    """Pause the garbage collector: code is hardly ever garbage, and to scan the heap takes a fifth of the loading.
 
     Later collections do not scan it either.
     """

@@ -38,7 +38,7 @@ def read_parameters(parameters: Mapping[str, Mapping[str, str]], args: Mapping[s
 
 
 def _check_one_gpu(settings: Mapping[str, str], own: str) -> None:
-    """Each instance of KIND_GPU is a process with one GPU, and processes do not read each other's memory."""
+    """ConfigurationError if an instance of KIND_GPU, which is a process with one GPU, is to use several GPUs."""
     device = settings.get("device", own)
     names_several = "," in device or device == "cuda:all"
     if not names_several and settings.get("shard") != "rows":
