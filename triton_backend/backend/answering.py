@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any, TypeAlias
 
 import triton_python_backend_utils as pb_utils
@@ -17,7 +18,7 @@ from inference_session.session import InferenceSession
 from inference_session.versions import VersionManager
 from triton_backend.backend.errors import triton_error
 from triton_backend.backend.output_tensors import ThreadTensors
-from triton_backend.backend.packed import packed_response
+from triton_backend.backend.packed import packed_array, packed_response, response_with_parameters
 from triton_backend.backend.plain_requests import PlainRequests
 from triton_backend.backend.probe_request import probe_request
 from triton_backend.backend.tensors import read_array, write_tensor
@@ -97,13 +98,17 @@ class RequestHandler:
         if joined is None:
             return None
         if not self._has_own_inputs:
-            return [packed_response(answer, session.spec, self._device_id) for answer in joined.split()]
+            joined = joined._replace(arrays=list(map(packed_array, joined.arrays)))
         maker = self._thread.tensors
         tensors = None if maker is None else maker.of(joined)
         if tensors is None:
             return [self._response(answer, session.spec) for answer in joined.split()]
         # The tensors of each request lie together: zip takes the same number of them for each response.
-        return list(map(pb_utils.InferenceResponse, map(list, zip(*[tensors] * len(joined.arrays), strict=True))))
+        by_request = map(list, zip(*[tensors] * len(joined.arrays), strict=True))
+        if self._has_own_inputs:
+            return list(map(pb_utils.InferenceResponse, by_request))
+        # HugeCTR's: requests of HPS have no fast path.
+        return list(map(response_with_parameters, by_request, repeat(self._device_id), joined.counts.tolist()))
 
     def _answer_any(
         self, session: InferenceSession, requests: Sequence[TritonRequest], mark: Mark

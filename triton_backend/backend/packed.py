@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
+from numpy.typing import NDArray
 
 from inference_session.model_spec import ModelSpec
 from inference_session.requests.outputs import Answer
@@ -14,22 +14,25 @@ from triton_backend.backend.tensors import write_tensor
 
 
 def packed_response(answer: Answer, spec: ModelSpec, device_id: int) -> Any:
-    """OUTPUT0 as [num_samples] for one label, [num_samples, labels] for more; HPS's vectors as they are.
+    """Each output as `packed_array` has it; HPS's vectors as they are."""
+    tensors = [write_tensor(name, packed_array(array)) for name, array in answer.items()]
+    num_samples = len(next(iter(answer.values()))) if answer and spec.takes_hugectr_requests else None
+    return response_with_parameters(tensors, device_id, num_samples)
 
-    With the response parameters `NumSample` and `DeviceID`, if the server supports any (from Triton 25.02).
-    """
+
+def packed_array(array: NDArray[Any]) -> NDArray[Any]:
+    """[num_samples] for one label, [num_samples, labels] for more."""
+    return array.reshape(-1) if array.ndim == 2 and array.shape[1] == 1 else array
+
+
+def response_with_parameters(tensors: list[Any], device_id: int, num_samples: int | None) -> Any:
+    """A response with the parameters `DeviceID` and, if known, `NumSample`: from Triton 25.02, which supports them."""
+    if not _takes_parameters():
+        return pb_utils.InferenceResponse(tensors)
     parameters = {"DeviceID": device_id}
-    tensors = []
-    for name, array in answer.items():
-        if spec.takes_hugectr_requests:
-            parameters["NumSample"] = len(array)
-        one_label = array.ndim == 2 and array.shape[1] == 1
-        tensors.append(write_tensor(name, array.reshape(-1) if one_label else array))
-    return pb_utils.InferenceResponse(tensors, **_accepted(parameters))
-
-
-def _accepted(parameters: Mapping[str, int]) -> dict[str, Any]:
-    return {"parameters": parameters} if _takes_parameters() else {}
+    if num_samples is not None:
+        parameters["NumSample"] = num_samples
+    return pb_utils.InferenceResponse(tensors, parameters=parameters)
 
 
 @cache
