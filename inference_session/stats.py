@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.kernels.cpu.keys import count_keys
+from inference_session.kernels.machine_code import of_ints
 from inference_session.kernels.records import Lookup, address_of
 from inference_session.model_spec import ModelSpec
 
@@ -90,7 +91,7 @@ class SessionStats:
         self._num_unknown = np.zeros(len(self._names), np.int64)
         self.load_s = 0.0
         self._addresses = address_of(self._num_keys), address_of(self._num_unknown)
-        count_keys(0, 0, 0, 0, *self._addresses)  # compiles
+        self._add_keys = of_ints(count_keys)
 
     def count_requests(self, num_requests: int, num_failed: int) -> None:
         """Requests that have been answered, with predictions or with an error."""
@@ -121,7 +122,7 @@ class SessionStats:
             self._requests += num_requests
             self._batches += 1
             self._samples += num_samples
-            count_keys(*addresses, len(unknown), *self._addresses)
+            self._add_keys(*addresses, len(unknown), *self._addresses)
 
     def count_contexts(self, num_contexts: int, num_candidates: int, num_reused: int) -> None:
         """Count what a batch of a model with context inputs ranked, and how many of its contexts were already kept."""

@@ -17,6 +17,7 @@ from inference_session.kernels.array_headers import dtype_addresses
 from inference_session.kernels.cpu import bag_staging, staging
 from inference_session.kernels.cpu.arguments import Arguments
 from inference_session.kernels.cpu.staging import DIFFERING, INPUT, LOOKUP, MAX_RANK, OPEN
+from inference_session.kernels.machine_code import of_ints
 from inference_session.kernels.records import PoolingCode
 from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT, LookupSpec, ModelSpec, TensorSpec
 from inference_session.requests.batch import RequestLayout
@@ -71,7 +72,7 @@ class TensorForm:
     def stage_into(self, *records: NDArray[Any]) -> Stage:
         """See ArrayForm."""
         arguments = Arguments(ARRAY_TYPE, self._max_elements, self.inputs, self.lookups, *records)
-        return arguments.bound_to(staging.stage)
+        return arguments.bound_to(of_ints(staging.stage))
 
     def shapes(self, open_sizes: NDArray[np.int64]) -> Shapes:
         """See ArrayForm."""
@@ -125,7 +126,7 @@ class BagForm:
         """See ArrayForm."""
         form = self._form, self._slots
         arguments = Arguments(ARRAY_TYPE, self._max_elements, *form, self.inputs, self.lookups, *records)
-        return arguments.bound_to(bag_staging.stage_bags)
+        return arguments.bound_to(of_ints(bag_staging.stage_bags))
 
     def shapes(self, open_sizes: NDArray[np.int64]) -> Shapes:
         """See ArrayForm."""

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from inference_session.kernels.cpu import lookup as cpu
 from inference_session.kernels.cpu.arguments import Arguments, array_at, int_at
 from inference_session.kernels.cpu.lookup import NO_POSITIONS, PART_BYTES, BoundLookups
+from inference_session.kernels.machine_code import of_ints
 from inference_session.kernels.records import TABLE, Lookup, PoolingCode
 from tests.testing.known_tables import make_table, segment
 
@@ -30,6 +31,11 @@ def _weighted_sum(arguments: int, scale: int) -> float:
     return total * int_at(arguments, 0) * scale
 
 
+@numba.njit
+def _bits(first: int, second: int) -> int:
+    return first ^ second
+
+
 @settings(max_examples=30)
 @given(factor=st.integers(-5, 5), values=st.lists(st.integers(-100, 100), max_size=20))
 def test_compiled_code_reads_arguments_from_memory(factor: int, values: list[int]) -> None:
@@ -38,6 +44,22 @@ def test_compiled_code_reads_arguments_from_memory(factor: int, values: list[int
     gc.collect()
 
     assert bound(3) == 3 * factor * sum(values)
+
+
+@given(first=st.integers(INT64.min, INT64.max), second=st.integers(INT64.min, INT64.max))
+def test_a_kernel_of_whole_numbers_answers_without_numbas_look_at_them(first: int, second: int) -> None:
+    """As with it, over the whole range, and it refuses a wrong number of arguments."""
+    called = of_ints(_bits)
+
+    assert called is not _bits
+    assert called(first, second) == _bits(first, second) == (first ^ second)
+    with pytest.raises(TypeError):
+        called(first)  # type: ignore[call-arg]
+
+
+def test_other_functions_are_called_as_they_are() -> None:
+    """Such as stand-ins, and those of a Numba that has no such code."""
+    assert of_ints(min) is min
 
 
 keys_of_requests = st.lists(

@@ -30,6 +30,7 @@ from inference_session.kernels.cpu.intrinsics import kernel
 from inference_session.kernels.cpu.rows import bag_length
 from inference_session.kernels.cpu.stream import RING, is_stream, look_up_stream
 from inference_session.kernels.cpu.vectors import CHUNK
+from inference_session.kernels.machine_code import of_ints
 from inference_session.kernels.records import SEGMENT, TABLE, Lookup
 from inference_session.kernels.threads import run_parts
 
@@ -105,7 +106,7 @@ class BoundLookups:
         """A function that answers this look-up with what its records say then. It may be called again and again."""
         segments, counts = lookup.segments, lookup.num_unknown
         arguments = Arguments(self._num_threads, self._tables, segments, *self._memory, counts, NO_POSITIONS)
-        bound = arguments.bound_to(look_up_bound)
+        bound = arguments.bound_to(of_ints(look_up_bound))
 
         def by_threads() -> None:
             if bound() < 0:
