@@ -71,7 +71,8 @@ def compare_with_files(num_tables: int, num_rows: int, dim: int, num_keys: int) 
             held.append(np.flatnonzero(np.isin(keys[t], cache.dump(name))))
         tables = np.array([file.record() for file in files], TABLE)
         out = np.empty((num_tables, num_keys, dim), np.float32)
-        ours, theirs = [], []
+        ours: list[float] = []
+        theirs: list[float] = []
         for _ in range(REPETITIONS):
             for taken, records in ((theirs, tables), (ours, None)):
                 chosen = np.stack([generator.choice(h, num_keys) for h in held])
@@ -153,9 +154,12 @@ def show_writers(num_rows: int, dim: int) -> None:
 
     alone = [timed(lambda: look_up(request)) for request in requests]  # noqa: B023
     done = threading.Event()
-    writer = threading.Thread(
-        target=lambda: [cache.update("t", held[:batch], vectors) for _ in iter(done.is_set, True)]
-    )
+
+    def write() -> None:
+        while not done.is_set():
+            cache.update("t", held[:batch], vectors)
+
+    writer = threading.Thread(target=write)
     writer.start()
     beside = [timed(lambda: look_up(request)) for request in requests]  # noqa: B023
     done.set()

@@ -24,9 +24,9 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnxruntime
@@ -102,7 +102,7 @@ class Trainer:
             np.add.at(total, inverse.reshape(-1), slopes[table])
             self._sums[table][keys] += total**2
             self.rows[table][keys] -= rate * total / np.sqrt(self._sums[table][keys])
-            moved[table] = keys
+            moved[table] = keys.astype(np.int64, copy=False)
         return moved
 
     def _with_derived(self, inputs: Inputs) -> Inputs:
@@ -146,8 +146,13 @@ def _network(path: Path) -> onnxruntime.InferenceSession:
 
 def _pooled(lookup: LookupSpec, rows: Floats, inputs: Inputs) -> Floats:
     if lookup.weights is not None:
-        rows = rows * inputs[lookup.weights][..., None]
-    pool = {"none": lambda: rows, "sum": lambda: rows.sum(axis=1), "mean": lambda: rows.mean(axis=1)}
+        weights: Floats = inputs[lookup.weights].astype(np.float32, copy=False)
+        rows = rows * weights[..., None]
+    pool: dict[str, Callable[[], Any]] = {
+        "none": lambda: rows,
+        "sum": lambda: rows.sum(axis=1),
+        "mean": lambda: rows.mean(axis=1),
+    }
     pooled: Floats = pool[lookup.pooling]()
     return pooled
 

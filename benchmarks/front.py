@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tritonclient.grpc
@@ -39,9 +39,10 @@ def main() -> None:
 
 def measure(server: TritonServer) -> dict[tuple[str, str], list[float]]:
     """Median latencies of rounds in ms, by protocol and way."""
-    found = defaultdict(list)
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    clients: dict[Literal["grpc", "http"], Any] = {"grpc": tritonclient.grpc, "http": tritonclient.http}
     for _ in range(NUM_ROUNDS):
-        for protocol, module in (("grpc", tritonclient.grpc), ("http", tritonclient.http)):
+        for protocol, module in clients.items():
             inner, outer = server.options.listens_at(protocol)[1], server.options.port_of(protocol)
             for way, port in (("direct", inner), ("front", outer)):
                 with module.InferenceServerClient(f"127.0.0.1:{port}") as client:

@@ -136,6 +136,7 @@ def run_cases(num_rows: int) -> None:
 
 def _prepared(case: Case, device: CudaDevice, num_rows: int) -> Iterator[Callable[[], object]]:
     """The look-up of a case; its data is freed afterwards."""
+    looked_up: Any
     with tempfile.TemporaryDirectory() as folder:
         if case.in_cache:
             looked_up, held, _ = filled_cache(device, case.dim, num_rows)

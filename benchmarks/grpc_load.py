@@ -75,4 +75,4 @@ def _tensor(name: str, array: Any) -> tritonclient.grpc.InferInput:
 
 
 if __name__ == "__main__":
-    ask(*sys.argv[1:4], float(sys.argv[4]))
+    ask(sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4]))

@@ -176,7 +176,10 @@ def main(batch_size: int, rounds: int, num_steps: int, threads: int) -> None:
         for network in ("wdl", "dcn"):
             for update in (hugectr.Update_t.Local, hugectr.Update_t.Global):
                 model = hugectr_model(folder, network, batch_size, update)
-                steps = {"hotrow": model.train, "PyTorch": direct_step(folder, network, batch_size, update)}
+                steps: dict[str, Callable[[], object]] = {
+                    "hotrow": model.train,
+                    "PyTorch": direct_step(folder, network, batch_size, update),
+                }
                 times = compare(steps, rounds, partial(seconds, num_steps=num_steps, clock=clock))
                 model.get_data_reader_train().stop()
                 model.get_data_reader_eval().stop()

@@ -27,7 +27,7 @@ from typing import Any
 
 import mlperf_model as model
 import numpy as np
-from mlperf_driver import Result, Run, loadgen, measure, offline_loop
+from mlperf_driver import HAS_LOADGEN, Result, Run, measure, offline_loop
 from mlperf_peers import Hotrow, Peer, PlainOnnxRuntime, PyTorch, Triton, stored_rows
 from mlperf_samples import Samples
 from numpy.typing import NDArray
@@ -39,7 +39,7 @@ from triton_backend.repository.model_config import write_model_config
 DISCLAIMER = "unofficial, not verified by MLCommons, random weights, no accuracy run"
 NAME = "dlrm_dcnv2"
 _SOURCE = "MLPerf Inference v5.1, closed, 99.9 %"
-_RECORDS = {
+_RECORDS: dict[str, dict[str, tuple[float, str]]] = {
     "gpu": {"Offline": (48_666, "one H200 SXM of 8"), "Server": (46_258, "one H200 SXM of 8")},
     "cpu": {
         "Offline": (18_929 / 256, "one core of 2 x Xeon 6980P"),
@@ -185,9 +185,9 @@ def _describe(version_dir: Path, options: argparse.Namespace) -> None:
 
 
 _LOADGEN = (
-    "LoadGen is not installed (pip install mlcommons-loadgen): a loop of this program measures Offline alone"
-    if loadgen is None
-    else "measured by LoadGen"
+    "measured by LoadGen"
+    if HAS_LOADGEN
+    else "LoadGen is not installed (pip install mlcommons-loadgen): a loop of this program measures Offline alone"
 )
 
 
@@ -230,7 +230,7 @@ def _served(repository: Path) -> Iterator[str]:
 def _measure(name: str, run: Run, samples: Samples, options: argparse.Namespace) -> None:
     """One engine in the selected scenarios."""
     settings = {"batch_pairs": _batch_pairs(options, "Offline"), "seconds": options.seconds}
-    if loadgen is None:
+    if not HAS_LOADGEN:
         _report(name, "Offline", offline_loop(run, samples, **settings), samples, options)
         return
     offline = measure(run, samples, server_qps=None, **settings)

@@ -22,6 +22,7 @@ try:
 except ImportError:
     loadgen = None
 
+HAS_LOADGEN = loadgen is not None
 SERVER_P99_MS = 60
 _EXPECTED_MARGIN = 1.1
 _NUM_WORKERS = 2

@@ -188,7 +188,9 @@ def random_blocks(table: TableSpec) -> Iterator[NDArray[np.generic]]:
 def random_rows(rng: np.random.Generator, count: int, dtype: VectorType) -> NDArray[np.generic]:
     """Elements spread evenly around 0."""
     if dtype != "int8":
-        return (rng.random((count, DIM), np.float32) - 0.5).astype(dtype) * np.dtype(dtype).type(2 * _LARGEST_ELEMENT)
+        halves = (rng.random((count, DIM), np.float32) - 0.5).astype(dtype)
+        rows_of_floats: NDArray[np.generic] = halves * np.dtype(dtype).type(2 * _LARGEST_ELEMENT)
+        return rows_of_floats
     rows = rng.integers(0, 1 << 64, (count, (DIM + 8) // 8), np.uint64).view(np.uint8)
     rows[:, DIM:].view(np.float32)[:] = _LARGEST_ELEMENT / 128, 0  # scale and bias
     return rows

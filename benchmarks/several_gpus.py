@@ -96,7 +96,7 @@ def compare_look_ups(folder: Path, num_rows: int) -> None:
     shards = divided(vectors, devices)
     for kind in ("row_number", "stored"):
         write_table(folder / kind, [vectors], keys=[keys] if kind == "stored" else None)
-        file = TableFile.open(folder / kind, TableSpec(kind, kind, num_rows, DIM, keys=kind))  # type: ignore[arg-type]
+        file = TableFile.open(folder / kind, TableSpec(kind, kind, num_rows, DIM, keys=kind))
         tables = open_cuda_tables([file], devices, shard="rows")
         for zipf in (False, True):
             numbers = [draw(num_rows, NUM_KEYS, zipf).get() for _ in devices]
@@ -129,7 +129,7 @@ def gathers_of(
     devices: Sequence[CudaDevice], shards: Sequence[Any], numbers: Sequence[Any], variant: str, keys: Any
 ) -> list[Callable[[], None]]:
     """A bare gather on each GPU, checked."""
-    works = []
+    works: list[Callable[[], None]] = []
     for device, rows in zip(devices, numbers, strict=True):
         with device.request():
             addresses = np.zeros(8, np.uint64)
@@ -159,7 +159,7 @@ def check(out: Any, keys: Any) -> None:
 
 def look_ups_of(tables: Sequence[CudaTables], keys: Sequence[Any], rows: Sequence[Any]) -> list[Callable[[], None]]:
     """A look-up on each GPU, checked: of `keys`, whose rows are those of the keys `rows`."""
-    works = []
+    works: list[Callable[[], None]] = []
     for each, asked, row_keys in zip(tables, keys, rows, strict=True):
         with each.device.request():
             staged, out = cupy.asarray(asked), cupy.empty((len(asked), DIM), np.float32)
@@ -193,7 +193,8 @@ def at_once(devices: Sequence[CudaDevice], works: Sequence[Callable[[], None]]) 
     """Microseconds per call of consecutive calls, on all GPUs at the same time; that of the slowest GPU."""
     seen = []
     for _ in range(_ROUNDS):
-        barrier, spans = threading.Barrier(len(works)), []
+        barrier = threading.Barrier(len(works))
+        spans: list[float] = []
 
         def go(device: CudaDevice, work: Callable[[], None], barrier: Any = barrier, spans: Any = spans) -> None:
             with cupy.cuda.Device(device.device_id), device.stream:
@@ -210,7 +211,7 @@ def at_once(devices: Sequence[CudaDevice], works: Sequence[Callable[[], None]]) 
         for thread in threads:
             thread.join()
         seen.append(1e6 * max(spans) / _CALLS)
-    return statistics.median(seen)
+    return float(statistics.median(seen))
 
 
 def write_models(repository: Path, num_rows: int) -> dict[str, Path]:

@@ -70,7 +70,7 @@ class Snapshot(NamedTuple):
     numbers: NDArray[np.int64]
     """The number of each row's last update."""
     at: datetime
-    count: int
+    num_rows: int
     """Rows so far."""
     num_repeated: int
     """Times that rows were published again, because the broker had not confirmed them in time."""
@@ -371,7 +371,7 @@ def main() -> None:
         num_swaps = swap(folder, server, load, trainer, options)
         seconds, last = time.monotonic() - begin, trainer.close()
         load.stop()
-        report(server, load, num_swaps, (last.count - before.count) / seconds, last)
+        report(server, load, num_swaps, (last.num_rows - before.num_rows) / seconds, last)
 
 
 def swap(folder: Path, server: Sessions | Triton, load: Load, trainer: Trainer, options: argparse.Namespace) -> int:
@@ -387,11 +387,11 @@ def swap(folder: Path, server: Sessions | Triton, load: Load, trainer: Trainer, 
         said = server.replace(directory)
         print(
             f"{time.monotonic() - begin:.1f} s: version {number + 2} serves; written in {written - started:.1f} s,"
-            f" taken over in {time.monotonic() - written:.1f} s; {said}; {snapshot.count} rows published,"
+            f" taken over in {time.monotonic() - written:.1f} s; {said}; {snapshot.num_rows} rows published,"
             f" {load.num_answers} answers",
             flush=True,
         )
-    return options.swaps
+    return int(options.swaps)
 
 
 def report(server: Sessions | Triton, load: Load, num_swaps: int, rate: float, last: Snapshot) -> None:

@@ -119,7 +119,7 @@ def publish(contents: Contents, repository: Path, version: int) -> None:
 def ask(url: str, contents: Contents, pace_s: float, *, seed: int, stop: Event, results: Any) -> None:
     """A client's process: send requests until stopped, at a rate or at full speed; report every answer."""
     rng = np.random.default_rng(seed)
-    seen = []
+    seen: list[tuple[float, float, int | str]] = []
     due = time.monotonic() + rng.random() * pace_s
     with tritonclient.grpc.InferenceServerClient(url) as client:
         while not stop.is_set():
@@ -219,9 +219,7 @@ def describe_server(server: TritonServer, num_swaps: int) -> str:
     while len(processes := family(server)) > 2:
         time.sleep(0.2)
     resident = [process.memory_info().rss >> 20 for process in processes]
-    handles, threads = (
-        sum(count(p) for p in processes) for count in (lambda p: p.num_fds(), lambda p: p.num_threads())
-    )
+    handles, threads = sum(p.num_fds() for p in processes), sum(p.num_threads() for p in processes)
     shared_memory = len(list(Path("/dev/shm").glob(f"hotrow_{os.getpid()}_*")))  # noqa: S108
     return (
         f"after {num_swaps:>3} swaps: resident {' + '.join(map(str, resident))} MiB (server + stub), "
@@ -305,8 +303,8 @@ def main() -> None:
         redis_url = stack.enter_context(RedisServer()).url if options.cache else None
         write_config(contents, repository, redis_url)
         publish(contents, repository, 1)
-        ports = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
-        server = stack.enter_context(TritonServer.start(ServerOptions(repository, **ports)))
+        options_of_server = ServerOptions(repository, http_port=0, grpc_port=0, metrics_port=0)
+        server = stack.enter_context(TritonServer.start(options_of_server))
         url = server.endpoints["gRPC"]
         per_second = peak(url, contents, options.clients)
         pace_s = options.clients / (PART_OF_PEAK * per_second)

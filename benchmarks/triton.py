@@ -180,7 +180,8 @@ def graph(
     tables: list[NDArray[np.float32]] | None, layers: list[NDArray[np.float32]], *, separate: bool = False
 ) -> onnx.ModelProto:
     """The whole model, or without tables the part behind the look-ups."""
-    mlp, weights, activated = [], {}, "vectors"
+    mlp, activated = [], "vectors"
+    weights: dict[str, NDArray[np.float32]] = {}
     for i, layer in enumerate(layers):
         weights |= {f"w{i}": layer, f"b{i}": np.zeros(layer.shape[1], np.float32)}
         mlp.append(helper.make_node("Gemm", [activated, f"w{i}", f"b{i}"], [f"layer{i}"]))
@@ -190,8 +191,8 @@ def graph(
     nodes = []
     inputs = [helper.make_tensor_value_info("vectors", TensorProto.FLOAT, ["n", len(layers[0])])]
     if tables is not None:
-        shapes = {f"ids{i}": ["n", 1] for i in range(FEATURES)} if separate else {"ids": ["n", FEATURES]}
-        inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, shape) for name, shape in shapes.items()]
+        names = {f"ids{i}": 1 for i in range(FEATURES)} if separate else {"ids": FEATURES}
+        inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, ["n", num]) for name, num in names.items()]
         for i, table in enumerate(tables):
             weights[f"table{i}"] = table
             if not separate:

@@ -68,7 +68,7 @@ def write_version(folder: Path, model: str) -> Path:
     """A model whose tables have rows of 512 bytes."""
     rng = np.random.default_rng(0)
     tables = [rng.standard_normal((ROWS_PER_TABLE, DIM), np.float32) for _ in range(FEATURES)]
-    layers = [rng.standard_normal(shape, np.float32) / 64 for shape in ((FEATURES * DIM, 64), (64, 1))]
+    layers = [rng.standard_normal(shape, np.float32) / np.float32(64) for shape in ((FEATURES * DIM, 64), (64, 1))]
     onnx.save(graph(tables, layers), folder / "model.onnx")
     return import_onnx(folder / "model.onnx", folder / model / "1", model).version_dir
 

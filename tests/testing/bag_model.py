@@ -10,11 +10,20 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from inference_session.model_spec import DENSE_FILE, TABLES_FOLDER, LookupSpec, ModelSpec, TableSpec, TensorSpec
+from inference_session.model_spec import (
+    DENSE_FILE,
+    TABLES_FOLDER,
+    LookupSpec,
+    ModelSpec,
+    Pooling,
+    TableSpec,
+    TensorSpec,
+)
 from inference_session.version_directory import manifest
 
 SLOTS, DENSE_DIM, MAX_SAMPLES = (2, 1, 3), 4, 40
-_DIMS, _POOLINGS = (16, 5, 1), ("sum", "mean", "max")
+_DIMS = 16, 5, 1
+_POOLINGS: tuple[Pooling, ...] = "sum", "mean", "max"
 _HIGHEST = {"int64": 2**63 - 1, "uint32": 2**32 - 1}
 
 

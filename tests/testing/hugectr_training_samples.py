@@ -223,14 +223,19 @@ def din(*, by_product: bool) -> Build:
 
 _26 = (60,) * 26
 _ONE_TABLE = (("sparse_embedding1", "data1", 16, "sum"),)
-_CRITEO = {"dense_dim": 13, "sparse": (("data1", 2, False, 26),), "tables": _ONE_TABLE, "slot_sizes": _26}
-_DEEPFM = {**_CRITEO, "tables": (("sparse_embedding1", "data1", 11, "sum"),), "network": deepfm}
-_WDL = {
+_CRITEO: dict[str, Any] = {
+    "dense_dim": 13,
+    "sparse": (("data1", 2, False, 26),),
+    "tables": _ONE_TABLE,
+    "slot_sizes": _26,
+}
+_DEEPFM: dict[str, Any] = {**_CRITEO, "tables": (("sparse_embedding1", "data1", 11, "sum"),), "network": deepfm}
+_WDL: dict[str, Any] = {
     "dense_dim": 13,
     "tables": (("sparse_embedding2", "wide_data", 1, "sum"), ("sparse_embedding1", "deep_data", 16, "sum")),
 }
 _NCF_ADAM = {"beta1": 0.25, "beta2": 0.5, "epsilon": 1e-7}
-_DIN = {
+_DIN: dict[str, Any] = {
     "reader": DataReaderType_t.Parquet,
     "dense_dim": 0,
     "sparse": (("UserID", 1, True, 1), ("GoodID", 1, True, 11), ("CateID", 1, True, 11)),
@@ -243,7 +248,7 @@ _DIN = {
     "slot_size_array": (50, *(0,) * 10, 40, *(0,) * 10, 20),
     "optimizer": {"epsilon": 1e-9},
 }
-_TASKS = {
+_TASKS: dict[str, Any] = {
     "reader": DataReaderType_t.Parquet,
     "dense_dim": 0,
     "labels": ("labelA", "labelB"),
@@ -251,7 +256,7 @@ _TASKS = {
     "optimizer": _NCF_ADAM,
     "solver": {"metrics_spec": {hugectr.MetricsType.AverageLoss: 0.0, hugectr.MetricsType.AUC: 1.0}},
 }
-_PAIRS = {
+_PAIRS: dict[str, Any] = {
     "reader": DataReaderType_t.Norm,
     "dense_dim": 1,
     "sparse": (("data", 1, True, 2),),

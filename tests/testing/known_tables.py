@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ def make_table(folder: Path, keys: list[int] | None, vectors: NDArray[Any], dtyp
     write_table(folder, [vectors], keys=key_chunks, dtype=dtype)
     dim = vectors.shape[1]
     default = tuple(float(i) + 0.5 for i in range(dim))
-    kind = "row_number" if keys is None else "stored"
+    kind: Literal["row_number", "stored"] = "row_number" if keys is None else "stored"
     spec = TableSpec("t", "t", len(vectors), dim, dtype, kind, default_vector=default)
     file = TableFile.open(folder, spec)
     stored = dequantize_int8(file.vectors) if dtype == "int8" else file.vectors  # type: ignore[arg-type]

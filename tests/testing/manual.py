@@ -75,7 +75,7 @@ def check_command_line(words: list[str]) -> None:
     try:
         given, _, _ = context.command.make_parser(context).parse_args(list(words))
         for parameter in context.command.params:
-            value = given.get(parameter.name)  # type: ignore[arg-type]
+            value = given.get(parameter.name)
             if parameter.required and value is None:
                 raise click.MissingParameter(ctx=context, param=parameter)
             if isinstance(value, str | tuple | list) and not isinstance(parameter.type, click.Path):

@@ -118,9 +118,9 @@ def write_pairwise(folder: Path) -> None:
     vectors = [graph.add(f"Unsqueeze({bottom}, one)")]
     for column, rows in enumerate(sizes):
         graph.weights[f"column_{column}"] = np.array(column, np.int32)
-        ids = graph.add(f"Gather <axis = 1> (sparse_ids, column_{column})")
+        column_ids = graph.add(f"Gather <axis = 1> (sparse_ids, column_{column})")
         graph.weights[f"rows_{column}"] = np.array(rows - 1, np.int32)
-        inside = graph.add(f"Min({graph.add(f'Max({ids}, zero)')}, rows_{column})")
+        inside = graph.add(f"Min({graph.add(f'Max({column_ids}, zero)')}, rows_{column})")
         found = graph.add(f"Gather({graph.table(f'table_{column}', rows, 16)}, {inside})")
         vectors.append(graph.add(f"Unsqueeze({found}, one)"))
     stacked = graph.add(f"Concat <axis = 1> ({', '.join(vectors)})")

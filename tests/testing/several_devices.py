@@ -38,7 +38,7 @@ class StandIn(HostDevice):
         return self.broken
 
     @contextlib.contextmanager
-    def request(self) -> Iterator[None]:  # type: ignore[override]
+    def request(self) -> Iterator[None]:
         """See Device."""
         with self._lock:
             if self.broken is not None:
@@ -109,7 +109,7 @@ def stand_in(patch: pytest.MonkeyPatch, count: int = 2) -> list[StandIn]:
     def cache_on(spec: ModelSpec, config: SessionConfig, device: Device) -> CpuEmbeddingCache:
         dims = {table.folder: table.embedding_dim for table in spec.tables}
         cache = StandInCache(dims, create.resolved_cache_bytes(spec, config))
-        cache.device = device
+        cache.device = device  # type: ignore[assignment]  # it stands in for the host
         return cache
 
     def tables_on(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from inference_session import InferenceSession
 from tests.testing.servers import wait_until
@@ -21,7 +21,7 @@ def vectors(value: float, *, rows: int = 1, dim: int = 4) -> NDArray[np.float32]
     return np.full((rows, dim), value, np.float32)
 
 
-def await_rows(session: InferenceSession, table: str, keys: object, expected: object) -> None:
+def await_rows(session: InferenceSession, table: str, keys: ArrayLike, expected: ArrayLike) -> None:
     wait_until(
         lambda: np.array_equal(
             session.lookup(table, keys), np.broadcast_to(expected, np.shape(session.lookup(table, keys)))

@@ -70,7 +70,7 @@ def distributed(model: nn.Module, plan: dict[str, dict[str, str]], *, learning_r
     }
     fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": learning_rate}
 
-    class Bags(EmbeddingBagCollectionSharder):  # type: ignore[misc]
+    class Bags(EmbeddingBagCollectionSharder):
         # TorchRec offers row-wise bags on the processor only where the sharder says so.
         def sharding_types(self, compute_device_type: str) -> list[str]:
             return ["row_wise", "table_wise", "column_wise", "data_parallel"]

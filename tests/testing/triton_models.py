@@ -15,7 +15,7 @@ from inference_session.version_directory.manifest import write_manifest
 from triton_backend.repository.model_config import write_model_config
 
 NUM_ROWS = 50
-TABLE: NDArray[np.float32] = np.arange(NUM_ROWS * 4, dtype=np.float32).reshape(NUM_ROWS, 4) / 64
+TABLE: NDArray[np.float32] = np.arange(NUM_ROWS * 4, dtype=np.float32).reshape(NUM_ROWS, 4) / np.float32(64)
 """Multiples of a power of two, so that sums of any order are exact."""
 
 _ITEM = TableSpec("item", "item", NUM_ROWS, 4, keys="row_number")
