@@ -85,6 +85,8 @@ class KafkaUpdateStream:
     """Whether the partitions that there were at the beginning are not all known yet."""
     _save_at = _discover_at = 0.0
     _num_at_once = 1
+    _has_more = False
+    """Whether more messages may have arrived than were taken last."""
 
     def __init__(
         self,
@@ -372,10 +374,14 @@ class KafkaUpdateStream:
 
     def _take(self) -> Iterator[list[Any]]:
         """The messages that have arrived, and the events of partitions' ends."""
+        # The client library waits by the time of day: if that is set back by an hour, for an hour.
+        if not self._has_more:
+            self._closing.wait(_POLL_S)
+        self._has_more = False
         for take in range(TAKES):
             num_wanted = self._num_at_once
             try:
-                messages = self._consumer.consume(num_wanted, 0.0 if take else _POLL_S)
+                messages = self._consumer.consume(num_wanted, 0.0)
             except KafkaException:
                 if not take:
                     raise
@@ -389,6 +395,7 @@ class KafkaUpdateStream:
             if len(messages) < num_wanted:
                 return
             self._rests.rest()
+        self._has_more = True
 
     def _apply_all(self, by_topic: Mapping[str, MessageBatch], oldest_ms: int) -> None:
         self._stats.begin(oldest_ms / 1000 if oldest_ms > 0 else time.time())
