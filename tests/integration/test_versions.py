@@ -94,6 +94,17 @@ def test_tritons_own_parameters_are_none_of_ours(serve: Serve, repository: Path)
     assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
 
 
+def test_a_response_cache_is_warned_of(serve: Serve, repository: Path) -> None:
+    """Triton answers from it whatever has become of the rows, so the server's log says so."""
+    with (repository / "ctr" / "config.pbtxt").open("a", encoding="utf-8") as config:
+        config.write("response_cache { enable: true }\n")
+    served = serve(repository)
+
+    with served.grpc_client() as client:
+        np.testing.assert_array_equal(ask_ctr(client), ctr_answer(IDS, DENSE))
+    assert "model 'ctr' has response_cache: Triton repeats old answers" in "".join(served.errors)
+
+
 def test_metrics_may_be_off(serve: Serve, repository: Path) -> None:
     """A server without metrics serves anyway."""
     served = serve(repository, "--", "--allow-metrics=false")

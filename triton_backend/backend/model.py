@@ -30,6 +30,11 @@ from triton_backend.backend.tracing import create_tracing
 from triton_backend.repository.model_config import check_config
 from triton_backend.repository.servable import SOURCE_LINK, VIEW_FOLDER
 
+_CACHED = (
+    "model {!r} has response_cache: Triton repeats old answers after rows were updated or loaded from a store, and "
+    "after content was replaced in place; remove it from config.pbtxt unless none of this happens"
+)
+
 
 class TritonPythonModel:
     """One loaded version of a model. Triton makes it, calls `initialize` once, `execute` often, `finalize` once."""
@@ -46,6 +51,8 @@ class TritonPythonModel:
         except Exception as error:  # noqa: BLE001  the caller of the load gets a plain message for every error
             self._heartbeat.stop()
             raise load_error(error) from None
+        if config.get("response_cache", {}).get("enable"):
+            pb_utils.Logger.log_warn(_CACHED.format(args["model_name"]))
         self._versions = versions
         self._tracing = create_tracing()
         spec = versions.spec
