@@ -12,15 +12,6 @@ from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 from inference_session.dense_engine.onnx import OnnxEngine
 from inference_session.dense_engine.parts import names_read, part_of
 
-_ORT_TYPES = {
-    "tensor(float)": TensorProto.FLOAT,
-    "tensor(double)": TensorProto.DOUBLE,
-    "tensor(float16)": TensorProto.FLOAT16,
-    "tensor(int64)": TensorProto.INT64,
-    "tensor(int32)": TensorProto.INT32,
-    "tensor(bool)": TensorProto.BOOL,
-}
-
 
 @dataclass(frozen=True)
 class ContextParts:
@@ -107,6 +98,11 @@ def _typed(path: Path, part: ModelProto, names: Collection[str]) -> list[ValueIn
     if not names:
         return []
     engine = OnnxEngine(path, content=part.SerializeToString(), num_threads=1)
-    types = {value.name: _ORT_TYPES[value.type] for value in engine.opened().get_outputs()}
+    types = {value.name: _element_type(value.type) for value in engine.opened().get_outputs()}
     engine.close()
     return [helper.make_tensor_value_info(name, types[name], None) for name in names]
+
+
+def _element_type(kind: str) -> int:
+    """ONNX's number of a type of tensors that ONNX Runtime calls `tensor(int64)` or alike."""
+    return int(TensorProto.DataType.Value(kind.removeprefix("tensor(").removesuffix(")").upper()))
