@@ -175,8 +175,8 @@ class ModelLookups:
         for i in others:
             if keys[i][0] != keys[first][0]:
                 raise InvalidRequestError(
-                    f"keys {self.lookups[i].keys!r} are of {keys[i][0]} samples, but {self.lookups[first].keys!r}, "
-                    f"whose vectors are joined to theirs, of {keys[first][0]}"
+                    f"keys {self.lookups[i].keys!r} have {keys[i][0]} samples, but {self.lookups[first].keys!r} have "
+                    f"{keys[first][0]}: their vectors form one matrix, so both must have the same number"
                 )
 
     def _describe_alone(
@@ -254,10 +254,13 @@ def _cut(batch: JoinedBatch, lookup: LookupSpec) -> RaggedBags:
     begins, ends = (np.where(at < 0, at + len(keys), at).clip(0, len(keys)) for at in offsets)
     if begins.ndim != 1 or begins.shape != ends.shape:
         raise InvalidRequestError(
-            f"bags of {lookup.keys!r} begin at {list(begins.shape)} and end at {list(ends.shape)}"
+            f"the bags of {lookup.keys!r} have begins of shape {list(begins.shape)} and ends of shape"
+            f" {list(ends.shape)}, expected one begin and one end for each bag, [n]"
         )
     ends = np.maximum(begins, ends)
     num_keys = int((ends - begins).sum())
     if num_keys > len(keys):
-        raise InvalidRequestError(f"bags of {lookup.keys!r} overlap: they hold {num_keys} keys, of {len(keys)}")
+        raise InvalidRequestError(
+            f"the bags of {lookup.keys!r} overlap: they hold {num_keys} keys, but the list has {len(keys)}"
+        )
     return RaggedBags(keys, begins, ends, begins.shape, num_keys)

@@ -114,8 +114,8 @@ def test_any_offsets_mean_what_they_meant(
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        (_bags((0, 8), (3, 10)), "overlap: they hold 15 keys, of 10"),
-        (_bags((0, 8)) | {"ends": np.array([3, 8])}, r"begin at \[1\] and end at \[2\]"),
+        (_bags((0, 8), (3, 10)), "overlap: they hold 15 keys, but the list has 10"),
+        (_bags((0, 8)) | {"ends": np.array([3, 8])}, r"begins of shape \[1\] and ends of shape \[2\]"),
     ],
 )
 def test_offsets_that_are_no_bags_are_refused(

@@ -253,5 +253,5 @@ def test_neighbours_of_unequal_length_are_refused(tmp_path: Path) -> None:
                 "c": np.zeros(num_right, np.int64),
                 "f": np.ones((8, 1), np.float32),
             }
-            with pytest.raises(InvalidRequestError, match=f"'c' are of {num_right} samples, but 'a'.* of {num_left}"):
+            with pytest.raises(InvalidRequestError, match=f"'c' have {num_right} samples, but 'a' have {num_left}:"):
                 session.run(inputs)
