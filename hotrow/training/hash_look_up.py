@@ -47,13 +47,15 @@ class Vectors(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, look_up: LookUp) -> Tensor:
         """`anchor`: a tensor that has a gradient, as the rows themselves are no tensors of autograd."""
         ctx.look_up = look_up
+        ctx.save_for_backward(look_up.places)
         return gather(look_up.table, look_up.row_of_keys())
 
     @staticmethod
     def backward(ctx: Any, gradients: Tensor) -> tuple[None, None]:
         """Passes the sum of each distinct key's gradients to the learner."""
         look_up = ctx.look_up
-        look_up.learn(add_up(len(look_up.rows), look_up.places, gradients))
+        (places,) = ctx.saved_tensors  # raises where a graph that was not retained goes backward again
+        look_up.learn(add_up(len(look_up.rows), places, gradients))
         return None, None
 
 
@@ -107,6 +109,7 @@ class Pooled(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, look_up: LookUp, bags: Bags, weights: Tensor | None) -> Tensor:
         """As `Vectors`."""
         ctx.look_up, ctx.bags, ctx.weights = look_up, bags, weights
+        ctx.save_for_backward(look_up.places)
         if bags.padding is None:
             return bags.pool(look_up.row_of_keys(), look_up.table, weights)
         return bags.pool(look_up.places, gather(look_up.table, look_up.rows), weights)
@@ -115,6 +118,7 @@ class Pooled(torch.autograd.Function):
     def backward(ctx: Any, gradients: Tensor) -> tuple[None, None, None, None]:
         """As `Vectors`."""
         look_up, bags = ctx.look_up, ctx.bags
-        factors = bags.factors(look_up.places, ctx.weights)
-        look_up.learn(add_up(len(look_up.rows), look_up.places, gradients, bags.bag_of_keys(), factors))
+        (places,) = ctx.saved_tensors
+        factors = bags.factors(places, ctx.weights)
+        look_up.learn(add_up(len(look_up.rows), places, gradients, bags.bag_of_keys(), factors))
         return None, None, None, None

@@ -133,6 +133,8 @@ class HashTable(nn.Module):
 
     @steps.setter
     def steps(self, steps: int) -> None:
+        if not isinstance(steps, int) or steps < 0:
+            raise ConfigurationError(f"steps is {steps!r}; allowed are whole numbers from 0 on")
         self._rows.steps = steps
 
     def rows(self) -> Rows:
@@ -184,7 +186,7 @@ class HashTable(nn.Module):
         Raises:
             ConfigurationError: they are no integers, or outside of `key_dtype`.
         """
-        if not isinstance(keys, Tensor) or keys.dtype.is_floating_point or keys.dtype in (torch.bool, torch.uint64):
+        if not isinstance(keys, Tensor) or not _is_whole(keys.dtype):
             found = keys.dtype if isinstance(keys, Tensor) else type(keys).__name__
             raise ConfigurationError(f"keys are {found}; give a tensor of {self.key_dtype} or smaller integers")
         widened = keys.detach().to(self.device, torch.int64).reshape(-1).contiguous()
@@ -352,6 +354,8 @@ class HashTable(nn.Module):
         Raises:
             ConfigurationError: a tensor is missing, or does not fit.
         """
+        for part in parts:
+            self._rows_in(part)
         self.clear()
         for part in parts:
             self.load_part(part)
@@ -362,16 +366,28 @@ class HashTable(nn.Module):
         Raises:
             ConfigurationError: a tensor is missing, or does not fit.
         """
+        rows = self._rows_in(part)
+        self.steps, self.optimizer.lr = int(part["steps"]), float(part["lr"])
+        self._rows.initial.copy_(part["initial"])
+        self.put(rows)
+
+    def _rows_in(self, part: Mapping[str, Tensor]) -> Rows:
+        """The rows that `tensors` returned, checked, as is the rest of it."""
         missing = {*self.tensors()} - {*part, "last_used", "times_used"}
         if missing:
             raise ConfigurationError(f"the state of a hash embedding lacks {', '.join(sorted(missing))}")
+        for name in ("steps", "lr"):
+            if not isinstance(part[name], Tensor) or part[name].numel() != 1 or not part[name] >= 0:
+                raise ConfigurationError(
+                    f"{name} in the state of a hash embedding is {part[name]!r}; a number is needed"
+                )
         states = {name.removeprefix(_OPTIMIZER): tensor for name, tensor in part.items() if name.startswith(_OPTIMIZER)}
         if part["initial"].shape != self._rows.initial.shape:
             found = part["initial"].shape[1]
             raise ConfigurationError(f"its vectors have {found} elements; those of this embedding {self.embedding_dim}")
-        self.steps, self.optimizer.lr = int(part["steps"]), float(part["lr"])
-        self._rows.initial.copy_(part["initial"])
-        self.put(Rows(part["keys"], part["vectors"], states, part.get("last_used"), part.get("times_used")))
+        rows = Rows(part["keys"], part["vectors"], states, part.get("last_used"), part.get("times_used"))
+        self._check_rows(rows)
+        return rows
 
     def _load_from_state_dict(
         self,
@@ -408,6 +424,12 @@ class HashTable(nn.Module):
         return f"{self.embedding_dim}, rows={len(self)}, optimizer={self.optimizer}, key_dtype={self.key_dtype}"
 
     def _check_rows(self, rows: Rows) -> None:
+        optional = {"last_used": rows.last_used, "times_used": rows.times_used}
+        counts = {name: tensor for name, tensor in optional.items() if tensor is not None}
+        for name, tensor in {"keys": rows.keys, **counts}.items():
+            if tensor.dtype is not torch.int64 or tuple(tensor.shape) != (len(rows.vectors),):
+                found = f"{tensor.dtype} of shape {list(tensor.shape)}"
+                raise ConfigurationError(f"{name} are {found}; torch.int64 of shape [{len(rows.vectors)}] is what fits")
         shape = (len(rows.keys), self.embedding_dim)
         for name, tensor in {"vectors": rows.vectors, **rows.states}.items():
             if tuple(tensor.shape) != shape:
@@ -447,10 +469,19 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _initial(initializer: Callable[[Tensor], Any], embedding_dim: int) -> Tensor:
-    initial = torch.empty((INITIAL_ROWS, embedding_dim), device="cpu")
+    initial = torch.full((INITIAL_ROWS, embedding_dim), torch.nan, device="cpu")
     with torch.no_grad():
         initializer(initial)
+    if not bool(initial.isfinite().all()):
+        raise ConfigurationError(
+            "initializer left elements that are no numbers; it has to fill the tensor that it gets, in place, as "
+            "torch.nn.init.normal_ does"
+        )
     return initial
+
+
+def _is_whole(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point and not dtype.is_complex and dtype not in (torch.bool, torch.uint64)
 
 
 def _check_of_torch(owner: str, given: Mapping[str, Any]) -> None:

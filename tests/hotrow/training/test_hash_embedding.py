@@ -298,7 +298,14 @@ def test_keys_of_other_integers_are_taken(given_as: Any) -> None:
         (lambda: training.HashEmbedding(4).evict(unused_for=1), "only counted with"),
         (lambda: training.Adagrad(-1), "lr is -1"),
         (lambda: training.HashEmbedding(4)(torch.ones(2)), "keys are torch.float32"),
+        (lambda: training.HashEmbedding(4)(torch.tensor([1j])), "keys are torch.complex64"),
         (lambda: training.HashEmbedding(4)([1]), "keys are list"),
+        (lambda: training.HashEmbedding(4, initializer=torch.ones_like), "initializer left elements"),
+        (lambda: setattr(training.HashEmbedding(4), "steps", -1), "steps is -1"),
+        (
+            lambda: training.HashEmbedding(4).put(training.Rows(torch.ones(1), torch.ones(1, 4))),
+            r"keys are torch.float32 of shape \[1\]; torch.int64",
+        ),
         (lambda: training.HashEmbedding(4, key_dtype="uint32")(_int64([-1])), "are not uint32"),
         (lambda: training.HashEmbedding(4, key_dtype="uint32")(_int64([2**32])), "are not uint32"),
         (lambda: training.HashEmbeddingBag(4, mode="most"), "mode is 'most'"),
@@ -398,6 +405,47 @@ def test_the_state_of_a_model_comes_back() -> None:
         nn.Sequential(training.HashEmbedding(DIM), nn.Linear(DIM, 1)).load_state_dict(state)
     with pytest.raises(RuntimeError, match="vectors have 3 elements"):
         training.HashEmbedding(2, optimizer=training.Adam()).load_state_dict(one[0].state_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("keys", torch.ones(2), "keys are torch.float32"),
+        ("keys", torch.tensor([[1], [2]]), r"keys are torch.int64 of shape \[2, 1\]"),
+        ("vectors", torch.ones(3, DIM), r"keys are torch.int64 of shape \[2\]"),
+        ("last_used", torch.tensor([1]), r"last_used are torch.int64 of shape \[1\]"),
+        ("optimizer.sum", torch.ones(2, 1), r"sum have shape \[2, 1\]"),
+        ("steps", torch.tensor(-1), "steps in the state"),
+        ("lr", torch.tensor(torch.nan), "lr in the state"),
+        ("lr", 0.1, "lr in the state"),
+    ],
+)
+def test_a_state_that_does_not_fit_changes_nothing(name: str, value: Any, message: str) -> None:
+    """The rows that were there stay."""
+    one, other = (training.HashEmbedding(DIM, max_age=9) for _ in range(2))
+    one(_int64([1, 2])).sum().backward()
+    other(_int64([7])).sum().backward()
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(RuntimeError, match=message):
+        other.load_state_dict({**one.state_dict(), name: value})
+    for key, tensor in other.state_dict().items():
+        assert torch.equal(tensor, before[key])
+
+
+@pytest.mark.parametrize("look_up", ["embedding", "sum", "max"])
+def test_a_graph_goes_backward_once_unless_it_is_retained(look_up: str) -> None:
+    """As those of torch: nothing is learned from a graph that is gone."""
+    if look_up == "embedding":
+        table: Any = training.HashEmbedding(DIM)
+    else:
+        table = training.HashEmbeddingBag(DIM, mode=look_up)
+    loss = table(_int64([[1, 2]])).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert table.steps == 2
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
+    assert table.steps == 2
 
 
 def test_rows_go_by_age() -> None:
