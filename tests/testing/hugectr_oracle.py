@@ -152,6 +152,8 @@ def _reshape(layer: Mapping[str, Any], x: Sequence[Array], weights: Weights) -> 
     if "selected" in layer:
         picked = [x[0][:, slot] for slot in layer["selected"]]
         return np.concatenate(picked, axis=1)
+    if "shape" in layer:
+        return x[0].reshape(layer["shape"])
     if layer.get("time_step", 0):
         return x[0].reshape(-1, layer["time_step"], layer["leading_dim"])
     return x[0].reshape(-1, layer["leading_dim"])

@@ -154,6 +154,8 @@ def _fields_of(layer: DenseLayer) -> Sequence[_Field]:
     if name == "Reshape":
         if kind.selected:
             return (_Field("selected_slots", ("selected",)),)
+        if len(kind.shape):
+            return (_Field("shape", ("shape",)),)
         return (_Field("leading_dim", ("leading_dim",)), _Field("time_step", ("time_step",)))
     if name == "Concat":
         # 3.4 joins along the last dimension; the default 1 cannot be distinguished from a 1 that was given.
@@ -237,7 +239,7 @@ def read_dense(document: Mapping[str, Any]) -> DenseLayer:
     name = _get(document, "type")
     kind = _member(Layer_t, _FORMER_NAMES.get(name, name))
     layer: Any = DenseLayer(kind, _get(document, "bottom"), _get(document, "top"))
-    layer.selected = "selected" in document
+    layer.selected, layer.shape = "selected" in document, document.get("shape", ())
     layer.use_regularizer = "regularizer" in document
     layer.target_weight_vec = document.get("target_weight", ())
     layer.axis = document.get("axis", 1)

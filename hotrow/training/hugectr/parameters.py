@@ -176,6 +176,8 @@ class DataReaderParams:
         data_source_params: DataSourceParams | None = None,
         read_file_sequentially: bool = False,
     ) -> None:
+        if data_reader_type is DataReaderType_t.Parquet and check_type is _REQUIRED:
+            check_type = Check_t.Non  # as some of HugeCTR's samples leave it out: Parquet files have no checksums
         _check_given("DataReaderParams", eval_source=eval_source, check_type=check_type)
         self.data_reader_type = member(DataReaderType_t, data_reader_type, "DataReaderParams", "data_reader_type")
         if self.data_reader_type is DataReaderType_t.RawAsync:
@@ -337,7 +339,7 @@ class DenseLayer:
     ) -> None:
         """`lambda`, which no call in Python can spell as a name, may be given as `**{"lambda": 0.1}`."""
         values = {name: value for name, value in locals().items() if name not in ("self", "later", "__class__")}
-        values["lambda_"] = later.pop("lambda", lambda_)
+        values["lambda_"], values["shape"] = later.pop("lambda", lambda_), later.pop("shape", ())
         values["layer_type"] = member(Layer_t, layer_type, "DenseLayer", "layer_type")
         vars(self).update(values)
         self.bottom_names: list[str] = _names(bottom_names)
@@ -348,7 +350,7 @@ class DenseLayer:
         if later:
             raise UnsupportedModelError(
                 f"DenseLayer {kind} (top_names {self.top_names}): the arguments {sorted(later)} are not supported; "
-                "those of release 3.4 are"
+                "those of release 3.4 are, and shape of Reshape"
             )
 
 

@@ -73,9 +73,10 @@ class Layer:
         """A float32 from `low`; without a default it is required."""
         return cast(float, self._read(values.number(low, values.FLOAT32_MAX), field, default))
 
-    def wholes(self, *field: str) -> tuple[int, ...]:
-        """A list of whole numbers from 0."""
-        return cast("tuple[int, ...]", self._read(values.list_of(_no_text(values.whole(0, MAX_ELEMENTS))), field, None))
+    def wholes(self, *field: str, low: int = 0) -> tuple[int, ...]:
+        """A list of whole numbers from `low`."""
+        each = _no_text(values.whole(low, MAX_ELEMENTS))
+        return cast("tuple[int, ...]", self._read(values.list_of(each), field, None))
 
     def ranges(self, *field: str) -> tuple[tuple[int, ...], ...]:
         """A list of lists of whole numbers from 0."""

@@ -157,7 +157,11 @@ def _last_tensor(graph: Graph, tensors: dict[str, Tensor]) -> _Prediction:
 
 def _width(layer: Layer, tensor: Tensor) -> int:
     if len(tensor.dims) != 1 or tensor.rows != 1:
-        layer.fail(f"a prediction is one row per sample, [samples, columns], found {tensor}", "bottom")
+        layer.fail(
+            f"a prediction is one row per sample, [samples, columns], found {tensor}; a Reshape layer before it, with "
+            "a larger leading_dim, can join the rows of a sample",
+            "bottom",
+        )
     return tensor.dims[0]
 
 

@@ -14,15 +14,28 @@ def reshape(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence
     x = only(layer, bottoms)
     if layer.has("selected"):
         return [_select(build, layer, x)]
-    if layer.has("shape"):
-        layer.refuse("the parameter 'shape' is not supported; use 'leading_dim' and 'time_step'")
-    leading_dim = layer.whole("leading_dim", default=math.prod(x.dims))
-    time_step = layer.whole("time_step", low=0, default=0)
-    dims = (time_step, leading_dim) if time_step else (leading_dim,)
+    dims = _shape(layer) if layer.has("shape") else _dims(layer, x)
     rows, rest = divmod(x.num_elements, math.prod(dims))
     if rest or not rows:
-        layer.refuse(f"{x} does not divide into rows of {list(dims)} within one sample; samples would be mixed")
+        layer.refuse(
+            f"{x} does not divide into rows of {list(dims)} within one sample; samples would be mixed. The elements of "
+            f"rows must divide the {x.num_elements} of a sample"
+        )
     return [Tensor(build.reshape(x.name, *dims), dims, rows)]
+
+
+def _dims(layer: Layer, x: Tensor) -> tuple[int, ...]:
+    leading_dim = layer.whole("leading_dim", default=math.prod(x.dims))
+    time_step = layer.whole("time_step", low=0, default=0)
+    return (time_step, leading_dim) if time_step else (leading_dim,)
+
+
+def _shape(layer: Layer) -> tuple[int, ...]:
+    """The parameter of later releases, in which -1 stands for the rows."""
+    rows, *dims = layer.wholes("shape", low=-1) or (0,)
+    if rows != -1 or len(dims) not in (1, 2) or min(dims) < 1:
+        layer.refuse("allowed for 'shape': [-1, leading_dim] and [-1, time_step, leading_dim]")
+    return tuple(dims)
 
 
 def _select(build: Builder, layer: Layer, x: Tensor) -> Tensor:

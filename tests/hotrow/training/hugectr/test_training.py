@@ -30,6 +30,7 @@ from hotrow.training.hugectr import (
 )
 from hotrow.training.hugectr.batch import DeviceBags, Staging
 from hotrow.training.hugectr.embedding import EmbeddingTable
+from hotrow.training.hugectr.graph_json import dense_document, read_dense
 from hotrow.training.hugectr.metrics import Metrics, auc
 from hotrow.training.hugectr.optimizers import dense_rule
 from hotrow.training.hugectr.processes import Processes
@@ -746,3 +747,16 @@ def test_new_sources_are_both_named(small: Path) -> None:
     model = make_model(SMALL, small, repeat_dataset=False)
     with pytest.raises(ConfigurationError, match="source and eval_source name the data, and are required"):
         model.set_source(str(small / "train.txt"))
+
+
+def test_what_samples_of_later_releases_give_and_leave_out() -> None:
+    """`shape` of Reshape, and no checksums of Parquet files, which have none."""
+    given = DenseLayer(Layer_t.Reshape, ["a"], ["b"], shape=[-1, 2, 6])
+    document = dense_document(given)
+    assert document == {"type": "Reshape", "bottom": "a", "top": "b", "shape": [-1, 2, 6]}
+    assert dense_document(read_dense(document)) == document
+    with pytest.raises(UnsupportedModelError, match=r"\['projection_dim'\] are not supported; those of release 3.4"):
+        DenseLayer(Layer_t.MultiCross, ["a"], ["b"], projection_dim=2)
+    assert hugectr.DataReaderParams(DataReaderType_t.Parquet, "a", eval_source="b").check_type is hugectr.Check_t.Non
+    with pytest.raises(TypeError, match="lacks check_type"):
+        hugectr.DataReaderParams(DataReaderType_t.Norm, "a", eval_source="b")
