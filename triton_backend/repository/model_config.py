@@ -275,13 +275,18 @@ def check_config(config: Mapping[str, Any], spec: ModelSpec) -> None:
     the same, and where requests are not packed, sizes too, unless one is open in either.
 
     Raises:
-        ConfigurationError: names the first difference, or the model is decoupled.
+        ConfigurationError: names the first difference, or the model is decoupled or gets inputs from Triton.
     """
     if config.get("model_transaction_policy", {}).get("decoupled"):
         raise ConfigurationError(
             f"{CONFIG_FILE} has `decoupled: true`, but hotrow answers each request with one response; remove it"
         )
     packed = not spec.has_own_inputs
+    if (added := _inputs_of_sequences(config)) and not packed:
+        raise ConfigurationError(
+            f"{CONFIG_FILE} lets Triton add the input {added[0]!r} to the requests of a sequence, but the version has "
+            "no such input and would refuse all of them; remove it from sequence_batching"
+        )
     outer = (-1,) if config.get("max_batch_size") else ()
     for kind, tensors in (("input", _all_inputs(spec)), ("output", () if packed else _all_outputs(spec))):
         here = {tensor.name: _tensor_of_spec(tensor) for tensor in tensors}
@@ -293,6 +298,13 @@ def check_config(config: Mapping[str, Any], spec: ModelSpec) -> None:
                     f"{CONFIG_FILE} does not describe this version: {kind} is {there.get(name, 'absent')}, "
                     f"but {here.get(name, 'absent')} in the version"
                 )
+
+
+def _inputs_of_sequences(config: Mapping[str, Any]) -> list[str]:
+    """Inputs that Triton adds to requests itself."""
+    batching = config.get("sequence_batching", {})
+    controls = [control["name"] for control in batching.get("control_input", ())]
+    return [*controls, *(state["input_name"] for state in batching.get("state", ()))]
 
 
 def _tensor_of_spec(tensor: TensorSpec) -> TensorConfig:

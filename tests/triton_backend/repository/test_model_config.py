@@ -335,3 +335,26 @@ def test_a_reshape_in_config_pbtxt_counts() -> None:
         "output": [{"name": "like", "data_type": "TYPE_FP32", "dims": [1], "reshape": {"shape": []}}],
     }
     check_config(config, spec_of([TensorSpec("id", "int64", (-1,))], [LIKE]))
+
+
+@pytest.mark.parametrize(
+    ("batching", "name"),
+    [
+        ({"control_input": [{"name": "START", "control": [{"kind": "CONTROL_SEQUENCE_START"}]}]}, "START"),
+        ({"state": [{"input_name": "before", "output_name": "after"}]}, "before"),
+    ],
+    ids=["control", "state"],
+)
+def test_inputs_that_triton_adds_are_refused(batching: dict[str, Any], name: str) -> None:
+    """The version would go live and refuse every request of a sequence."""
+    config = {**_json({"ids": ("TYPE_INT64", [26])}, {}), "sequence_batching": {"direct": {}, **batching}}
+
+    with pytest.raises(ConfigurationError, match=f"lets Triton add the input '{name}' to the requests"):
+        check_config(config, spec_of([IDS], [CLICK]))
+
+
+def test_requests_may_come_in_sequences() -> None:
+    """Triton then sends those of one sequence to one instance, which changes no answer."""
+    config = {**_json({"ids": ("TYPE_INT64", [26])}, {}), "sequence_batching": {"direct": {}, "control_input": []}}
+
+    check_config(config, spec_of([IDS], [CLICK]))
