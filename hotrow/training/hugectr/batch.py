@@ -19,8 +19,8 @@ from hotrow.training.hugectr.processes import Processes
 from hotrow.training.hugectr.readers.block import Bags, Block
 from hotrow.training.key_index import Distinct, distinct, distinct_by_owner
 
-_ALIGNMENT = 8
-"""Bytes; tensors begin at its multiples where they are packed."""
+_ALIGNMENT = 512
+"""Bytes; packed tensors begin at its multiples, as do those that torch makes on a GPU."""
 _Found = tuple[Tensor, Tensor]
 
 
