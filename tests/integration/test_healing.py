@@ -134,6 +134,18 @@ def test_the_version_that_was_chosen_comes_back(serve: Serve, repository: Path) 
     await_scale(served, 5)
 
 
+def test_a_version_whose_folder_is_gone_is_replaced_by_the_highest(serve: Serve, repository: Path) -> None:
+    """Else the model would not be served until somebody loads it."""
+    served = serve(repository)
+    await_scale(served, 3)
+    shutil.rmtree(repository / "ctr" / "2")
+
+    served.stub("ctr", 2).kill()
+
+    await_scale(served, 1)
+    wait_until(lambda: "version 2 is gone; loading version 1" in "".join(served.errors), "a message")
+
+
 def test_a_model_that_cannot_be_loaded_again_can_be_unloaded(serve: Serve, repository: Path) -> None:
     """An unload wins over the retries of the load."""
     served = serve(repository)

@@ -7,7 +7,8 @@ hung      has sent no heartbeat for `SILENT_S` (heartbeat.py), and its version d
 
 The model is loaded with its current configuration plus the count of such reloads. The change makes Triton load a new
 instance next to the old one, and gives the new process the count to report. The versions stay those that were ready, or
-become those of a load in progress; a version that a client unloads meanwhile stays unloaded. A hung process is killed
+become those of a load in progress; a version that a client unloads meanwhile stays unloaded. If their folders are gone,
+the highest version is loaded, as in a server that starts. A hung process is killed
 once the new one serves, which ends its requests with an error. If that takes the server down, because it shares locks
 with the process, the server is started again, on the same ports with the same versions.
 """
@@ -215,7 +216,7 @@ class Watchdog:
         while done < self._restarts[model]:
             number = self._restarts[model]
             try:
-                self._load_once(model, number)
+                self._load_once(model, number, attempt)
                 done = number
             except (HotrowError, OSError, HTTPException) as error:
                 wait_s = RETRY_S[min(attempt, len(RETRY_S) - 1)]
@@ -226,18 +227,31 @@ class Watchdog:
             _end(self._replaced[model].pop())
         _say(f"model {model!r} {'serves again' if model in self._loaded else 'was unloaded and stays unloaded'}")
 
-    def _load_once(self, model: str, number: int) -> None:
+    def _load_once(self, model: str, number: int, attempt: int) -> None:
         self._await_loads_of_others(model)
         if (loaded := self._loaded.get(model)) is None:
             return  # a client has unloaded it
         lost = {stub.version for stub in self._replaced[model]}
         if lost and lost.isdisjoint(loaded.versions):
             return  # a client has loaded another version meanwhile
-        config = with_versions(loaded.config, loaded.versions)
+        versions = self._versions_left(model, loaded.versions) if attempt > 1 else loaded.versions
+        config = with_versions(loaded.config, versions)
         config["parameters"] = {**config.get("parameters", {}), RESTARTS_PARAMETER: {"string_value": str(number)}}
         self._server.load(model, config)
         self._missing.discard(model)
-        _let_newer_versions_be_noticed(self._server.repository / model, loaded.versions)
+        _let_newer_versions_be_noticed(self._server.repository / model, versions)
+
+    def _versions_left(self, model: str, wanted: tuple[int, ...]) -> tuple[int, ...]:
+        """The wanted versions that still have folders; if none has, the highest, which a server that starts serves."""
+        try:
+            names = [path.name for path in (self._server.repository / model).iterdir()]
+        except OSError:
+            return wanted
+        present = {int(name) for name in names if is_version(name)}
+        left = present.intersection(wanted) or set(sorted(present)[-1:]) or set(wanted)
+        if gone := sorted(set(wanted) - left):
+            _say(f"the folder of model {model!r} version {gone[0]} is gone; loading version {max(left)}")
+        return tuple(sorted(left))
 
     def _await_loads_of_others(self, model: str) -> None:
         """Wait for loads in progress: the server would too, and what they load is wanted."""
