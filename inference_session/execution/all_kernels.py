@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache, allocate
-from inference_session.kernels.cpu import bag_staging, bags, cache, gathering, lookup, staging
+from inference_session.kernels.cpu import bag_staging, bags, cache, dlpack, gathering, keys, lookup, staging
 from inference_session.model_spec import ModelSpec, TableSpec
 from inference_session.parameter_server.redis import layout as redis_layout
 from inference_session.parameter_server.redis import replies as redis_replies
@@ -27,7 +27,7 @@ _TABLE = TableSpec("table", "table", num_rows=2, embedding_dim=1)
 
 
 def compile_all() -> None:
-    """Look-ups, requests, caches, updates, Redis, files, and HugeCTR's bags; compiled kernels are only loaded.
+    """Look-ups, requests, answers, caches, updates, Redis, files, and HugeCTR's bags; compiled kernels are only loaded.
 
     Look-ups take longer than all others, so that a second process compiles them meanwhile.
     """
@@ -45,6 +45,8 @@ def _compile_others() -> None:
     staging.compile_kernels()
     bag_staging.compile_kernels()
     gathering.compile_kernels()
+    keys.compile_kernels()
+    dlpack.compile_kernels()
     SessionStats(ModelSpec((), (), (), ()))
     redis_layout.compile_kernels()
     redis_replies.compile_kernels()

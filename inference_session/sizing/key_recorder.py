@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from inference_session.config import SessionConfig
 from inference_session.errors import ConfigurationError, TraceFormatError
-from inference_session.kernels.cpu.keys import copy_keys
-from inference_session.kernels.records import SEGMENT, Lookup
+from inference_session.kernels.cpu.keys import compile_kernels, copy_keys
+from inference_session.kernels.records import Lookup
 from inference_session.model_spec import is_folder_name
 from inference_session.sizing.key_sample import sampled_keys
 from inference_session.sizing.trace_file import TracePart, read_trace
@@ -58,7 +58,7 @@ class KeyRecorder:
 
     def __init__(self, folder: Path, tables: tuple[str, ...], *, max_bytes: int) -> None:
         """Start a recording in `folder`, which exists, of these tables, in `max_bytes` in all."""
-        copy_keys(np.zeros(0, SEGMENT), np.empty(0, np.int64))  # compiles
+        compile_kernels()
         self.folder = folder
         self._files = [_KeyFile(folder, table, max_bytes // len(tables)) for table in tables]
         self._tables = tables

@@ -16,7 +16,7 @@ from inference_session.kernels.array_headers import (
     RANK,
     SIZES,
 )
-from inference_session.kernels.cpu.arguments import array_at, int_at
+from inference_session.kernels.cpu.arguments import Arguments, array_at, int_at
 from inference_session.kernels.cpu.intrinsics import kernel, load
 
 MAX_RANK = 8
@@ -118,3 +118,10 @@ def _element_of(array: int, elements: Any) -> Any:
         if elements[i].dtypes[0] == dtype or elements[i].dtypes[1] == dtype:
             return i
     return -1
+
+
+def compile_kernels() -> None:
+    """Compile what is here, or load it from Numba's cache."""
+    arguments = Arguments(0, 0, np.zeros(0, ELEMENT), np.zeros(0, MANAGED_TENSOR))
+    nothing: list[Any] = []
+    arguments.bound_to(describe_rows)(id(nothing), 0, np.zeros(0, np.int64), 0)

@@ -39,3 +39,8 @@ def count_keys(
         table = load(segments + _SEGMENT_BYTES * s + _TABLE, np.int64, 0)
         store(keys_of, np.int64, table, load(keys_of, np.int64, table) + load(num_keys, np.int64, s))
         store(unknown_of, np.int64, table, load(unknown_of, np.int64, table) + load(num_unknown, np.int64, s))
+
+
+def compile_kernels() -> None:
+    """Compile what copies keys, or load it from Numba's cache."""
+    copy_keys(np.zeros(0, SEGMENT), np.empty(0, np.int64))

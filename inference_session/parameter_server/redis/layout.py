@@ -198,7 +198,7 @@ def hmgets(tag: str, keys: NDArray[np.int64], partitioning: Partitioning, *, max
     most = min(partitioning.num_partitions, len(keys)) + len(keys) // max_keys
     wire = np.empty(most * (_MAX_HEAD_BYTES + longest) + len(keys) * KEY_FIELD.itemsize, np.uint8)
     commands = np.empty((most, 4), np.int64)
-    count = _write_hmgets(keys.view(np.uint64), order, ends, names, name_bounds, max_keys, commands, wire)
+    count = _write_hmgets(_as_numbers(keys), order, ends, names, name_bounds, max_keys, commands, wire)
     return Hmgets(order, commands[:count], wire.data)
 
 
@@ -216,8 +216,13 @@ def _sorted(
     """The partition of each key, their positions by partition, and where each partition ends among these; and a 0."""
     partitions, order = np.empty(len(keys), np.int64), np.empty(len(keys), np.int64)
     ends = np.zeros(partitioning.num_partitions + 1, np.int64)
-    _sort(keys.view(np.uint64), partitioning.mixes, partitions, order, ends)
+    _sort(_as_numbers(keys), partitioning.mixes, partitions, order, ends)
     return partitions, order, ends
+
+
+def _as_numbers(keys: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Keys as numbers without sign; in memory that may be written, as compiled code is for one type of arrays."""
+    return (keys if keys.flags.writeable else keys.copy()).view(np.uint64)
 
 
 def key_fields(keys: NDArray[np.int64]) -> NDArray[np.void]:

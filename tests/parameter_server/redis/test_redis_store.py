@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import redis
 import trustme
+from numba.core.dispatcher import Dispatcher
 from numpy.typing import NDArray
 
 from inference_session.errors import ConfigurationError, StoreError, UnavailableError
@@ -180,6 +181,17 @@ def test_commands_are_written_as_redis_reads_them(num_keys: int, num_partitions:
     assert sorted(order.tolist()) == list(range(num_keys))
     assert sum(sizes) == num_keys
     assert max(sizes) <= max_keys
+
+
+def test_read_only_keys_need_no_kernels_of_their_own() -> None:
+    """Keys out of a file are such: an image brings kernels for one type of arrays."""
+    kernels = [each for each in vars(layout).values() if isinstance(each, Dispatcher)]
+    keys, partitioning = np.arange(9), layout.Partitioning(2)
+    layout.hmgets("t", keys, partitioning, max_keys=4)
+    compiled = [kernel.signatures for kernel in kernels]
+    keys.flags.writeable = False
+    layout.hmgets("t", keys, partitioning, max_keys=4)
+    assert [kernel.signatures for kernel in kernels] == compiled
 
 
 def test_a_row_lies_where_hps_looks_for_it(server: RedisServer) -> None:
