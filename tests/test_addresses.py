@@ -21,7 +21,7 @@ TEMPORARY = (ast.Call, ast.List, ast.Dict, ast.Set, ast.ListComp, ast.BinOp, ast
 
 def addressed(node: ast.AST) -> list[ast.expr]:
     """The objects whose addresses an expression takes."""
-    function = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+    function = _name(node.func) if isinstance(node, ast.Call) else ""
     if isinstance(node, ast.Call) and function in TAKE_ADDRESSES:
         return node.args
     if isinstance(node, ast.Call) and function in MAKE_RECORDS:
@@ -31,6 +31,13 @@ def addressed(node: ast.AST) -> list[ast.expr]:
     if isinstance(node, ast.Attribute) and node.attr == "ptr" and isinstance(node.value, ast.Attribute):
         return [node.value.value] if node.value.attr == "data" else []
     return []
+
+
+def _name(function: ast.expr) -> str:
+    """The last part of a function's name; none if it has no name."""
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
 
 
 def addresses_of_temporaries(source: str) -> Iterator[str]:

@@ -28,7 +28,7 @@ from tests.testing.stored_model import DIMS, push
 pytestmark = pytest.mark.slow
 
 NUM_ROWS, NUM_READERS = 50, 3
-PAUSE_S = 0.005
+PAUSE_S = 0.02
 """Between two reads, or writes, of a thread, so that waiting for a fail-over costs little processor time."""
 EVERY = np.arange(NUM_ROWS)
 

@@ -19,10 +19,11 @@ def lengths() -> list[tuple[str, int]]:
     """
     found = []
     for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
+        name = path.relative_to(ROOT)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 assert node.end_lineno is not None
-                found.append((f"{path.relative_to(ROOT)}: {node.name}", node.end_lineno - node.lineno + 1))
+                found.append((f"{name}: {node.name}", node.end_lineno - node.lineno + 1))
     return found
 
 

@@ -147,13 +147,13 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from inference_session.dense_engine import cuda as cuda_engine
 
     graphs: list[str] = []
-    run = cuda_engine._run
+    bound_run = cuda_engine.bound_run
 
-    def noted(session: Any, binding: Any, options: Any) -> None:
+    def noted(session: Any, binding: Any, options: Any) -> Callable[[], None]:
         graphs.append(options.get_run_config_entry("gpu_graph_id"))
-        run(session, binding, options)
+        return bound_run(session, binding, options)
 
-    monkeypatch.setattr(cuda_engine, "_run", noted)
+    monkeypatch.setattr(cuda_engine, "bound_run", noted)
     return graphs
 
 

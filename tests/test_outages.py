@@ -18,12 +18,14 @@ from tests.testing.servers import RedisServer, wait_until
 from tests.testing.stored_model import push
 
 NUM_CLIENTS = 4
+PAUSE_S = 0.01
+"""Of a client, between two requests, so that waiting for an outage costs little processor time."""
 
 Damage = Callable[[RedisServer], None]
 
 
 class Load:
-    """Clients that ask without a pause, and compare every answer."""
+    """Clients that ask one request after the other, and compare every answer."""
 
     def __init__(self, session: InferenceSession, tables: small_model.Arrays) -> None:
         self._session = session
@@ -44,6 +46,7 @@ class Load:
             except Exception as error:  # noqa: BLE001  reported by the test's own thread
                 self.faults.append(error)
             self.num_answers += 1
+            self._ending.wait(PAUSE_S)
 
     def pass_on(self, num_answers: int = 200) -> None:
         """Wait until the clients have this many more answers."""

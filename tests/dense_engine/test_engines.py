@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import pytest
 
 from inference_session.config import SessionConfig
@@ -40,9 +41,12 @@ class TestOnnxEnginePublicMethods(DenseEngineContract):
     """The same where ONNX Runtime has only its public methods."""
 
     @pytest.fixture
-    def engine(self, network: Path) -> Iterator[DenseEngine]:
+    def engine(self, network: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DenseEngine]:
+        opened = onnxruntime.InferenceSession
+        monkeypatch.setattr(
+            onnxruntime, "InferenceSession", lambda *given, **named: _PublicOnly(opened(*given, **named))
+        )
         engine = OnnxEngine(network, num_threads=1)
-        engine._session = _PublicOnly(engine._session)
         yield engine
         engine.close()
 

@@ -30,9 +30,13 @@ ROUNDS_PER_KILL = 4
 """Of publishing: enough for a consumer to be busy, and not more than a slow machine can apply."""
 CONSUMERS = """
 import os, sys, time
+import inference_session.parameter_server.rocksdb.store, inference_session.update_stream.kafka_stream
 from inference_session import InferenceSession
+from inference_session.parameter_server.redis import layout, replies, store
 directory, volatile, persistent, stream = sys.argv[1:]
-InferenceSession.open(directory).close()  # has the kernels compiled, once for all
+InferenceSession.open(directory).close()  # loads the kernels, once for all
+layout.compile_kernels()
+replies.compile_kernels()
 settings = {"volatile_store": volatile, "persistent_store": persistent, "update_stream": stream}
 settings["store_timeout_ms"] = 120_000
 for line in sys.stdin:
