@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.testing.programs import PROGRAM_S
+
 PRELUDE = """
 import sys
 from pathlib import Path
@@ -84,5 +86,5 @@ def refused(ask):
 def test_what_cannot_be_served_is_refused(script: str, message: str, tmp_path: Path) -> None:
     """Missing GPUs, unequal ones, too little memory on one, and no way from one to the other."""
     command = [sys.executable, "-c", PRELUDE + script, str(tmp_path / "t")]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200, cwd=Path.cwd())
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PROGRAM_S, cwd=Path.cwd())
     assert done.stdout.strip() == message, done.stdout + done.stderr

@@ -17,7 +17,7 @@ import pytest
 from hotrow.output import print_json
 from tests.testing.command_line import hotrow
 from tests.testing.onnx_models import model_of, table
-from tests.testing.servers import PATIENCE_S
+from tests.testing.programs import PROGRAM_S
 
 _NAME = "модель." + "embedding_bag_collection." * 4 + "weight😀é"
 
@@ -106,7 +106,7 @@ except KeyboardInterrupt:
 def test_an_interrupt_waits_for_the_end_of_an_import() -> None:
     """A package whose import is broken off raises errors of its own."""
     done = subprocess.run(
-        [sys.executable, "-c", _INTERRUPTED_IMPORT], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+        [sys.executable, "-c", _INTERRUPTED_IMPORT], capture_output=True, text=True, timeout=PROGRAM_S, check=True
     )
     assert done.stdout.splitlines() == ["the import ends", "the import ended", "interrupted"]
 

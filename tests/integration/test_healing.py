@@ -15,6 +15,7 @@ import psutil
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from tests.testing.programs import PROGRAM_S
 from tests.testing.served import Serve, Served, is_ready, is_running
 from tests.testing.served_requests import DENSE, IDS, ask, counters
 from tests.testing.servers import wait_until
@@ -57,7 +58,7 @@ def scale_of(served: Served) -> float | None:
 def hotrow(*arguments: str) -> subprocess.CompletedProcess[str]:
     """A command, as a person or a probe runs it."""
     command = [sys.executable, "-m", "hotrow", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_S, check=False)
 
 
 def is_healthy(served: Served) -> bool:

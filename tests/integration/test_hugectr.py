@@ -23,9 +23,10 @@ from tests.testing.command_line import hotrow
 from tests.testing.example_models import ExampleModels
 from tests.testing.hugectr_evaluator import Evaluator
 from tests.testing.hugectr_source import Requests, Source, array_of, place_small, requests_of
+from tests.testing.programs import PROGRAM_S
 from tests.testing.served import Serve, Served, is_ready, start
 from tests.testing.served_requests import counted_since, settled
-from tests.testing.servers import PATIENCE_S, wait_until
+from tests.testing.servers import wait_until
 from tests.testing.triton_models import write_ctr
 from triton_backend.repository.model_config import write_model_config
 
@@ -262,7 +263,7 @@ def test_a_model_of_another_machine_is_healthy(
 def health(served: Served, name: str) -> tuple[int, str]:
     """Exit status and stderr of `hotrow health`."""
     command = [sys.executable, "-m", "hotrow", "health", "--model", name, "--url", served.grpc, "--timeout", "60"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_S, check=False)
     return result.returncode, result.stderr
 
 

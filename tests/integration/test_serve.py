@@ -21,6 +21,7 @@ import tritonclient.grpc
 import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
+from tests.testing.programs import PROGRAM_S
 from tests.testing.served import Serve, Served, is_running, name_of, shared_memory, start
 from tests.testing.servers import PATIENCE_S, wait_until
 
@@ -90,7 +91,7 @@ def linked(tritonserver: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def run_serve(repository: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """`hotrow serve` that is expected to end by itself."""
     command = [sys.executable, "-m", "hotrow", "serve", "--repository", str(repository), *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_S, check=False)
 
 
 def free_ports() -> list[str]:
@@ -257,7 +258,7 @@ def test_a_model_that_does_not_load_is_named(tmp_path: Path, tritonserver: None)
 
     command = [sys.executable, "-m", "hotrow", "serve", "--repository", str(tmp_path), *free_ports()]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        said = process.communicate(timeout=200)[1]
+        said = process.communicate(timeout=PROGRAM_S)[1]
 
     assert process.returncode == 1
     assert "model 'bad' version 1 failed to load: ValueError: no such \"luck\"" in said

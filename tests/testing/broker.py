@@ -126,7 +126,7 @@ class Broker:
         try:
             # Else the client, whose first attempt to connect fails, takes up to a second for the next one.
             socket.create_connection(("127.0.0.1", self.port), 1).close()
-            self.admin().list_topics(timeout=1)
+            self.admin().list_topics(timeout=10)
         except Exception:  # noqa: BLE001 - not yet
             return False
         return True

@@ -24,7 +24,7 @@ from types import TracebackType
 import pytest
 
 from tests.testing.packages import kept_folder, run_or_skip, unpack_debian
-from tests.testing.servers import free_port, wait_until
+from tests.testing.servers import PATIENCE_S, free_port, wait_until
 
 PACKAGE = "pyspark==2.4.8"
 JERSEY = (
@@ -201,7 +201,7 @@ class Hdfs:
         return bool(state["NumLiveDataNodes"] == 1 and state["NumStaleDataNodes"] == 0 and not safe)
 
     def _beans(self, query: str) -> dict[str, object]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=5)
+        connection = http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=PATIENCE_S)
         try:
             connection.request("GET", f"/jmx?qry={query}")
             beans: list[dict[str, object]] = json.load(connection.getresponse())["beans"]

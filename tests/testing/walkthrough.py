@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.testing.manual import ROOT, Block, blocks
+from tests.testing.programs import PROGRAM_S
 from tests.testing.servers import PATIENCE_S, free_port
 
 _INSTALLED = re.compile(r"^(python3 -m venv|\. venv/bin/activate|pip install|apt-get install).*$", re.MULTILINE)
@@ -110,7 +111,7 @@ class Walkthrough:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=PATIENCE_S,
+            timeout=PROGRAM_S,
             check=False,
         )
         assert ended.returncode == 0, f"{script}\nended with status {ended.returncode}:\n{ended.stdout}"

@@ -16,7 +16,7 @@ from inference_session.errors import ConfigurationError, ModelFormatError
 from inference_session.importers.hugectr.import_cache import NUM_KEPT, cached_import, default_cache_folder, kept_import
 from inference_session.importers.hugectr.ps_json import read_ps_json
 from tests.testing.hugectr_source import Source
-from tests.testing.servers import PATIENCE_S
+from tests.testing.programs import PROGRAM_S
 
 OPEN = """
 import sys
@@ -149,7 +149,7 @@ def test_processes_that_start_at_once_share_one_import(source: Source, tmp_path:
     command = [sys.executable, "-c", OPEN, str(source.ps_json()), str(tmp_path / "cache")]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
 
-    outputs = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
+    outputs = [process.communicate(timeout=PROGRAM_S)[0] for process in processes]
 
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert len(set(outputs)) == 1
