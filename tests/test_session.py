@@ -33,7 +33,7 @@ from inference_session.errors import (
 )
 from inference_session.model_spec import ModelSpec, TensorSpec
 from inference_session.version_directory.manifest import write_manifest
-from tests.testing import small_model
+from tests.testing import onnx_models, small_model
 from tests.testing.triton_models import write_ctr, write_types
 
 
@@ -489,6 +489,19 @@ def test_labels_other_than_the_columns_of_predictions_are_refused(tmp_path: Path
     message = rf"field 'labels' has {len(labels)} names, but the predictions have 2 columns"
     with pytest.raises(ModelFormatError, match=rf"session\.json: {message}$"):
         InferenceSession.open(tmp_path / "ctr" / "1")
+
+
+def test_predictions_may_have_fewer_columns_where_their_number_is_open(tmp_path: Path) -> None:
+    """Of a model that cuts scores to the longest list of a batch, zeros, which warm it up, are no evidence."""
+    text = """m (int64[b] k, int64[b] n) => (float[b, longest] y)
+        { v = Gather(w, k) most = ReduceMax <keepdims = 1> (n) y = Slice(v, begin, most, axis) }"""
+    weights = {"w": onnx_models.table(), "begin": np.array([0]), "axis": np.array([1])}
+    directory = onnx_models.import_model(tmp_path, onnx_models.model_of(text, weights)).version_dir
+
+    with InferenceSession.open(directory) as session:
+        found = session.run({"k": np.array([3, 5]), "n": np.array([1, 2])})
+
+    np.testing.assert_array_equal(found["y"], weights["w"][[3, 5], :2])
 
 
 def test_inputs_that_the_network_reads_as_another_type_are_refused(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ class Outputs:
         self._batched = spec.batched
         self._label_outputs = spec.label_outputs
         self._num_labels = len(spec.labels)
+        self._has_fixed_labels = all(-1 not in self._specs[name].shape[1:] for name in spec.label_outputs)
         # A model's own output of that name must not be replaced.
         self._has_predictions = bool(spec.label_outputs) and PREDICTIONS not in self._specs
         self.names = (*self._specs, PREDICTIONS) if self._has_predictions else tuple(self._specs)
@@ -146,7 +147,9 @@ class Outputs:
                     f"output {name!r} is {tensor.dtype} {list(tensor.shape)}, but the network computes "
                     f"{found.dtype.name} {list(found.shape)}"
                 )
-        if self._has_predictions and (num_columns := answer[PREDICTIONS].shape[1]) != self._num_labels:
+        # Where their number is open, the made-up values of this answer may lead to fewer columns than a request's.
+        is_fixed = self._has_predictions and self._has_fixed_labels
+        if is_fixed and (num_columns := answer[PREDICTIONS].shape[1]) != self._num_labels:
             return f"field 'labels' has {self._num_labels} names, but the predictions have {num_columns} columns"
         return None
 
