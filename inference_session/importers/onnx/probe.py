@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from inference_session.errors import UnsupportedModelError
 from inference_session.importers.onnx.types import ValueType
 
 Arrays = dict[str, NDArray[Any]]
@@ -143,11 +144,12 @@ class Prober:
             return Findings(batched, batched, None, (note,))
         batched = may_be_batched and not self._takes_unequal(recipe) and self._follows_samples(recipe)
         feeds = tuple(self._feeds(recipe))
+        shapes = self._shapes(feeds)
         joinable = batched and self._is_joinable(recipe)
         equal_sizes = tuple(group for group in self._symbols(batched) if self._must_be_equal(group, feeds))
         notes = self._notes(batched, joinable)
         primes = tuple(self._primes(recipe)) if joinable else ()
-        return Findings(batched, joinable, self._shapes(feeds), notes, feeds, primes, equal_sizes, recipe)
+        return Findings(batched, joinable, shapes, notes, feeds, primes, equal_sizes, recipe)
 
     def _declares_fixed_output(self) -> bool:
         """Whether an output, as declared, cannot have a row for each sample."""
@@ -255,6 +257,13 @@ class Prober:
 
     def _shapes(self, feeds: tuple[Arrays, ...]) -> tuple[tuple[int, ...], ...]:
         runs = [[output.shape for output in self.run(arrays) or ()] for arrays in feeds]
+        for value, shapes in zip(self.network.get_outputs(), zip(*runs, strict=True), strict=False):
+            ranks = sorted({*map(len, shapes)})
+            if len(ranks) > 1:
+                raise UnsupportedModelError(
+                    f"output {value.name!r} has {' or '.join(map(str, ranks))} dimensions, depending on the sizes of"
+                    " inputs, as Squeeze without axes makes it; give Squeeze its axes (in PyTorch, a dim to squeeze)"
+                )
         return tuple(tuple(_common(sizes) for sizes in zip(*shapes, strict=True)) for shapes in zip(*runs, strict=True))
 
     @staticmethod

@@ -190,6 +190,15 @@ def test_outputs_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
         import_model(tmp_path, model)
 
 
+@pytest.mark.parametrize("shape", ["b", "b, l"])
+def test_outputs_whose_rank_depends_on_sizes_are_refused(tmp_path: Path, shape: str) -> None:
+    """No shape describes them, and a client of one sample would get another rank. The message says what to change."""
+    model = model_of(f"m (int64[{shape}] k) => (float[n] y) {{ v = Gather(w, k) y = Squeeze(v) }}", {"w": table()})
+
+    with pytest.raises(UnsupportedModelError, match=r"output 'y' has \d or \d dimensions.*give Squeeze its axes"):
+        import_model(tmp_path, model)
+
+
 @pytest.mark.parametrize("name", ["z", "y"])
 def test_types_that_numpy_lacks_are_refused(tmp_path: Path, name: str) -> None:
     """A session could neither read nor answer them."""
