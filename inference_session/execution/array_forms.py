@@ -76,10 +76,8 @@ class TensorForm:
 
     def shapes(self, open_sizes: NDArray[np.int64]) -> Shapes:
         """See ArrayForm."""
-        first = (
-            int(open_sizes[0]),
-            int(open_sizes[-1]),
-        )  # the number of samples, and that of requests, each of which has one context
+        # The number of samples, and that of requests, each of which has one context.
+        first = int(open_sizes[0]), int(open_sizes[-1])
         return {
             tensor.name: (first[tensor.context], *record["sizes"][1 : record["rank"]].tolist())
             for tensor, record in zip(self._spec.inputs, self.inputs, strict=True)

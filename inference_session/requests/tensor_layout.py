@@ -104,9 +104,8 @@ class TensorLayout(RequestLayout):
             shape[0] = num_samples
         if expected.dtype == object:
             return np.full(shape, "", object)
-        return np.zeros(
-            shape, expected.dtype
-        )  # zeros take no memory until they are read, and the request may be refused for its size
+        # Zeros take no memory until they are read, and the request may be refused for its size.
+        return np.zeros(shape, expected.dtype)
 
     def join(self, requests: Sequence[CheckedRequest]) -> JoinedBatch:
         batch = JoinedBatch.of(requests)

@@ -65,9 +65,8 @@ class OutputTensors:
         end = begin + num
         if end > len(self._capsules):
             begin, end = 0, num
-            self._make_room(
-                2 * max(num, len(self._capsules))
-            )  # a batch whose requests are answered one by one makes many calls
+            # Doubled: a batch whose requests are answered one by one makes many calls.
+            self._make_room(2 * max(num, len(self._capsules)))
         if not self._describe(id(arrays), len(arrays), counts, begin):
             return None
         self._num_used = end
