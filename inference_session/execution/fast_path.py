@@ -135,14 +135,14 @@ class FastPath:
                 if batch is None:
                     return None
                 batch.look_up()
-                if self._recorder is not None:
-                    self._recorder.record(batch.lookup)
                 mark("network")
                 results = batch.run.run()
                 if batch.places is not None:
                     results = [array[batch.places] for array in results]
                 if self._rejects_unknown and batch.lookup.num_unknown.any():
                     return None
+                if self._recorder is not None:
+                    self._recorder.record(batch.lookup)
                 counts = batch.counts.copy() if num_requests == num_parts else np.array([batch.num_samples])
                 self._stats.count_staged(batch.lookup, num_requests, batch.num_samples)
                 if self._ranks:

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from inference_session import InferenceSession
-from inference_session.errors import ConfigurationError, TraceFormatError
+from inference_session.errors import ConfigurationError, TraceFormatError, UnknownKeyError
 from inference_session.sizing.key_recorder import KeyRecorder, read_recording
 from inference_session.sizing.key_sample import KeySample
 from tests.testing import small_model
+from tests.testing.triton_models import write_ctr
 
 
 def _recorded(folder: Path, num_tables: int = 3) -> dict[str, KeySample]:
@@ -47,6 +48,19 @@ def test_a_session_records_its_keys(tmp_path: Path) -> None:
     assert samples["code"].keys.tolist() == codes.tolist()
     assert samples["hashed"].keys.tolist() == items.tolist()
     assert samples["hashed"].num_keys == len(items)
+
+
+def test_keys_of_a_refused_request_are_recorded_once(tmp_path: Path) -> None:
+    """The fast path looks them up first, then `run_many`, which says which table they are unknown in."""
+    write_ctr(tmp_path / "ctr" / "1")
+    settings = {"record_keys": str(tmp_path / "keys"), "unknown_keys": "reject"}
+    request = {"ids": np.array([[1, 2, 10**6]]), "dense": np.zeros((1, 2), np.float32)}
+
+    with InferenceSession.open(tmp_path / "ctr" / "1", **settings) as session, pytest.raises(UnknownKeyError):
+        session.run(request)
+
+    samples = _recorded(_only_folder(tmp_path / "keys"), num_tables=1)
+    assert samples["item"].keys.tolist() == [1, 2, 10**6]
 
 
 def test_nothing_is_recorded_unless_asked(tmp_path: Path) -> None:
