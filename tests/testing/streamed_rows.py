@@ -22,9 +22,13 @@ def vectors(value: float, *, rows: int = 1, dim: int = 4) -> NDArray[np.float32]
 
 
 def await_rows(session: InferenceSession, table: str, keys: ArrayLike, expected: ArrayLike) -> None:
-    wait_until(
-        lambda: np.array_equal(
-            session.lookup(table, keys), np.broadcast_to(expected, np.shape(session.lookup(table, keys)))
-        ),
-        f"rows of {table} to be served ({session.stats()['updates']})",
-    )
+    """Wait until these rows are served; a failure says what the stream of the session has done by then."""
+
+    def are_served() -> bool:
+        rows = session.lookup(table, keys)
+        return np.array_equal(rows, np.broadcast_to(expected, rows.shape))
+
+    try:
+        wait_until(are_served, f"rows of {table} to be served")
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {session.stats()['updates']}") from error
