@@ -284,8 +284,8 @@ def check_config(config: Mapping[str, Any], spec: ModelSpec) -> None:
     packed = not spec.has_own_inputs
     if (added := _inputs_of_sequences(config)) and not packed:
         raise ConfigurationError(
-            f"{CONFIG_FILE} lets Triton add the input {added[0]!r} to the requests of a sequence, but the version has "
-            "no such input and would refuse all of them; remove it from sequence_batching"
+            f"{CONFIG_FILE} lets Triton add the input {added[0]!r} to the requests of a sequence, but versions take "
+            "inputs from clients only, and would refuse all of them; remove it from sequence_batching"
         )
     outer = (-1,) if config.get("max_batch_size") else ()
     for kind, tensors in (("input", _all_inputs(spec)), ("output", () if packed else _all_outputs(spec))):
