@@ -104,6 +104,8 @@ class Findings:
     joinable: bool
     shapes: tuple[tuple[int, ...], ...] | None
     """Shapes of the outputs, -1 where a size varies; None where the model could not be run."""
+    served_shapes: tuple[tuple[int, ...], ...] | None = None
+    """The same, where inputs of zeros, with which a session warms up, are tried as well."""
     notes: tuple[str, ...] = ()
     feeds: tuple[Arrays, ...] = ()
     """Inputs that the model accepts."""
@@ -141,15 +143,15 @@ class Prober:
         if recipe is None:
             note = "the original could not be run on generated inputs, so the imported model is not verified against it"
             batched = may_be_batched and len(self._first_symbols()) == 1 and not self._declares_fixed_output()
-            return Findings(batched, batched, None, (note,))
+            return Findings(batched, batched, None, notes=(note,))
         batched = may_be_batched and not self._takes_unequal(recipe) and self._follows_samples(recipe)
         feeds = tuple(self._feeds(recipe))
-        shapes = self._shapes(feeds)
+        shapes, served_shapes = self._shapes(feeds), self._shapes((*feeds, *self._zeros(recipe)))
         joinable = batched and self._is_joinable(recipe)
         equal_sizes = tuple(group for group in self._symbols(batched) if self._must_be_equal(group, feeds))
         notes = self._notes(batched, joinable)
         primes = tuple(self._primes(recipe)) if joinable else ()
-        return Findings(batched, joinable, shapes, notes, feeds, primes, equal_sizes, recipe)
+        return Findings(batched, joinable, shapes, served_shapes, notes, feeds, primes, equal_sizes, recipe)
 
     def _declares_fixed_output(self) -> bool:
         """Whether an output, as declared, cannot have a row for each sample."""
@@ -214,6 +216,16 @@ class Prober:
             if self.run(arrays) is not None:
                 yield arrays
 
+    def _zeros(self, recipe: Recipe) -> Iterator[Arrays]:
+        """The inputs with which a session warms up, where the model accepts them."""
+        arrays = recipe.arrays(0, self._sizes(1), inner=1)
+        zeros = {
+            name: np.full(array.shape, "" if array.dtype == object else 0, array.dtype)
+            for name, array in arrays.items()
+        }
+        if self.run(zeros) is not None:
+            yield zeros
+
     def _is_joinable(self, recipe: Recipe) -> bool:
         """Whether joined requests get the same answers as single ones, as far as trials show."""
         tried = [(recipe, sizes, seed) for seed, sizes in enumerate(_JOINED_SIZES)]
@@ -261,7 +273,7 @@ class Prober:
             ranks = sorted({*map(len, shapes)})
             if len(ranks) > 1:
                 raise UnsupportedModelError(
-                    f"output {value.name!r} has {' or '.join(map(str, ranks))} dimensions, depending on the sizes of"
+                    f"output {value.name!r} has {' or '.join(map(str, ranks))} dimensions, depending on the"
                     " inputs, as Squeeze without axes makes it; give Squeeze its axes (in PyTorch, a dim to squeeze)"
                 )
         return tuple(tuple(_common(sizes) for sizes in zip(*shapes, strict=True)) for shapes in zip(*runs, strict=True))

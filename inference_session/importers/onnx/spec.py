@@ -73,10 +73,10 @@ def _sizes(dims: Dims | None) -> tuple[int, ...]:
 def _output_shapes(outputs: Mapping[str, ValueType], findings: Findings) -> list[tuple[int, ...]]:
     """As declared, except sizes that are declared fixed and are not, and what is not declared."""
     declared = [_sizes(kind.dims) for kind in outputs.values()]
-    if findings.shapes is None:
+    if findings.served_shapes is None:
         return declared
     shapes: list[tuple[int, ...]] = []
-    for sizes, seen in zip(declared, findings.shapes, strict=True):
+    for sizes, seen in zip(declared, findings.served_shapes, strict=True):
         if len(sizes) == len(seen):
             shapes.append(tuple(size if size == found else -1 for size, found in zip(sizes, seen, strict=True)))
         else:

@@ -21,6 +21,7 @@ from tests.testing.onnx_models import (
     KEYS,
     TWO_LOOKUPS,
     assert_same,
+    check,
     import_model,
     model_of,
     redirect,
@@ -227,6 +228,31 @@ def test_bad_arguments_are_refused(tmp_path: Path, options: dict[str, int]) -> N
 
     assert _left(tmp_path) == files
     verify(before, checksums=True)
+
+
+def test_sizes_that_zeros_make_smaller_are_open(tmp_path: Path) -> None:
+    """A version that is imported can be opened, which asks it with zeros, also where the model declares no shape."""
+    graph = """m (int64[b, 2] keys, int64[b] n) => (float y) {
+        v = Gather(w, keys)  flat = Reshape(v, shape)  most = ReduceMax(n)  y = Slice(flat, begin, most, axis) }"""
+    constants = {"w": table(), "shape": np.array([-1, 8]), "begin": np.array([0]), "axis": np.array([1])}
+    inputs = [{"keys": np.array([[1, 2], [3, 999]]), "n": np.array(lengths)} for lengths in ([1, 3], [9, 0], [0, 0])]
+
+    report = check(tmp_path, model_of(graph, constants), *inputs)
+
+    assert report.spec.outputs[0].shape == (-1, -1)
+    assert len(report.spec.labels) == 8
+
+
+def test_an_output_whose_rank_zeros_change_is_refused(tmp_path: Path) -> None:
+    """At import, by its name: no session could open it."""
+    graph = """m (int64[b, 2] keys) => (float y) {
+        v = Gather(w, keys)  f = Reshape(v, shape)  s = ReduceMax<keepdims = 0>(keys)
+        is_flat = Cast<to = 9>(s)
+        y = If(is_flat)<then_branch = t() => (float o) { o = Identity(f) },
+                        else_branch = e() => (float p) { p = Identity(v) }> }"""
+
+    with pytest.raises(UnsupportedModelError, match="output 'y' has 2 or 3 dimensions, depending on the inputs"):
+        import_model(tmp_path, model_of(graph, {"w": table(), "shape": np.array([-1, 8])}))
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", ".hidden"])
