@@ -114,15 +114,13 @@ class SessionStats:
 
     def count_staged(self, lookup: Lookup, num_requests: int, num_samples: int) -> None:
         """Count a batch of requests, of which all were answered."""
-        unknown, addresses = lookup.num_unknown, lookup.addresses
-        if addresses is None:
-            unknown = np.ascontiguousarray(unknown)  # a GPU's stand apart
-            addresses = address_of(lookup.segments), address_of(lookup.num_keys), address_of(unknown)
+        unknown = lookup.num_unknown
+        addresses = lookup.addresses or lookup.find_addresses()
         with self._lock:
             self._requests += num_requests
             self._batches += 1
             self._samples += num_samples
-            self._add_keys(*addresses, len(unknown), *self._addresses)
+            self._add_keys(*addresses, unknown.strides[0], len(unknown), *self._addresses)
 
     def count_contexts(self, num_contexts: int, num_candidates: int, num_reused: int) -> None:
         """Count what a batch of a model with context inputs ranked, and how many of its contexts were already kept."""

@@ -13,10 +13,12 @@ import logging
 import math
 import threading
 from collections.abc import Iterator, Sequence
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
+from cupy.cuda import runtime
 from cupy.cuda.memory import OutOfMemoryError
 from cupy_backends.cuda.api.driver import CUDADriverError
 from cupy_backends.cuda.api.runtime import CUDARuntimeError
@@ -79,24 +81,13 @@ class CudaDevice(Device):
         """See Device."""
         return _opening
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> _Held:
         """The device for launches on `stream` that are waited for, on memory that is known: a lean `request`.
 
         Raises:
             UnavailableError: see `request`.
         """
-        with self._lock:
-            if self._broken is not None:
-                raise UnavailableError(self._broken)
-            try:
-                with self._made_current():
-                    yield
-            except BaseException as error:
-                self.wait()  # if that was because the device has failed, raise that instead
-                if isinstance(error, _DEVICE_ERRORS):
-                    raise self._unanswerable(error) from error
-                raise
+        return _Held(self, self._lock)
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
@@ -131,15 +122,30 @@ class CudaDevice(Device):
                     memory.device.reset()
                     heapq.heappush(self._free, memory)
 
+    def make_current(self) -> int | None:
+        """Make CUDA calls of this thread go to the device; returns to which they went before, if to another.
+
+        Raises:
+            UnavailableError: see `request`.
+        """
+        if self._broken is not None:
+            raise UnavailableError(self._broken)
+        current: int = runtime.getDevice()
+        if current == self.device_id:  # as a rule: setting it takes as long as a launch
+            return None
+        runtime.setDevice(self.device_id)
+        return current
+
+    def end_of(self, error: BaseException) -> None:
+        """Wait for what was launched before an error; raises UnavailableError where the device is the cause of it."""
+        self.wait()
+        if isinstance(error, _DEVICE_ERRORS):
+            raise self._unanswerable(error) from error
+
     def _unanswerable(self, error: BaseException) -> UnavailableError:
         """What to raise where the device cannot do what a request needs."""
         _log.warning("cuda:%s cannot answer a request: %s", self.device_id, error)
         return UnavailableError(f"cuda:{self.device_id} cannot answer this request: {error}")
-
-    def _made_current(self) -> contextlib.AbstractContextManager[object]:
-        """A context in which the device is current. Usually it already is, and setting it takes as long as a launch."""
-        is_current = cupy.cuda.runtime.getDevice() == self.device_id
-        return contextlib.nullcontext() if is_current else cupy.cuda.Device(self.device_id)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -272,6 +278,33 @@ class CudaDevice(Device):
         memory = _allocate_memory(self._num_memories)
         self._num_memories += 1
         return memory
+
+
+class _Held:
+    """See CudaDevice.held. A class: entering and leaving a generator takes several times as long."""
+
+    def __init__(self, device: CudaDevice, lock: threading.RLock) -> None:
+        self._device, self._lock = device, lock
+        self._before: int | None = None
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        try:
+            self._before = self._device.make_current()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None:
+                self._device.end_of(error)
+        finally:
+            if self._before is not None:
+                runtime.setDevice(self._before)
+            self._lock.release()
 
 
 def _allocate_memory(number: int) -> _Memory:

@@ -148,6 +148,6 @@ class FastPath:
                 if self._ranks:
                     self._stats.count_contexts(batch.num_contexts, batch.num_samples, 0)
             mark("answer")
-            return self._layout.outputs.joined(results, wanted, counts)
+            return self._layout.outputs.joined(results, wanted, counts, batch.num_samples)
         finally:
             model.give_back(staging)

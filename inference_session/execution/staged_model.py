@@ -161,7 +161,8 @@ class Staging:
     def _place(self, num_requests: int) -> _Place:
         num_segments = num_requests * len(self._lookups)
         parts = self._segments[:num_segments], self._num_keys[:num_segments], np.zeros(num_segments, np.int64)
-        lookup = Lookup(*parts, addresses=(address_of(parts[0]), address_of(parts[1]), address_of(parts[2])))
+        lookup = Lookup(*parts)
+        lookup.addresses = lookup.find_addresses()
         bound = self._bound_lookups
         look_up = partial(self._rows.look_up, lookup) if bound is None else bound.bind(lookup)
         place = self._places[num_requests] = _Place(lookup, look_up, self._counts[:num_requests])

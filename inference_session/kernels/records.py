@@ -102,6 +102,10 @@ class Lookup:
     copied_keys: NDArray[np.int64] | None = None
     """Kept alive here: keys that segments lead to, and that had to be copied."""
 
+    def find_addresses(self) -> tuple[int, int, int]:
+        """What `addresses` may be set to."""
+        return address_of(self.segments), address_of(self.num_keys), address_of(self.num_unknown)
+
 
 def table_record(
     vectors: NDArray[Any],
@@ -139,5 +143,7 @@ def key_segment(table: int, keys: NDArray[np.int64], output: Any) -> NDArray[np.
 def address_of(array: Any) -> int:
     """Where the elements of an array begin, NumPy's or CuPy's."""
     if isinstance(array, np.ndarray):
-        return int(array.__array_interface__["data"][0])  # half the time of array.ctypes.data
+        return (
+            array.ctypes.data
+        )  # __array_interface__ also describes the fields of a record: that takes ten times as long
     return int(array.data.ptr)

@@ -112,13 +112,16 @@ class Outputs:
         return answers
 
     def joined(
-        self, arrays: Sequence[NDArray[Any]], wanted: RequestedOutputs, counts: NDArray[np.int64]
+        self, arrays: Sequence[NDArray[Any]], wanted: RequestedOutputs, counts: NDArray[np.int64], num_samples: int
     ) -> JoinedAnswer:
-        """The answer to requests with these numbers of samples, from the arrays of `wanted.computed`."""
+        """The answer to requests with these numbers of samples, from the arrays of `wanted.computed`.
+
+        `num_samples`: the sum of `counts`.
+        """
         if wanted.labels:
             arrays = [*arrays, self.predictions(list(map(arrays.__getitem__, wanted.labels)))]
         if len(counts) > 1:
-            _check_samples((*wanted.computed, PREDICTIONS), arrays, int(counts.sum()))
+            _check_samples((*wanted.computed, PREDICTIONS), arrays, num_samples)
         return JoinedAnswer(wanted.names, list(map(arrays.__getitem__, wanted.places)), counts)
 
     def predictions(self, labels: Sequence[NDArray[Any]]) -> NDArray[np.float32]:

@@ -29,16 +29,19 @@ def copy_keys(segments: Any, keys: Any) -> int:
 
 @kernel
 def count_keys(
-    segments: int, num_keys: int, num_unknown: int, num_segments: int, keys_of: int, unknown_of: int
+    segments: int, num_keys: int, num_unknown: int, stride: int, num_segments: int, keys_of: int, unknown_of: int
 ) -> None:
     """Add the keys of SEGMENT records, and how many of these are unknown, to the counts of their tables.
 
-    All but `num_segments` are addresses, of int64 except for the segments.
+    All but `num_segments` and `stride` are addresses, of int64 except for the segments. `stride`: bytes from one of
+    `num_unknown` to the next.
     """
     for s in range(num_segments):
         table = load(segments + _SEGMENT_BYTES * s + _TABLE, np.int64, 0)
         store(keys_of, np.int64, table, load(keys_of, np.int64, table) + load(num_keys, np.int64, s))
-        store(unknown_of, np.int64, table, load(unknown_of, np.int64, table) + load(num_unknown, np.int64, s))
+        store(
+            unknown_of, np.int64, table, load(unknown_of, np.int64, table) + load(num_unknown + s * stride, np.int64, 0)
+        )
 
 
 def compile_kernels() -> None:
