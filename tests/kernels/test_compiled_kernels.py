@@ -10,12 +10,14 @@ import shutil
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from inference_session.kernels.machine_code import is_private_group, open_to_others
+from tests.testing.forked import ForkedPrograms
 
 ROOT = Path(__file__).parents[2]
 HEAD = "from inference_session.kernels.cpu.intrinsics import kernel\n"
@@ -26,14 +28,31 @@ RUN = (
 )
 """Only who compiles imports the compiler, which takes longer than all the rest."""
 CALL = "import outer; print(outer.outer({}))"
+NUMBA = """
+import numba
+from inference_session.kernels import machine_code
+from inference_session.kernels.cpu import intrinsics
+
+def prepare():
+    numba.config.reload_config()
+"""
+"""What each of these programs would import first, which takes longer than all the rest. It compiles and loads nothing.
+"""
 
 
 @pytest.fixture(scope="module")
-def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def programs() -> Iterator[ForkedPrograms]:
+    """Runs programs in fresh processes, as far as compiled kernels are concerned."""
+    with ForkedPrograms(NUMBA, {"PYTHONPATH": str(ROOT)}) as programs:
+        yield programs
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory: pytest.TempPathFactory, programs: ForkedPrograms) -> Path:
     """A folder of `outer` and `inner`, with their machine code in `compiled`, which tests copy."""
     folder = tmp_path_factory.mktemp("modules")
     (folder / "outer.py").write_text(OUTER)
-    assert run_outer(folder, "a + 1") == [20, 0]
+    assert run_outer(programs, folder, "a + 1") == [20, 0]
     return folder
 
 
@@ -43,125 +62,127 @@ def compiled(modules: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(modules / "compiled", tmp_path / "compiled"))
 
 
-def run_outer(folder: Path, inner: str, **settings: str) -> list[int]:
+def run_outer(programs: ForkedPrograms, folder: Path, inner: str, **settings: str) -> list[int]:
     """What outer(1) returns in a fresh process, and how often it was found compiled."""
     (folder / "inner.py").write_text(HEAD + f"@kernel\ndef inner(a):\n    return {inner}\n")
-    return run(folder, folder / "compiled", **settings)[0]
+    return run(programs, folder, folder / "compiled", **settings)[0]
 
 
-def run(modules: Path, compiled: Path, **settings: str) -> tuple[list[int], str]:
+def run(programs: ForkedPrograms, modules: Path, compiled: Path, **settings: str) -> tuple[list[int], str]:
     """What outer(1) returns in a fresh process, how often it was found compiled, and what the process logs."""
-    environment = {"PYTHONPATH": f"{modules}:{ROOT}", "NUMBA_CACHE_DIR": str(compiled)}
-    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # a .pyc is known by size and whole seconds, and both can stay
-    environment |= settings
-    done = subprocess.run([sys.executable, "-c", RUN], env=environment, capture_output=True, text=True, check=False)
+    environment = {"PYTHONPATH": f"{modules}:{ROOT}", "NUMBA_CACHE_DIR": str(compiled), **settings}
+    done = programs.run(RUN, environment)
     assert done.returncode == 0, done.stderr
     return [int(word) for word in done.stdout.split()], done.stderr
 
 
-@pytest.mark.slow
-def test_a_kernel_is_compiled_anew_when_one_that_it_calls_changes(tmp_path: Path) -> None:
+def test_a_kernel_is_compiled_anew_when_one_that_it_calls_changes(programs: ForkedPrograms, tmp_path: Path) -> None:
     """Numba alone would go on with the old one, as the caller's own file is the same."""
     (tmp_path / "outer.py").write_text(OUTER)
-    assert run_outer(tmp_path, "a + 1") == [20, 0]
-    assert run_outer(tmp_path, "a + 1") == [20, 1]
-    assert run_outer(tmp_path, "a + 5") == [60, 0]
+    assert run_outer(programs, tmp_path, "a + 1") == [20, 0]
+    assert run_outer(programs, tmp_path, "a + 1") == [20, 1]
+    assert run_outer(programs, tmp_path, "a + 5") == [60, 0]
 
 
-@pytest.mark.slow
-def test_whoever_compiles_says_so_once(tmp_path: Path) -> None:
+def test_whoever_compiles_says_so_once(programs: ForkedPrograms, tmp_path: Path) -> None:
     """The log explains the wait; where everything is compiled already there is none."""
     (tmp_path / "outer.py").write_text("import logging\nlogging.basicConfig(level=logging.INFO)\n" + OUTER)
     environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "NUMBA_CACHE_DIR": str(tmp_path / "compiled")}
     (tmp_path / "inner.py").write_text(HEAD + "@kernel\ndef inner(a):\n    return a\n")
     times = []
     for _ in range(2):
-        run = [sys.executable, "-c", "import outer; outer.outer(1); outer.outer(1.5)"]
-        done = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
+        done = programs.run("import outer; outer.outer(1); outer.outer(1.5)", environment)
+        assert done.returncode == 0, done.stderr
         times.append(done.stderr.count("Compiling kernels"))
     assert times == [1, 0]
 
 
 def test_kernels_that_an_image_ships_are_found_in_an_empty_volume(
-    modules: Path, compiled: Path, tmp_path: Path
+    programs: ForkedPrograms, modules: Path, compiled: Path, tmp_path: Path
 ) -> None:
     """Numba itself uses no folder that it cannot write to; a folder that is not empty is left unchanged."""
     volume, shipped = tmp_path / "volume/kernels", str(compiled)
     subprocess.run(["chmod", "-R", "a-w", shipped], check=True)
 
-    assert run(modules, volume, HOTROW_SHIPPED_KERNELS=shipped)[0] == [20, 1]
+    assert run(programs, modules, volume, HOTROW_SHIPPED_KERNELS=shipped)[0] == [20, 1]
     assert [path.name for path in volume.parent.iterdir()] == ["kernels"]
     assert all(path.stat().st_mode & stat.S_IWUSR for path in [volume, *volume.iterdir()])
 
     (tmp_path / "own").mkdir()
-    assert run(modules, tmp_path / "own", HOTROW_SHIPPED_KERNELS=shipped)[0] == [20, 0]
+    assert run(programs, modules, tmp_path / "own", HOTROW_SHIPPED_KERNELS=shipped)[0] == [20, 0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shipped", ["absent", "outer.py"])
-def test_a_folder_of_shipped_kernels_that_is_none_does_no_harm(shipped: str, tmp_path: Path) -> None:
+def test_a_folder_of_shipped_kernels_that_is_none_does_no_harm(
+    shipped: str, programs: ForkedPrograms, tmp_path: Path
+) -> None:
     """They are compiled, as without it."""
     (tmp_path / "outer.py").write_text(OUTER)
-    assert run_outer(tmp_path, "a + 1", HOTROW_SHIPPED_KERNELS=str(tmp_path / shipped)) == [20, 0]
+    assert run_outer(programs, tmp_path, "a + 1", HOTROW_SHIPPED_KERNELS=str(tmp_path / shipped)) == [20, 0]
 
 
 @pytest.mark.parametrize(("suffix", "size"), [("nbi", 0), ("nbc", 20)])
-def test_damaged_machine_code_is_compiled_anew(suffix: str, size: int, modules: Path, compiled: Path) -> None:
+def test_damaged_machine_code_is_compiled_anew(
+    suffix: str, size: int, programs: ForkedPrograms, modules: Path, compiled: Path
+) -> None:
     """A file that a loss of power cut off costs the next process time, and later ones none."""
     for file in compiled.rglob(f"*.{suffix}"):
         os.truncate(file, size)
 
-    assert run(modules, compiled)[0] == [20, 0]
-    assert run(modules, compiled)[0] == [20, 1]
+    assert run(programs, modules, compiled)[0] == [20, 0]
+    assert run(programs, modules, compiled)[0] == [20, 1]
 
 
-def test_machine_code_with_a_changed_bit_is_compiled_anew(modules: Path, compiled: Path) -> None:
+def test_machine_code_with_a_changed_bit_is_compiled_anew(
+    programs: ForkedPrograms, modules: Path, compiled: Path
+) -> None:
     """Numba would run it, whatever it does then."""
     for file in compiled.rglob("*.nbc"):
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
 
-    assert run(modules, compiled)[0] == [20, 0]
-    assert run(modules, compiled)[0] == [20, 1]
+    assert run(programs, modules, compiled)[0] == [20, 0]
+    assert run(programs, modules, compiled)[0] == [20, 1]
 
 
 @pytest.mark.parametrize(
     "content", [b"\x80\x04}.", b"cnowhere\nnothing\n.", b"\xff" * 99], ids=["dict", "name", "junk"]
 )
-def test_an_index_of_something_else_is_compiled_anew(content: bytes, modules: Path, compiled: Path) -> None:
+def test_an_index_of_something_else_is_compiled_anew(
+    content: bytes, programs: ForkedPrograms, modules: Path, compiled: Path
+) -> None:
     """Whatever error it raises when it is read."""
     for file in compiled.rglob("*.nbi"):
         file.write_bytes(pickle.dumps(metadata.version("numba")) + content)
 
-    assert run(modules, compiled)[0] == [20, 0]
-    assert run(modules, compiled)[0] == [20, 1]
+    assert run(programs, modules, compiled)[0] == [20, 0]
+    assert run(programs, modules, compiled)[0] == [20, 1]
 
 
-def test_a_loaded_kernel_is_compiled_into_another(modules: Path, compiled: Path) -> None:
+def test_a_loaded_kernel_is_compiled_into_another(programs: ForkedPrograms, modules: Path, compiled: Path) -> None:
     """Its LLVM bitcode is kept beside its machine code for that."""
     for file in compiled.rglob("outer.*"):
         file.unlink()
     environment = {"PYTHONPATH": f"{modules}:{ROOT}", "NUMBA_CACHE_DIR": str(compiled)}
     program = f"import inner; print(inner.inner(1), sum(inner.inner.stats.cache_hits.values())); {RUN}"
     for num_found in (0, 1):
-        done = subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
-        )
+        done = programs.run(program, environment)
         assert done.stdout.split() == ["2", "1", "20", str(num_found)], done.stderr
 
 
-@pytest.mark.slow
-def test_processes_that_compile_for_different_types_at_once_keep_both_apart(tmp_path: Path) -> None:
+def test_processes_that_compile_for_different_types_at_once_keep_both_apart(
+    programs: ForkedPrograms, tmp_path: Path
+) -> None:
     """Both read the empty index; then one writes its entry, the other all that it has, and the first its code."""
     (tmp_path / "inner.py").write_text(HEAD + "@kernel\ndef inner(a):\n    return a\n")
     (tmp_path / "outer.py").write_text(OUTER)
     environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "NUMBA_CACHE_DIR": str(tmp_path / "compiled")}
 
     def run_program(program: str) -> str:
-        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=False)
-        assert done.returncode == 0, done.stderr.decode()
-        return done.stdout.decode()
+        done = programs.run(program, environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     other = "import outer; outer.outer._cache.files._cache_file._load_index = dict; outer.outer(3)"
     run_program(
@@ -177,18 +198,17 @@ def test_processes_that_compile_for_different_types_at_once_keep_both_apart(tmp_
     assert run_program(CALL.format("3.5")) == "35.0\n"
 
 
-@pytest.mark.slow
-def test_a_full_disk_keeps_nothing_and_fails_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_nothing_and_fails_nothing(programs: ForkedPrograms, tmp_path: Path) -> None:
     """Machine code that cannot be saved is used anyway."""
     full = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
     (tmp_path / "outer.py").write_text(full + OUTER)
-    assert run_outer(tmp_path, "a + 1") == [20, 0]
-    assert run_outer(tmp_path, "a + 1") == [20, 0]
+    assert run_outer(programs, tmp_path, "a + 1") == [20, 0]
+    assert run_outer(programs, tmp_path, "a + 1") == [20, 0]
 
 
 @pytest.mark.parametrize("opened", ["folder", "inner folder", "file", "chosen folder of a link"])
 def test_kernels_that_others_may_have_written_are_not_used(
-    opened: str, modules: Path, compiled: Path, tmp_path: Path
+    opened: str, programs: ForkedPrograms, modules: Path, compiled: Path, tmp_path: Path
 ) -> None:
     """Numba's files are pickles: a file that others may have written is not loaded, and the log names the folder."""
     index = next(compiled.rglob("*.nbi"))
@@ -200,7 +220,7 @@ def test_kernels_that_others_may_have_written_are_not_used(
         chosen = tmp_path / "link"
         chosen.symlink_to(compiled)
 
-    answer, warning = run(modules, chosen)
+    answer, warning = run(programs, modules, chosen)
 
     assert answer == [20, 0]
     assert not (tmp_path / "ran").exists()
