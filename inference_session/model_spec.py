@@ -285,10 +285,11 @@ class ModelSpec:
 
 def _expected(directory: Path) -> str:
     """What a folder without session.json should have been."""
-    versions = sorted(int(path.name) for path in directory.glob("[0-9]*") if path.name.isdecimal())
-    if versions:
-        newest = directory / str(versions[-1])
-        return f"{directory} is the folder of a model; give one of its version directories, such as {newest}"
+    for kind, pattern in (("the folder of a model", "[0-9]*"), ("a model repository", "*/[0-9]*")):
+        versions = [path for path in directory.glob(pattern) if path.name.isdecimal()]
+        if versions:
+            newest = max(versions, key=lambda path: int(path.name))
+            return f"{directory} is {kind}; give one of its version directories, such as {newest}"
     return "a version directory, such as model_repository/ctr/1, has one"
 
 

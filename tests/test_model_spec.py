@@ -201,6 +201,16 @@ def test_no_session_file_is_said_plainly(tmp_path: Path) -> None:
         ModelSpec.read(tmp_path)
 
 
+def test_a_folder_above_a_version_names_one(tmp_path: Path) -> None:
+    """A model's folder, or a repository, given as a version directory: the error names the newest version in it."""
+    (tmp_path / "ctr" / "9").mkdir(parents=True)
+    (tmp_path / "ctr" / "10").mkdir()
+
+    for folder, kind in ((tmp_path / "ctr", "the folder of a model"), (tmp_path, "a model repository")):
+        with pytest.raises(ModelFormatError, match=f"is {kind}; give .*, such as {tmp_path / 'ctr' / '10'}"):
+            ModelSpec.read(folder)
+
+
 def _places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Every field and list element below a value."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()

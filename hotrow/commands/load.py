@@ -8,7 +8,7 @@ from hotrow.progress import waiting
 from hotrow.server_options import ServerAddress, server_options
 from inference_session.errors import ConfigurationError
 from inference_session.platform.staging import MAX_VERSION
-from triton_backend.client.server import RemoteError, RemoteServer
+from triton_backend.client.server import NoSuchVersionError, RemoteError, RemoteServer
 
 
 @click.command()
@@ -42,8 +42,18 @@ def command(model: str, version: int | None, beside: bool, address: ServerAddres
             if version is None:
                 server.load(model)
             else:
-                server.load_versions(model, [*(before if beside else ()), version])
+                _load_version(server, model, version, before if beside else [])
         _report(server, model, version, before)
+
+
+def _load_version(server: RemoteServer, model: str, version: int, beside: list[int]) -> None:
+    try:
+        server.load_versions(model, [*beside, version])
+    except NoSuchVersionError as error:
+        seen = ", ".join(str(state.version) for state in server.versions(model))
+        raise RemoteError(
+            f"the server's folder of model {model!r} has no version {version}; loaded there so far: {seen}"
+        ) from error
 
 
 def _report(server: RemoteServer, model: str, version: int | None, before: list[int]) -> None:

@@ -61,6 +61,7 @@ def command(folder: Path, name: str, repository: Path, version: int | None, max_
         standalone = code.exists() and code.read_text(encoding="utf-8") == STANDALONE_CODE
         write_model_config(version_dir, spec, name, max_batch_size=max_batch_size, standalone=standalone)
 
+    ModelSpec.read(folder)  # its error says how to name a version directory
     total_bytes = sum(entry.num_bytes for entry in manifest.read_manifest(folder))
     with byte_progress(f"Publishing {folder.name}", total_bytes) as progress:
         report = publish_version(folder, repository, name, version=version, progress=progress, complete=configure)
