@@ -31,7 +31,7 @@ from inference_session.execution.fast_path import FastPath
 from inference_session.execution.model import open_model
 from inference_session.execution.network import Network, RunResult
 from inference_session.execution.replicas import Replica
-from inference_session.execution.staged_model import Arrays
+from inference_session.execution.staged_batch import Arrays
 from inference_session.execution.stages import Mark, unmarked
 from inference_session.execution.upkeep import Upkeep
 from inference_session.execution.warm_up import MadeUpBatch, warm_up

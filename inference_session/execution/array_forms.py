@@ -1,6 +1,6 @@
 """The layouts of requests that compiled code stages: what each array of a request is, and how a batch follows.
 
-A form belongs to one Staging: its records hold addresses of that Staging's memory.
+A form belongs to one HostStaging: its records hold addresses of that object's memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from inference_session.requests.tensor_layout import TensorLayout
 Shapes: TypeAlias = "dict[str, tuple[int, ...]]"
 ARRAY_TYPE = id(np.ndarray)
 
-Stage: TypeAlias = "Callable[[int, int], int]"
+StageKernel: TypeAlias = "Callable[[int, int], int]"
 """Reads the arrays of some requests, and describes their look-up. Takes the address of a list of arrays and the number
 of requests; returns STAGED, NOT_STAGED or NO_ROOM.
 """
@@ -44,7 +44,7 @@ class ArrayForm(Protocol):
     num_open_sizes: int
     """Sizes that tell batches apart, the number of samples first."""
 
-    def stage_into(self, *records: NDArray[Any]) -> Stage:
+    def stage_into(self, *records: NDArray[Any]) -> StageKernel:
         """The kernel `stage` or `stage_bags`, with these records as its last arguments."""
 
     def shapes(self, open_sizes: NDArray[np.int64]) -> Shapes:
@@ -69,7 +69,7 @@ class TensorForm:
         self._spec = spec
         self._max_elements = layout.max_elements
 
-    def stage_into(self, *records: NDArray[Any]) -> Stage:
+    def stage_into(self, *records: NDArray[Any]) -> StageKernel:
         """See ArrayForm."""
         arguments = Arguments(ARRAY_TYPE, self._max_elements, self.inputs, self.lookups, *records)
         return arguments.bound_to(of_ints(staging.stage))
@@ -120,7 +120,7 @@ class BagForm:
         self._keys = [lookup.keys for lookup in spec.lookups]
         self._max_elements = layout.max_elements
 
-    def stage_into(self, *records: NDArray[Any]) -> Stage:
+    def stage_into(self, *records: NDArray[Any]) -> StageKernel:
         """See ArrayForm."""
         form = self._form, self._slots
         arguments = Arguments(ARRAY_TYPE, self._max_elements, *form, self.inputs, self.lookups, *records)

@@ -1,6 +1,6 @@
 """The fast path: requests whose arrays match the model's inputs exactly are answered without Python per input or table.
 
-Compiled code reads and checks the arrays: staged_model.py on the processor, gathered_model.py on a GPU. It takes no
+Compiled code reads and checks the arrays: host_staging.py on the processor, gathered_model.py on a GPU. It takes no
 other requests. They go through `InferenceSession.run_many`, which also says what is wrong with a malformed one.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from inference_session.errors import HotrowError
 from inference_session.execution.replicas import Replica, Replicas
-from inference_session.execution.staged_model import Arrays
+from inference_session.execution.staged_batch import Arrays
 from inference_session.execution.stages import Mark
 from inference_session.model_spec import ModelSpec
 from inference_session.requests.batch import Request, RequestLayout

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from inference_session.execution.array_forms import ARRAY_TYPE, input_records, is_readable
 from inference_session.execution.network import Network
 from inference_session.execution.plan import RecordedPlan
-from inference_session.execution.staged_model import Arrays, StagedBatch
+from inference_session.execution.staged_batch import Arrays, StagedBatch
 from inference_session.kernels.array_headers import can_read_arrays, dtype_addresses
 from inference_session.kernels.cpu.gathering import (
     COPY,

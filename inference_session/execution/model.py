@@ -14,9 +14,11 @@ from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine
 from inference_session.device.base import Device
 from inference_session.device.host import HOST
 from inference_session.errors import ConfigurationError
+from inference_session.execution.host_staging import stage_on_host
 from inference_session.execution.network import Network, check_network, check_outputs
+from inference_session.execution.ranking_staging import stage_ranking
 from inference_session.execution.replicas import DeviceThread, Replica, Replicas
-from inference_session.execution.staged_model import StagedModel, StagedRankingModel, stage_model, stage_ranking
+from inference_session.execution.staged_batch import StagedModel
 from inference_session.model_spec import DENSE_FILE, KEYS_FILE, RANKING_FILE, RANKING_KEYS_FILE, ModelSpec
 from inference_session.requests.batch import RequestLayout
 from inference_session.requests.layouts import layout_of
@@ -26,7 +28,6 @@ from inference_session.rows import Rows, create_rows
 from inference_session.version_directory.version import VersionDirectory
 
 if TYPE_CHECKING:
-    from inference_session.execution.gathered_model import GatheredModel
     from inference_session.execution.kept_contexts import KeptContexts
 
 _FILES = (DENSE_FILE, KEYS_FILE), (RANKING_FILE, RANKING_KEYS_FILE)
@@ -135,19 +136,19 @@ def _networks(
 
 def _stage(
     spec: ModelSpec, config: SessionConfig, layout: RequestLayout, networks: tuple[Network, Network]
-) -> StagedModel | StagedRankingModel | GatheredModel | None:
+) -> StagedModel | None:
     """The fast path on the networks' device; None: this model has none."""
     network, ranking = networks
     stage = partial(_stage_network, layout)
     if spec.ranking is None:
         return stage(spec, network)
     has_other = ranking is not network and not config.context_cache_bytes
-    return stage_ranking(spec, (network, ranking if has_other else None), stage)
+    return stage_ranking(spec, network, ranking if has_other else None, stage)
 
 
-def _stage_network(layout: RequestLayout, spec: ModelSpec, network: Network) -> StagedModel | GatheredModel | None:
+def _stage_network(layout: RequestLayout, spec: ModelSpec, network: Network) -> StagedModel | None:
     if network.rows.device is HOST:
-        return stage_model(spec, layout, network, network.rows)
+        return stage_on_host(spec, layout, network)
     # Imported where needed: the reader of HugeCTR's requests takes half a second to load.
     from inference_session.execution.gathered_model import gather_model
 

@@ -6,15 +6,12 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from inference_session.device.base import Device
 from inference_session.errors import SessionClosedError, UnavailableError
 from inference_session.execution.network import Network
-from inference_session.execution.staged_model import StagedModel, StagedRankingModel
-
-if TYPE_CHECKING:
-    from inference_session.execution.gathered_model import GatheredModel
+from inference_session.execution.staged_batch import StagedModel
 
 _Result = TypeVar("_Result")
 
@@ -81,7 +78,7 @@ class Replica:
     ranking: Network
     """The network for requests that rank candidates; the same where the model has no other for them."""
     thread: DeviceThread
-    staged: StagedModel | StagedRankingModel | GatheredModel | None = None
+    staged: StagedModel | None = None
     """Stages the arrays of requests on the fast path; None: this model has no fast path."""
     num_under_way: int = 0
     """Batches that the device was given and has not answered."""

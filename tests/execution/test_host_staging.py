@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from inference_session import InferenceSession, Request
 from inference_session.dense_engine.onnx import OnnxEngine
 from inference_session.errors import HotrowError, InvalidRequestError
-from inference_session.execution import staged_model as staged
+from inference_session.execution import host_staging as staged
 from inference_session.execution.array_forms import is_readable
 from inference_session.kernels import array_headers
 from inference_session.model_spec import TensorSpec
@@ -31,7 +31,7 @@ KINDS = ("files", "threads", "updates", "cache", "tiny cache")
 def open_plain(directory: Path, **options: Any) -> InferenceSession:
     """A session that stages nothing: the oracle."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("inference_session.execution.model.stage_model", lambda *_: None)
+        patch.setattr("inference_session.execution.model.stage_on_host", lambda *_: None)
         return InferenceSession.open(directory, **options)
 
 

@@ -1,4 +1,4 @@
-"""The fast path on the processor (fast_path.py): the memory that compiled code fills, and the network bound to it.
+"""The fast path on the processor (staged_batch.py): the memory that compiled code fills, and the network bound to it.
 
 Compiled code reads the arrays where the requests have them and describes the look-up; array_forms.py has a form for
 each layout of requests that it knows. Vectors and outputs lie in fixed memory, to which the network is bound
@@ -9,53 +9,29 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.dense_engine.base import BoundRun, DenseEngine
-from inference_session.device.base import Device
-from inference_session.device.host import HOST, zeros_at_line
+from inference_session.device.host import zeros_at_line
 from inference_session.execution.array_forms import ArrayForm, Shapes, compile_kernels, create_form, has_form
 from inference_session.execution.lookups import Block, ModelLookups
 from inference_session.execution.network import Network
+from inference_session.execution.staged_batch import Arrays, StagedBatch
 from inference_session.kernels.array_headers import can_read_arrays
 from inference_session.kernels.cpu.staging import BLOCK, NO_ROOM, STAGED
 from inference_session.kernels.records import SEGMENT, Lookup, address_of
 from inference_session.model_spec import ModelSpec
 from inference_session.requests.batch import RequestLayout
-from inference_session.requests.ranking_layout import exceeds
 from inference_session.rows.base import Rows
 
 _MAX_PLANS = 1024
 MAX_BYTES = 64 << 20
 """The most bytes of inputs and vectors in one batch. Larger batches gain little, and the memory is kept for good."""
 _FIRST_REQUESTS, MAX_REQUESTS = 16, 4096
-
-Arrays: TypeAlias = "list[NDArray[Any]]"
-"""The arrays of several requests: those of the first in the order of the model's inputs, then those of the next."""
-
-
-class StagedBatch(NamedTuple):
-    """A batch that has been staged."""
-
-    lookup: Lookup
-    look_up: Callable[[], object]
-    """Answers the look-up."""
-    run: BoundRun
-    counts: NDArray[np.int64]
-    """The number of samples of each request. The next batch overwrites it, and what the look-up leads to."""
-    num_samples: int
-    """The samples of all requests."""
-    num_contexts: int
-    """The contexts of all requests; in a model without contexts, each sample counts as one."""
-    places: NDArray[np.int64] | None = None
-    """The row of each sample in the outputs. None: row i is that of sample i."""
-
 
 _Case: TypeAlias = "tuple[bytes, int, tuple[str, ...]]"
 """What tells batches apart: their open sizes, the number of requests, and the outputs."""
@@ -71,7 +47,7 @@ class _Place(NamedTuple):
     """The samples of each request."""
 
 
-class StagedModel:
+class HostStagedModel:
     """The state that all batches of a model share, and the memory that they use, one batch at a time each.
 
     Safe to use from several threads: `take` gives each its own memory, which `give_back` keeps for the next.
@@ -81,27 +57,29 @@ class StagedModel:
         self, spec: ModelSpec, lookups: ModelLookups, dense: DenseEngine, rows: Rows, new_form: Callable[[], ArrayForm]
     ) -> None:
         self._spec, self._lookups, self._dense, self._rows, self._new_form = spec, lookups, dense, rows, new_form
-        self._free: list[Staging] = []
+        self._free: list[HostStaging] = []
 
-    def take(self) -> Staging:
-        """Memory for one batch."""
+    def take(self) -> HostStaging:
+        """See StagedModel."""
         try:
             return self._free.pop()
         except IndexError:
-            return Staging(self._spec, self._lookups, self._dense, self._rows, self._new_form())
+            return HostStaging(self._spec, self._lookups, self._dense, self._rows, self._new_form())
 
     def give_back(self, staging: Any) -> None:
-        """Return memory, so that another batch may use it."""
+        """See StagedModel."""
         self._free.append(staging)
 
 
-class Staging:
+class HostStaging:
     """The memory that batches use, and a plan of the network over it for each shape. For one thread."""
 
     def __init__(self, spec: ModelSpec, lookups: ModelLookups, dense: DenseEngine, rows: Rows, form: ArrayForm) -> None:
         self._spec, self._dense, self._rows, self._form = spec, dense, rows, form
         self.held = threading.Lock()
-        """Held by a batch from `fill` on. Unlike Device.held, it waits for nothing at the end, and runs no Python."""
+        """See Staging. One thread at a time has this memory, so there is nothing to wait for; and a lock, unlike
+        `contextlib.nullcontext`, runs no Python.
+        """
         self._bound_lookups = rows.bound_lookups()
         self._ranks = bool(spec.context)
         self._blocks_of = lookups.blocks
@@ -114,10 +92,7 @@ class Staging:
         self._make_room(_FIRST_REQUESTS)
 
     def fill(self, arrays: Arrays, num_requests: int, outputs: tuple[str, ...]) -> StagedBatch | None:
-        """The look-up of a batch, whose arrays the caller keeps alive, and the run that computes these outputs.
-
-        None: the arrays are not as the inputs describe them, or the batch is too large.
-        """
+        """See Staging. None also where the batch is too large."""
         if len(arrays) != num_requests * self._num_inputs:
             return None
         while (status := self._stage(id(arrays), num_requests)) == NO_ROOM:
@@ -233,111 +208,14 @@ class Staging:
         return (*shapes[first.keys], *(table.row_shape or (table.embedding_dim,)))
 
 
-class ArrayModel(Protocol):
-    """The fast path on a device: StagedModel or GatheredModel."""
-
-    def take(self) -> Any:
-        """Memory for one batch, with `fill` and `held` as Staging has them."""
-
-    def give_back(self, staging: Any) -> None:
-        """Return memory, so that another batch may use it."""
-
-
-class StagedRankingModel:
-    """Stages requests to a model with context inputs, which may repeat the context, or have one context each.
-
-    Args:
-        device: of the rows.
-        models: one for requests that repeat the context, one for requests of one context. None: `run_many` takes these.
-    """
-
-    def __init__(self, spec: ModelSpec, device: Device, models: tuple[ArrayModel | None, ArrayModel | None]) -> None:
-        self._device, self._models = device, models
-        is_contexts = [tensor.context for tensor in spec.inputs]
-        self._places = is_contexts.index(True), is_contexts.index(False)
-        self._largest_input = spec.ranking.largest_input if spec.ranking else None
-
-    def take(self) -> RankingStaging:
-        """See StagedModel."""
-        return RankingStaging(self._device, self._places, self._models, self._largest_input)
-
-    def give_back(self, staging: Any) -> None:
-        """See StagedModel."""
-        staging.give_back()
-
-
-class RankingStaging:
-    """The memory that a batch of either kind uses. For one batch."""
-
-    def __init__(
-        self,
-        device: Device,
-        places: tuple[int, int],
-        models: tuple[ArrayModel | None, ArrayModel | None],
-        largest_input: float | None,
-    ) -> None:
-        """`largest_input`: RankingSpec.largest_input."""
-        self._device, self._places, self._models = device, places, models
-        self._largest_input = largest_input
-        self._taken: tuple[ArrayModel, Any] | None = None
-
-    @property
-    def held(self) -> AbstractContextManager[object]:
-        """See Staging."""
-        return self._device.held()
-
-    def fill(self, arrays: Arrays, num_requests: int, outputs: tuple[str, ...]) -> StagedBatch | None:
-        """See Staging.fill. The first request shows the kind; Staging refuses others that differ."""
-        try:
-            num_contexts, num_samples = (len(arrays[place]) for place in self._places)
-        except (IndexError, TypeError):
-            return None
-        model = self._models[num_contexts != num_samples]
-        if model is None or (num_contexts != num_samples and self._exceed(arrays)):
-            return None
-        self._taken = model, model.take()
-        batch: StagedBatch | None = self._taken[1].fill(arrays, num_requests, outputs)
-        return batch
-
-    def _exceed(self, arrays: Arrays) -> bool:
-        """Whether the whole network has to answer one of the requests."""
-        largest = self._largest_input
-        return largest is not None and any(type(a) is np.ndarray and exceeds(a, largest) for a in arrays)
-
-    def give_back(self) -> None:
-        """Return the memory of the batch."""
-        if self._taken is not None:
-            model, staging = self._taken
-            model.give_back(staging)
-
-
-def stage_ranking(
-    spec: ModelSpec,
-    networks: tuple[Network, Network | None],
-    stage: Callable[[ModelSpec, Network], ArrayModel | None],
-) -> StagedRankingModel | None:
-    """The object that stages requests to a model with context inputs; None: there is none.
-
-    Args:
-        networks: for requests that repeat the context, and for those that give it once.
-        stage: makes what stages the requests to one of them.
-    """
-    whole = replace(spec, inputs=tuple(replace(tensor, context=False) for tensor in spec.inputs))
-    ranking = networks[1]
-    models = stage(whole, networks[0]), None if ranking is None else stage(ranking.spec, ranking)
-    return StagedRankingModel(spec, networks[0].rows.device, models) if any(models) else None
-
-
-def stage_model(spec: ModelSpec, layout: RequestLayout, network: Network, rows: Rows) -> StagedModel | None:
+def stage_on_host(spec: ModelSpec, layout: RequestLayout, network: Network) -> HostStagedModel | None:
     """The object that stages requests to a model; None: the model needs something that only `run_many` supports."""
-    if rows.device is not HOST or network.keys is not None or not can_read_arrays():
-        return None
-    if not has_form(spec, layout, network.dense):
+    if network.keys is not None or not can_read_arrays() or not has_form(spec, layout, network.dense):
         return None
     compile_kernels(spec)
     lookups = ModelLookups(spec, by_column=False, keys_follow_inputs=True)
     new_form = partial(create_form, spec, layout, lookups, network.dense)
-    return StagedModel(spec, lookups, network.dense, rows, new_form)
+    return HostStagedModel(spec, lookups, network.dense, network.rows, new_form)
 
 
 def _view(

@@ -1,0 +1,118 @@
+"""The fast path of a model with context inputs: requests that repeat the context, and requests that give it once.
+
+Each kind has its own network, and so its own StagedModel (staged_batch.py). Which kind a batch is, its arrays show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from inference_session.device.base import Device
+from inference_session.execution.network import Network
+from inference_session.execution.staged_batch import Arrays, StagedBatch, StagedModel, Staging
+from inference_session.model_spec import ModelSpec
+from inference_session.requests.ranking_layout import exceeds
+
+
+class RankingStagedModel:
+    """Stages requests of either kind."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        device: Device,
+        *,
+        repeating: StagedModel | None,
+        ranking: StagedModel | None,
+    ) -> None:
+        """Stage requests by these models; None: `run_many` takes requests of that kind.
+
+        Args:
+            spec: the model.
+            device: of the rows.
+            repeating: for requests that repeat the context for each candidate.
+            ranking: for requests of one context each.
+        """
+        self.device = device
+        self._repeating, self._ranking = repeating, ranking
+        is_context = [tensor.context for tensor in spec.inputs]
+        self._context_input, self._candidate_input = is_context.index(True), is_context.index(False)
+        self._largest_value = spec.ranking.largest_input if spec.ranking else None
+
+    def take(self) -> RankingStaging:
+        """See StagedModel."""
+        return RankingStaging(self)
+
+    def give_back(self, staging: Any) -> None:
+        """See StagedModel."""
+        staging.give_back()
+
+    def of(self, arrays: Arrays) -> StagedModel | None:
+        """The model for requests of the first one's kind; others that differ from it, a Staging refuses."""
+        try:
+            num_contexts, num_samples = len(arrays[self._context_input]), len(arrays[self._candidate_input])
+        except (IndexError, TypeError):
+            return None
+        if num_contexts == num_samples:
+            return self._repeating
+        return None if self._needs_whole_network(arrays) else self._ranking
+
+    def _needs_whole_network(self, arrays: Arrays) -> bool:
+        """Whether a request has values beyond those for which the divided network is as exact as the whole one."""
+        largest = self._largest_value
+        return largest is not None and any(type(a) is np.ndarray and exceeds(a, largest) for a in arrays)
+
+
+class RankingStaging:
+    """The memory of a batch, taken from one of the two models once the arrays show which."""
+
+    def __init__(self, model: RankingStagedModel) -> None:
+        self._model = model
+        self._taken: tuple[StagedModel, Staging] | None = None
+
+    @property
+    def held(self) -> AbstractContextManager[object]:
+        """See Staging."""
+        return self._model.device.held()
+
+    def fill(self, arrays: Arrays, num_requests: int, outputs: tuple[str, ...]) -> StagedBatch | None:
+        """See Staging."""
+        model = self._model.of(arrays)
+        if model is None:
+            return None
+        staging = model.take()
+        self._taken = model, staging
+        return staging.fill(arrays, num_requests, outputs)
+
+    def give_back(self) -> None:
+        """Return the memory of the batch to the model that it was taken from."""
+        if self._taken is not None:
+            model, staging = self._taken
+            model.give_back(staging)
+
+
+def stage_ranking(
+    spec: ModelSpec,
+    network: Network,
+    ranking: Network | None,
+    stage: Callable[[ModelSpec, Network], StagedModel | None],
+) -> RankingStagedModel | None:
+    """The object that stages requests to a model with context inputs; None: there is none.
+
+    Args:
+        spec: the model.
+        network: answers requests that repeat the context.
+        ranking: answers requests that give it once; None: `run_many` takes these.
+        stage: makes what stages the requests to one of them.
+    """
+    whole = replace(spec, inputs=tuple(replace(tensor, context=False) for tensor in spec.inputs))
+    for_repeating = stage(whole, network)
+    for_ranking = None if ranking is None else stage(ranking.spec, ranking)
+    if for_repeating is None and for_ranking is None:
+        return None
+    return RankingStagedModel(spec, network.rows.device, repeating=for_repeating, ranking=for_ranking)
