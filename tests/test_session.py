@@ -203,6 +203,19 @@ def test_a_malformed_request_harms_no_other(session: InferenceSession, tables: s
     assert_answers(answers[2], small_model.expected(tables, good))
 
 
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
+def test_a_matrix_is_answered_as_an_array(session: InferenceSession, tables: small_model.Arrays) -> None:
+    """NumPy's matrix, which has two dimensions in any shape, harms no other request."""
+    inputs = small_model.random_inputs(2, np.random.default_rng(1))
+    matrices = {name: np.asmatrix(array) if array.ndim == 2 else array for name, array in inputs.items()}
+
+    answers = session.run_many([Request(inputs), Request(matrices)])
+
+    for answer in answers:
+        assert not isinstance(answer, HotrowError)
+        assert_answers(answer, small_model.expected(tables, inputs))
+
+
 @pytest.mark.parametrize("inputs", [None, 5, "user", [1, 2, 3, 4]])
 def test_inputs_are_given_by_name(session: InferenceSession, inputs: Any) -> None:
     """Anything else is a request's error, as a wrong array is."""

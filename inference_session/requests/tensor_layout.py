@@ -65,8 +65,7 @@ class TensorLayout(RequestLayout):
             if array is None:
                 self._explain_names(inputs)
                 continue
-            if not expected.rank and array.shape == (1,):
-                array = array.reshape(())  # a scalar, from a server that cannot send scalars
+            array = _plain(array, expected)
             if array.dtype != expected.dtype or array.ndim != expected.rank or array.size > self.max_elements:
                 self._explain_array(expected, array)
             shape = array.shape
@@ -172,6 +171,14 @@ def _even_out(arrays: Sequence[Any]) -> list[Part]:
     shape = (sum(len(a) for a in arrays), *arrays[0].shape[1:-1])
     values = np.concatenate(arrays, axis=None)
     return [RaggedBags(values, ends - lengths, ends, shape, values.size)]
+
+
+def _plain(array: NDArray[Any], expected: _ExpectedTensor) -> NDArray[Any]:
+    if type(array) is not np.ndarray and isinstance(array, np.ndarray):
+        array = np.asarray(array)  # a matrix would have two dimensions whatever its shape is to be
+    if not expected.rank and array.shape == (1,):
+        return array.reshape(())  # a scalar, from a server that cannot send scalars
+    return array
 
 
 def _decoded(name: str, array: NDArray[Any]) -> NDArray[Any]:
