@@ -45,7 +45,7 @@ from inference_session.requests.tensor_layout import TensorLayout
 _MAX_REQUESTS, _MAX_PLANS = 4096, 1024
 _MAX_MISSES = 8
 """A shape that has come this often, and has no recorded batch, gets none: recording happens at the second or third."""
-_PART_KEYS, _MAX_PARTS = 20_000, 4
+_PART_KEYS, _MAX_PARTS = 1 << 15, 4
 """Copying so many keys takes several times as long as a launch; and how many launches are worthwhile at most."""
 _ALL_ROWS = np.iinfo(np.int64).max
 _Case: TypeAlias = tuple[bytes, tuple[str, ...]]
