@@ -9,7 +9,7 @@ import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
 from inference_session.model_spec import ModelSpec
-from triton_backend.backend.tensors import array_reader
+from triton_backend.backend.tensors import arrays_reader
 from triton_backend.client.probe import PROBE_PARAMETER
 
 _MAX_ORDERS = 64
@@ -29,7 +29,7 @@ class PlainRequests:
         """Whether probes are answered with other inputs than they carry."""
         self._max_samples = max_samples
         # Mapping these over a request's tensors takes three quarters of the time of a loop in Python.
-        self._name_of, self._array_of = pb_utils.Tensor.name, array_reader()
+        self._name_of, self._arrays_of = pb_utils.Tensor.name, arrays_reader()
         self._places: dict[tuple[str, ...], list[int]] = {}
         """The position of each of the model's inputs in requests; Triton chooses the order of inputs."""
 
@@ -51,7 +51,7 @@ class PlainRequests:
             names = tuple(map(self._name_of, tensors))
             places = None if names == self._names else self._places.get(names) or self._places_of(names)
             try:
-                own = list(map(self._array_of, tensors))
+                own = list(self._arrays_of(tensors))
             except pb_utils.TritonModelException:  # one of the tensors is on a GPU
                 return None
             if places == [] or (self._max_samples and max(map(_num_samples, own)) > self._max_samples):

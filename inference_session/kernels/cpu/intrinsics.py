@@ -30,9 +30,18 @@ def kernel(function: Function) -> Function:
     Numba sees that a kernel's own file has changed, but not those of the kernels that were compiled into it. So the
     name under which machine code is kept ends with a digest of them all: after an upgrade nothing old is found.
     """
+    return _compiled(function, nogil=True)
+
+
+def kernel_with_gil(function: Function) -> Function:
+    """As `kernel`, with the GIL: for code that calls Python."""
+    return _compiled(function, nogil=False)
+
+
+def _compiled(function: Function, *, nogil: bool) -> Function:
     sources = _digest(Path(__file__).parents[1]), _digest(Path(function.__code__.co_filename).parent)
     function.__qualname__ += "_".join(["", *sorted(set(sources))])
-    return cast("Function", compiled(function, nogil=True, error_model="numpy", _nrt=False, forceinline=True))
+    return cast("Function", compiled(function, nogil=nogil, error_model="numpy", _nrt=False, forceinline=True))
 
 
 @functools.cache
