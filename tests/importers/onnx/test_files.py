@@ -291,18 +291,23 @@ _PEAK = """
 import sys
 from pathlib import Path
 from inference_session.importers.onnx import import_onnx, importer
+
+def peak():
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmHWM"].split()[0]) * 1024
+
+before = peak()
 report = import_onnx(Path(sys.argv[1]), Path(sys.argv[2]), "m")
 assert len(report.tables) == 2
-status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-print(int(status["VmHWM"].split()[0]) * 1024)
+print(peak() - before)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("external", [True, False])
 def test_tables_are_streamed(tmp_path: Path, external: bool) -> None:
-    """Importing 400 MB takes no more memory than 1.3 times the largest table."""
-    names, num_rows, dim = "ab", 3_200_000, 16
+    """Importing 200 MB takes less than half of the memory that the largest table would, beside Python's own."""
+    names, num_rows, dim = "ab", 1_600_000, 16
     reads = " ".join(f"v{n} = Gather({n}, keys)" for n in names)
     model = model_of(f"m (int64[s] keys) => (float[s, 16] y) {{ {reads} y = Add(va, vb) }}", {})
     table_bytes = num_rows * dim * 4
@@ -327,6 +332,6 @@ def test_tables_are_streamed(tmp_path: Path, external: bool) -> None:
     del model
 
     arguments = [sys.executable, "-c", _PEAK, str(tmp_path / "model.onnx"), str(tmp_path / "repository")]
-    peak = int(subprocess.run(arguments, check=True, capture_output=True, text=True).stdout)
+    grown = int(subprocess.run(arguments, check=True, capture_output=True, text=True).stdout)
 
-    assert peak <= 1.3 * table_bytes, f"{peak / 1e6:.0f} MB"
+    assert grown <= table_bytes / 2, f"{grown / 1e6:.0f} MB"
