@@ -38,7 +38,7 @@ def report_page() -> ModuleType:
     return _module(ROOT / "benchmarks" / "report_page.py")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
     """As report.py gathers them; names contain characters that HTML gives a meaning."""
     figures = [
@@ -60,10 +60,10 @@ def results() -> dict[str, Any]:
     return {"machine": machine | {"load before": "0.1", "load after": "2.0"}, "figures": figures}
 
 
-@pytest.fixture
-def page(report_page: ModuleType, results: dict[str, Any], tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def page(report_page: ModuleType, results: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of these results."""
-    path = tmp_path / "report.html"
+    path = tmp_path_factory.mktemp("page") / "report.html"
     report_page.write_page(results, path)
     return path
 
