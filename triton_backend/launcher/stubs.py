@@ -44,9 +44,8 @@ def children(server: int) -> list[int]:
 
 
 def _names_in(folder: str) -> list[str]:
-    with suppress(OSError):
-        with os.scandir(folder) as entries:
-            return [entry.name for entry in entries]
+    with suppress(OSError), os.scandir(folder) as entries:
+        return [entry.name for entry in entries]
     return []
 
 
