@@ -1,4 +1,4 @@
-"""Batches as tensors on the device that trains. On a GPU they are copied there, and prepared, one ahead of the step.
+"""Batches as tensors on the device that trains. To a GPU they are copied ahead of the step, several small ones at once.
 
 For that, the thread that reads only copies in host memory; torch's operators run in the thread that trains. If both
 threads ran them, each would wait for the other's turn in Python at every operator.
@@ -6,7 +6,7 @@ threads ran them, each would wait for the other's turn in Python at every operat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,11 +17,10 @@ from torch import Tensor
 
 from hotrow.training.hugectr.processes import Processes
 from hotrow.training.hugectr.readers.block import Bags, Block
-from hotrow.training.key_index import Distinct, distinct, distinct_by_owner
+from hotrow.training.key_index import distinct
 
 _ALIGNMENT = 512
 """Bytes; packed tensors begin at its multiples, as do those that torch makes on a GPU."""
-_Found = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,13 +35,11 @@ class DeviceBags:
     """int64 [lists + 1], where each list begins among `own`; None where `width` is given."""
     width: int | None
     """The number of keys in each list, where all have the same number."""
-    found: _Found | None = None
-    """The distinct keys, where they were found before."""
 
     @cached_property
-    def distinct_keys(self) -> _Found:
+    def distinct_keys(self) -> tuple[Tensor, Tensor]:
         """The keys, each once, int64 [m], and which of them each key is, int64 [n]."""
-        return distinct(self.keys) if self.found is None else self.found
+        return distinct(self.keys)
 
 
 @dataclass(frozen=True)
@@ -56,50 +53,29 @@ class Batch:
     bags: tuple[DeviceBags, ...]
     """One per sparse input."""
 
-    def tensors(self) -> Iterator[Tensor]:
-        """All of them."""
-        yield from (self.labels, self.dense)
-        for bags in self.bags:
-            yield bags.keys
-            if bags.offsets is not None:
-                yield bags.offsets
-
-    def of(self, tensors: Iterable[Tensor], found: Sequence[_Found] = ()) -> Batch:
-        """The same batch with other tensors, ordered as `tensors`, and with the distinct keys, if these were found."""
-        others = iter(tensors)
-        labels, dense = next(others), next(others)
-        bags = []
-        for number, each in enumerate(self.bags):
-            keys, offsets = next(others), None if each.offsets is None else next(others)
-            bags.append(replace(each, keys=keys, offsets=offsets, found=found[number] if found else None))
-        return Batch(labels, dense, tuple(bags))
-
-
-@dataclass(frozen=True)
-class _Packed:
-    """A batch in host memory that a GPU can copy from at once."""
-
-    batch: Batch
-    memory: Tensor
-    """As `packed` makes it."""
-
 
 @dataclass(frozen=True)
 class _Sent:
-    """A batch on its way to the GPU."""
+    """Some samples of a piece that is on its way to the GPU."""
 
-    batch: Batch
-    memory: Tensor
-    """uint8, of all tensors of the batch."""
-    found: Sequence[Distinct]
-    """By sparse input, the distinct keys, where the batch is trained on."""
-    counts: Tensor | None
-    """int64 [sparse inputs], in host memory: how many they are."""
+    piece: Block
+    """As it was read."""
+    tensors: Sequence[Tensor]
+    """On the GPU, in the order of `_tensors`, all in one piece of memory."""
     arrival: torch.cuda.Event
+    begin: int
+    end: int
+
+    def part(self, begin: int, end: int) -> _Sent:
+        """Samples `begin` up to `end` of these."""
+        return replace(self, begin=self.begin + begin, end=self.begin + end)
 
 
 class Staging:
-    """Copies batches to the device of a process: `pack`, `send` and `take` one after the other, or only `take`."""
+    """Copies batches to the device of a process: `pack`, `send` and `take` one after the other, or only `take`.
+
+    What is packed and sent may be several batches, a piece; what is taken is a part of it.
+    """
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
@@ -107,62 +83,65 @@ class Staging:
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         """On which batches are copied ahead."""
 
-    def pack(self, block: Block) -> Block:
-        """For a GPU, a block with its tensors in one piece of pinned memory. For the thread that reads."""
+    def pack(self, piece: Block) -> Block:
+        """For a GPU, a piece together with its arrays in pinned memory. For the thread that reads."""
         if self._stream is None:
-            return block
-        batch = self._part(block)
+            return piece
         with torch.cuda.device(self._device):  # pinning memory begins the use of a GPU
-            return replace(block, staged=_Packed(batch, packed(batch)))
+            return replace(piece, staged=packed(list(_tensors(piece))))
 
-    def send(self, block: Block, *, is_trained: bool = True) -> Block:
-        """A packed block on its way to the GPU, where the distinct keys are found if it is trained on.
-
-        The host does not wait; and this neither waits for steps on the GPU, nor do these wait for it.
-        """
+    def send(self, piece: Block) -> Block:
+        """A packed piece on its way to the GPU. The host does not wait, and steps on the GPU do not, either."""
         if self._stream is None:
-            return block
+            return piece
         with torch.cuda.stream(self._stream):
-            memory = block.staged.memory.to(self._device, non_blocking=True)
-            batch = unpacked(memory, block.staged.batch)
-            found = [distinct_by_owner(bags.keys, 1) for bags in batch.bags] if is_trained else []
-            counts = torch.cat([each.counts for each in found]).to("cpu", non_blocking=True) if found else None
+            memory = piece.staged.to(self._device, non_blocking=True)
             arrival = torch.cuda.Event()
             arrival.record()
-        return replace(block, staged=_Sent(batch, memory, found, counts, arrival))
+        sent = _Sent(piece, unpacked(memory, list(_tensors(piece))), arrival, 0, len(piece))
+        return replace(piece, staged=sent)
 
     def take(self, block: Block) -> Batch:
-        """The tensors of a block, for work on the current stream. The host waits until they have arrived."""
+        """The tensors of a batch, for work on the current stream, which waits until they have arrived."""
         sent = block.staged
         if sent is None:
-            part = self._part(block)
-            return part.of(tensor.to(self._device) for tensor in part.tensors())
-        sent.arrival.synchronize()
-        for tensor in (sent.memory, *(tensor for each in sent.found for tensor in (each.keys, each.places))):
-            tensor.record_stream(torch.cuda.current_stream(self._device))
-        counts = [] if sent.counts is None else sent.counts.tolist()
-        found = [(each.keys[:count], each.places) for each, count in zip(sent.found, counts, strict=True)]
-        return sent.batch.of(sent.batch.tensors(), found)
+            tensors = [tensor.to(self._device) for tensor in _tensors(block)]
+            return self._batch(block, tensors, 0, len(block))
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(sent.arrival)
+        sent.tensors[0].record_stream(stream)  # holds for the whole memory
+        return self._batch(sent.piece, sent.tensors, sent.begin, sent.end)
 
-    def _part(self, block: Block) -> Batch:
-        """What this process needs of a block, in host memory."""
-        begin, end = self._processes.part(len(block))
-        bags = tuple(_bags(bags, len(block), begin, end) for bags in block.bags)
-        return Batch(_tensor(block.labels[begin:end]), _tensor(block.dense[begin:end]), bags)
-
-
-def _bags(bags: Bags, num_samples: int, begin: int, end: int) -> DeviceBags:
-    slots = bags.num_bags // num_samples
-    first, last = begin * slots, end * slots
-    if bags.width:
-        return DeviceBags(_tensor(bags.keys), slice(first * bags.width, last * bags.width), None, bags.width)
-    offsets = bags.offsets[first : last + 1]
-    own = slice(int(offsets[0]), int(offsets[-1]))
-    return DeviceBags(_tensor(bags.keys), own, _tensor(offsets - offsets[0]), None)
+    def _batch(self, piece: Block, tensors: Sequence[Tensor], begin: int, end: int) -> Batch:
+        """What this process needs of a batch, which is samples `begin` up to `end` of a piece."""
+        first, last = (begin + sample for sample in self._processes.part(end - begin))
+        labels, dense, *others = tensors
+        lists, bags = iter(others), []
+        for each in piece.bags:
+            slots, keys = each.num_bags // len(piece), next(lists)
+            offsets = None if each.width else next(lists)
+            bags.append(_bags(each, keys, offsets, *(slots * sample for sample in (begin, end, first, last))))
+        return Batch(labels[first:last], dense[first:last], tuple(bags))
 
 
-def _tensor(array: NDArray[np.generic]) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array))
+def _bags(bags: Bags, keys: Tensor, offsets: Tensor | None, begin: int, end: int, first: int, last: int) -> DeviceBags:
+    """The lists `begin` up to `end`, of which `first` up to `last` are of the samples that this process computes."""
+    if offsets is None:
+        width = bags.width or 0
+        whole, own = slice(begin * width, end * width), slice((first - begin) * width, (last - begin) * width)
+        return DeviceBags(keys[whole], own, None, width)
+    from_key, to_key, from_own, to_own = (int(bags.offsets[number]) for number in (begin, end, first, last))
+    offsets = offsets[first : last + 1]
+    own = slice(from_own - from_key, to_own - from_key)
+    return DeviceBags(keys[from_key:to_key], own, offsets - from_own if from_own else offsets, None)
+
+
+def _tensors(block: Block) -> Iterator[Tensor]:
+    """What a device needs of a block, in host memory."""
+    arrays: list[NDArray[np.generic]] = [block.labels, block.dense]
+    for bags in block.bags:
+        arrays += [bags.keys] if bags.width else [bags.keys, bags.offsets]
+    return map(torch.from_numpy, map(np.ascontiguousarray, arrays))
 
 
 def pinned_memory(num_bytes: int) -> Tensor:
@@ -170,26 +149,27 @@ def pinned_memory(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
-def packed(batch: Batch) -> Tensor:
-    """The bytes of a batch in host memory, pinned, uint8 [any]."""
-    places, num_bytes = _places(batch)
+def packed(tensors: Sequence[Tensor]) -> Tensor:
+    """The bytes of tensors in host memory, pinned, uint8 [any]."""
+    places, num_bytes = _places(tensors)
     memory = pinned_memory(num_bytes)
-    for tensor, place in zip(batch.tensors(), places, strict=True):
-        memory.numpy()[place] = tensor.numpy().reshape(-1).view(np.uint8)
+    target = memory.numpy()
+    for tensor, place in zip(tensors, places, strict=True):
+        target[place] = tensor.numpy().reshape(-1).view(np.uint8)
     return memory
 
 
-def unpacked(memory: Tensor, batch: Batch) -> Batch:
-    """The batch that was packed, in that memory or a copy of it."""
-    places, _ = _places(batch)
-    pairs = zip(batch.tensors(), places, strict=True)
-    return batch.of(memory[place].view(tensor.dtype).view(tensor.shape) for tensor, place in pairs)
+def unpacked(memory: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors that were packed, in that memory or a copy of it."""
+    places, _ = _places(tensors)
+    pairs = zip(tensors, places, strict=True)
+    return [memory[place].view(tensor.dtype).view(tensor.shape) for tensor, place in pairs]
 
 
-def _places(batch: Batch) -> tuple[list[slice], int]:
+def _places(tensors: Sequence[Tensor]) -> tuple[list[slice], int]:
     """The bytes of each tensor in packed memory, and how many there are in all."""
     places, end = [], 0
-    for tensor in batch.tensors():
+    for tensor in tensors:
         places.append(slice(end, end + tensor.nbytes))
         end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
     return places, end

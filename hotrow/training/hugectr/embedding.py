@@ -17,7 +17,7 @@ from hotrow.training.hugectr.optimizers import table_rule
 from hotrow.training.hugectr.parameters import OptParamsPy
 from hotrow.training.hugectr.processes import Processes
 from hotrow.training.kernels import device_rows
-from hotrow.training.key_index import create_index, mixed_bits
+from hotrow.training.key_index import create_index, distinct, mixed_bits
 from hotrow.training.row_access import add_up, gather
 
 _MIN_ROWS = 1024
@@ -33,11 +33,13 @@ class BatchRows:
     """The rows of one batch, whose gradients torch adds up."""
 
     rows: Tensor
-    """int64 [rows], each once: those that this process keeps."""
+    """int64 [rows]: those that this process keeps, each once if there are `places`."""
     kept: Tensor | None
     """int64 [rows], where they are among the distinct keys of the batch; None if they are all."""
     vectors: Tensor
-    """[keys, embedding_dim] of the distinct keys, a leaf of the graph of gradients."""
+    """[keys, embedding_dim], a leaf of the graph of gradients: of the distinct keys, or of all."""
+    places: Tensor | None
+    """int64 [n], which of the vectors each key of the batch has; None if the first has the first, and so on."""
 
 
 class EmbeddingTable:
@@ -67,10 +69,11 @@ class EmbeddingTable:
         self._seed = seed
         self._processes = processes or Processes(0, 1, torch.device("cpu"))
         self._device = self._processes.device
+        self.finds_distinct = self._processes.count > 1 or self._device.type == "cpu"
+        """Whether each key of a batch is searched once. A GPU is faster without, and adds gradients up by rows."""
         self._rows = create_index(self._device)
         self._weight = torch.zeros((_MIN_ROWS, embedding_dim), device=self._device)
         self._states = [self._fresh(_MIN_ROWS) for _ in self.rule.state_names]
-        self._gradient = torch.zeros_like(self._weight) if self._moves_all else None
 
     @property
     def num_rows(self) -> int:
@@ -102,23 +105,26 @@ class EmbeddingTable:
         kept: NDArray[np.bool_] = self._processes.owns(torch.from_numpy(np.array(keys))).numpy()
         return kept
 
-    def touch(self, keys: Tensor) -> BatchRows:
-        """The rows of a batch's distinct keys, int64 [m], new ones made.
+    def touch(self, bags: DeviceBags) -> BatchRows:
+        """The rows of a batch's keys, new ones made.
 
         All processes call it with the same batch. On a GPU the host waits for the number of rows.
         """
+        keys, places = bags.distinct_keys if self.finds_distinct else (bags.keys, None)
         kept = self._kept(keys)
         rows = self._find_or_add(keys if kept is None else keys[kept])
         vectors = self._vectors(rows, kept, len(keys))
-        return BatchRows(rows, kept, vectors.requires_grad_(self.is_trainable))
+        return BatchRows(rows, kept, vectors.requires_grad_(self.is_trainable), places)
 
-    def pool(self, vectors: Tensor, places: Tensor, bags: DeviceBags) -> Tensor:
+    def pool(self, vectors: Tensor, places: Tensor | None, bags: DeviceBags) -> Tensor:
         """[lists, embedding_dim] of a process's own samples, summed or averaged; zeros where a list is empty.
 
         Args:
             vectors: [any, embedding_dim].
-            places: int64 [n], which vector each key of the batch has.
+            places: int64 [n], which vector each key of the batch has; as `BatchRows.places`.
         """
+        if places is None:
+            return self._pool_all(vectors, bags)
         own = places[bags.own]
         if bags.width == 1:
             pooled: Tensor = _Chosen.apply(vectors, own)
@@ -139,22 +145,28 @@ class EmbeddingTable:
         return self._vectors(self._rows.find(keys[kept]), kept, len(keys)), places
 
     def update(self, touched: BatchRows, gradient: Tensor, lr: float) -> None:
-        """One step of the optimizer, given the gradients of the batch's distinct keys, [keys, embedding_dim]."""
+        """One step of the optimizer, given the gradients of `touched.vectors`, which may be overwritten."""
         self.num_steps += 1
         gradient = gradient if touched.kept is None else gradient[touched.kept]
-        if self._gradient is not None:
+        if self._moves_all:
             self._update_all(touched.rows, gradient, lr)
             return
+        rows, are_distinct = touched.rows, touched.places is not None
         kernel = self.rule.kernel(lr, self.num_steps) if device_rows.can_run(self._device) else None
         if kernel is not None:
             name, settings = kernel
-            device_rows.learn(name, self._weight, self._states, touched.rows, gradient.contiguous(), *settings)
+            gradient = gradient.contiguous()
+            rows = rows if are_distinct else device_rows.join(rows, gradient, len(self._weight))
+            device_rows.learn(name, self._weight, self._states, rows, gradient, *settings)
             return
-        weight = touched.vectors.detach() if touched.kept is None else touched.vectors.detach()[touched.kept]
-        states = [state.index_select(0, touched.rows) for state in self._states]
+        if not are_distinct:
+            rows, places = distinct(rows)
+            gradient = add_up(len(rows), places, gradient)
+        wholes = [self._weight, *self._states]
+        weight, *states = (whole.index_select(0, rows) for whole in wholes)
         self.rule.update(weight, gradient, states, lr, self.num_steps)
-        for whole, part in zip([self._weight, *self._states], [weight, *states], strict=True):
-            whole.index_copy_(0, touched.rows, part)
+        for whole, part in zip(wholes, [weight, *states], strict=True):
+            whole.index_copy_(0, rows, part)
 
     def load(self, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """Replace all rows by these, as far as this process keeps them; their states begin anew."""
@@ -178,12 +190,19 @@ class EmbeddingTable:
         self._states[number].index_copy_(0, places, torch.from_numpy(values).to(self._device))
 
     def _update_all(self, rows: Tensor, gradient: Tensor, lr: float) -> None:
-        assert self._gradient is not None  # noqa: S101  for mypy
         used = self._rows.num_rows
-        self._gradient.index_copy_(0, rows, gradient)
         states = [state[:used] for state in self._states]
-        self.rule.update(self._weight[:used], self._gradient[:used], states, lr, self.num_steps)
-        self._gradient.index_fill_(0, rows, 0.0)
+        self.rule.update(self._weight[:used], add_up(used, rows, gradient), states, lr, self.num_steps)
+
+    def _pool_all(self, vectors: Tensor, bags: DeviceBags) -> Tensor:
+        """As `pool`, of vectors that are those of the batch's keys, in their order."""
+        if bags.width == 1:
+            return vectors
+        if bags.width:
+            lists = vectors.view(-1, bags.width, self.embedding_dim)
+            return lists.sum(dim=1) if self._combiner == "sum" else lists.mean(dim=1)
+        places = torch.arange(len(vectors), device=self._device)
+        return functional.embedding_bag(places, vectors, bags.offsets, mode=self._combiner, include_last_offset=True)
 
     def _kept(self, keys: Tensor) -> Any:
         """int64 [rows]: which keys this process keeps the rows of; None where it is the only one."""
@@ -222,8 +241,6 @@ class EmbeddingTable:
         num_rows = max(num_rows, 2 * len(self._weight))
         self._weight = _longer(self._weight, torch.zeros((num_rows, self.embedding_dim), device=self._device))
         self._states = [_longer(state, self._fresh(num_rows)) for state in self._states]
-        if self._gradient is not None:
-            self._gradient = torch.zeros_like(self._weight)
 
     def _fresh(self, num_rows: int) -> Tensor:
         return torch.full((num_rows, self.embedding_dim), self.rule.first_state, device=self._device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -135,8 +134,8 @@ class Model:
         self._weight_losses(loss_names or (), loss_weights or ())
         train, evaluation = self._source(train=True), self._source(train=False)
         self._readers = {
-            "train": self._reader(train, self._solver.batchsize, is_trained=True),
-            "eval": self._reader(evaluation, self._solver.batchsize_eval, is_trained=False),
+            "train": self._reader(train, self._solver.batchsize),
+            "eval": self._reader(evaluation, self._solver.batchsize_eval),
         }
 
     def summary(self) -> None:
@@ -429,10 +428,9 @@ class Model:
         count = params.num_samples if train else params.eval_num_samples
         return Source(place, params, shape, count, self._data_source)
 
-    def _reader(self, source: Source, batch_size: int, *, is_trained: bool) -> DataReader:
-        staging = self.trainer.staging
-        begin = partial(staging.send, is_trained=is_trained)
-        return DataReader(source, batch_size, repeats=self._solver.repeat_dataset, prepare=staging.pack, begin=begin)
+    def _reader(self, source: Source, batch_size: int) -> DataReader:
+        staging, repeats = self.trainer.staging, self._solver.repeat_dataset
+        return DataReader(source, batch_size, repeats=repeats, prepare=staging.pack, begin=staging.send)
 
     def _next(self, reader: str, size: int) -> Block | None:
         """The next batch; incomplete ones are dropped unless the solver keeps them."""

@@ -109,10 +109,9 @@ class Trainer:
         batch = self.staging.take(block)
         touched, tensors = [], {self._graph.dense_name: batch.dense}
         for table, bags in self._lookups(batch):
-            keys, places = bags.distinct_keys
-            rows = table.touch(keys)
+            rows = table.touch(bags)
             touched.append((table, rows))
-            tensors[table.name] = _pooled(table, rows.vectors, places, bags, batch)
+            tensors[table.name] = _pooled(table, rows.vectors, rows.places, bags, batch)
         with self._precision():
             logits = self.network(tensors)
         loss = self._total_loss(logits, self._labels(batch))
@@ -188,7 +187,7 @@ class Trainer:
         return [(table, batch.bags[number]) for table, number in zip(self.tables, self._table_inputs, strict=True)]
 
 
-def _pooled(table: EmbeddingTable, vectors: Tensor, places: Tensor, bags: DeviceBags, batch: Batch) -> Tensor:
+def _pooled(table: EmbeddingTable, vectors: Tensor, places: Tensor | None, bags: DeviceBags, batch: Batch) -> Tensor:
     """[samples, slots, embedding_dim], given the vector of each key of the batch."""
     num_samples = len(batch.labels)
     pooled = table.pool(vectors, places, bags)

@@ -96,7 +96,7 @@ class Block:
     bags: tuple[Bags, ...]
     """One per sparse input."""
     staged: Any = None
-    """What the reading thread has prepared of this block for the device that trains."""
+    """The same on its way to the device that trains; it has a `part`, too."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -107,7 +107,8 @@ class Block:
             return self
         slots = [bags.num_bags // max(len(self), 1) for bags in self.bags]
         parts = tuple(bags.part(begin * n, end * n) for bags, n in zip(self.bags, slots, strict=True))
-        return Block(self.labels[begin:end], self.dense[begin:end], parts)
+        staged = self.staged and self.staged.part(begin, min(end, len(self)))
+        return Block(self.labels[begin:end], self.dense[begin:end], parts, staged)
 
 
 def joined(blocks: Sequence[Block]) -> Block:

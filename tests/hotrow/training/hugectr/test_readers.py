@@ -13,6 +13,7 @@ import pytest
 
 from hotrow.training.hugectr import tools
 from hotrow.training.hugectr.enums import Check_t, DataReaderType_t, Distribution_t
+from hotrow.training.hugectr.readers import batches as reading
 from hotrow.training.hugectr.readers.batches import DataReader, batches
 from hotrow.training.hugectr.readers.block import Bags, Block
 from inference_session.errors import ConfigurationError, ModelFormatError
@@ -295,18 +296,23 @@ def test_file_lists_that_are_none_are_named(tmp_path: Path, text: str, message: 
         list(source(tmp_path / "list.txt", shape(1, 1, (1, 1))).blocks())
 
 
-def test_a_batch_begins_when_the_one_before_is_given_out(tmp_path: Path) -> None:
-    """If it was read by then; each begins once, and the end is still the end."""
+@pytest.mark.parametrize("num_at_once", [1, 2, 3])
+def test_a_piece_begins_while_batches_before_it_are_given_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_at_once: int
+) -> None:
+    """If it was read by then; each begins once, its batches are in their order, and the end is still the end."""
     record_shape = shape(1, 1, (1, 1))
     records = make_records(RANDOM, 10, record_shape, limit=9)
     tools.write_norm(
         tmp_path / "a", records.labels, records.dense, records.slots, key_type=np.dtype("<i8"), is_checked=False
     )
     tools.write_file_list(tmp_path / "list.txt", [tmp_path / "a"])
+    monkeypatch.setattr(reading, "_PIECE_BYTES", num_at_once * 4 * 16)  # a label, a dense feature and a key: 16 bytes
     begun: list[Block] = []
     reader = DataReader(
         source(tmp_path / "list.txt", record_shape), 4, repeats=False, begin=lambda block: begun.append(block) or block
     )
+    num_pieces = -(-10 // (4 * num_at_once))
     for _ in range(2):
         begun.clear()
         others = set(threading.enumerate())
@@ -316,11 +322,12 @@ def test_a_batch_begins_when_the_one_before_is_given_out(tmp_path: Path) -> None
         given = []
         for number in range(3):
             given.append(reader.next_batch())
-            assert len(begun) == min(number + 2, 3)
+            assert len(begun) == min(number // num_at_once + 2, num_pieces)
         assert not reader.is_eof()
         assert reader.next_batch() is None
         assert reader.is_eof()
-        assert [id(block) for block in given] == [id(block) for block in begun]
+        found = [sample for batch in given if batch is not None for sample in samples_of(batch, record_shape)]
+        assert found == [records.sample(i) for i in range(10)]
     reader.next_batch()
     reader.set_source()
     assert reader.next_batch() is not begun[0]

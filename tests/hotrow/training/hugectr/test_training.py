@@ -28,7 +28,7 @@ from hotrow.training.hugectr import (
     batch,
     embedding,
 )
-from hotrow.training.hugectr.batch import DeviceBags, Staging
+from hotrow.training.hugectr.batch import Batch, DeviceBags, Staging
 from hotrow.training.hugectr.embedding import EmbeddingTable
 from hotrow.training.hugectr.graph_json import dense_document, read_dense
 from hotrow.training.hugectr.metrics import Metrics, auc
@@ -36,6 +36,7 @@ from hotrow.training.hugectr.optimizers import dense_rule
 from hotrow.training.hugectr.processes import Processes
 from hotrow.training.hugectr.readers.block import Bags, Block
 from hotrow.training.key_index import SortedIndex
+from hotrow.training.row_access import add_up
 from inference_session.errors import ConfigurationError, ModelFormatError, UnsupportedModelError
 from tests.testing.hugectr_training_samples import SAMPLES, Sample, binary, layer, losses, make_data, make_model
 
@@ -97,9 +98,11 @@ def lists(keys: NDArray[np.int64], offsets: NDArray[np.int64]) -> DeviceBags:
 @pytest.mark.parametrize("kind", Optimizer_t)
 @pytest.mark.parametrize("update", [Update_t.Local, Update_t.Global])
 @pytest.mark.parametrize("combiner", ["sum", "mean"])
-def test_tables_follow_their_formulas(kind: Optimizer_t, update: Update_t, combiner: str) -> None:
+@pytest.mark.parametrize("is_as_on_gpu", [False, True])
+def test_tables_follow_their_formulas(kind: Optimizer_t, update: Update_t, combiner: str, is_as_on_gpu: bool) -> None:
     random, params, dim = np.random.default_rng(2), optimizer(kind, update), 3
     table = EmbeddingTable("t", dim, combiner, params)
+    table.finds_distinct = not is_as_on_gpu
     moves_all = update is Update_t.Global and table.rule.moves_untouched
     weights: dict[int, Array] = {}
     states: dict[int, dict[str, Array]] = {}
@@ -108,14 +111,13 @@ def test_tables_follow_their_formulas(kind: Optimizer_t, update: Update_t, combi
         offsets = np.concatenate([[0], np.cumsum(counts)])
         keys = random.integers(-5, 5 + t, offsets[-1]) * 2**40
         bags = lists(keys, offsets)
-        distinct, places = bags.distinct_keys
-        touched = table.touch(distinct)
+        touched = table.touch(bags)
         for key, vector in zip(table.keys.tolist(), table.weight.numpy().astype(np.float64), strict=True):
             if key not in weights:
                 assert (np.abs(vector) <= 0.05).all()
                 weights[key] = vector
                 states[key] = {name: np.full(dim, table.rule.first_state) for name in table.rule.state_names}
-        pooled = table.pool(touched.vectors, places, bags)
+        pooled = table.pool(touched.vectors, touched.places, bags)
         upstream = random.normal(size=(8, dim))
         gradients = {key: np.zeros(dim) for key in keys.tolist()}
         for bag in range(8):
@@ -143,13 +145,12 @@ def test_lazy_adam_makes_up_for_steps_in_which_a_row_was_not_touched() -> None:
     for t in range(1, 20):
         keys = np.unique(random.integers(0, 6, 3))
         bags = lists(keys, np.arange(len(keys) + 1))
-        distinct, places = bags.distinct_keys
-        touched = table.touch(distinct)
+        touched = table.touch(bags)
         for key, vector in zip(table.keys.tolist(), table.weight.numpy().astype(np.float64), strict=True):
             if key not in w:
                 w[key], m[key], v[key], last[key] = vector, np.zeros(2), np.zeros(2), 1
         gradient = random.normal(size=(len(keys), 2))
-        table.pool(touched.vectors, places, bags).backward(torch.tensor(gradient, dtype=torch.float32))
+        table.pool(touched.vectors, touched.places, bags).backward(torch.tensor(gradient, dtype=torch.float32))
         assert touched.vectors.grad is not None
         with torch.no_grad():
             table.update(touched, touched.vectors.grad, 0.05)
@@ -178,8 +179,9 @@ def test_an_index_may_give_rows_in_any_order(monkeypatch: pytest.MonkeyPatch) ->
         table = EmbeddingTable("t", 2, "sum", optimizer(Optimizer_t.AdaGrad))
         table.load(keys, vectors)
         table.set_state(0, table.rows_of(np.array([7, 9])), np.ones((2, 2), np.float32))
-        touched, places = table.touch(torch.tensor([5, 2, 1])), torch.tensor([0, 1, 0, 2])
-        table.pool(touched.vectors, places, lists(np.arange(4), np.arange(5))).sum().backward()
+        bags = lists(np.array([5, 2, 5, 1]), np.arange(5))
+        touched = table.touch(bags)
+        table.pool(touched.vectors, touched.places, bags).sum().backward()
         assert touched.vectors.grad is not None
         with torch.no_grad():
             table.update(touched, touched.vectors.grad, 0.1)
@@ -191,65 +193,102 @@ def test_an_index_may_give_rows_in_any_order(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [Optimizer_t.Adam, Optimizer_t.AdaGrad, Optimizer_t.SGD, Optimizer_t.MomentumSGD])
+@pytest.mark.parametrize("update", [Update_t.Local, Update_t.Global])
 @pytest.mark.parametrize("dim", [1, 6, 16])
-def test_a_table_on_a_gpu_learns_what_one_on_the_processor_learns(kind: Optimizer_t, dim: int) -> None:
+def test_a_table_on_a_gpu_learns_what_one_on_the_processor_learns(
+    kind: Optimizer_t, update: Update_t, dim: int
+) -> None:
     if not torch.cuda.is_available():
         pytest.skip("PyTorch finds no GPU")
-    params, found = optimizer(kind, Update_t.Local), []
+    params, found = optimizer(kind, update), []
     for device in ("cpu", "cuda"):
         place = Processes(0, 1, torch.device(device))
         table = EmbeddingTable("t", dim, "sum", params, seed=3, processes=place)
         for step in range(4):
             random = torch.Generator().manual_seed(step)
             keys = torch.randint(-(2**63), 2**63 - 1, (700,), generator=random) >> (55 - step)
-            touched = table.touch(keys.unique().to(device))
-            gradient = keys.unique()[:, None] % 7 - torch.arange(dim) % 3.0
+            touched = table.touch(DeviceBags(keys.to(device), slice(0, 700), None, 1))
+            gradient = (keys[:, None] % 7 - torch.arange(dim) % 3.0).to(device)
+            if touched.places is not None:
+                gradient = add_up(len(touched.rows), touched.places, gradient)
             with torch.no_grad():
-                table.update(touched, gradient.to(device), 0.01)
+                table.update(touched, gradient, 0.01)
         order = table.keys.argsort()
         found.append([column[order].cpu() for column in table.columns])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("combiner", ["sum", "mean"])
+def test_lists_of_one_length_are_pooled_as_others(width: int, combiner: str) -> None:
+    keys, upstream = np.array([4, 9, 4, 4, 8, 9], np.int64), torch.arange(12.0).reshape(6, 2)[: 6 // width]
+    table, found = EmbeddingTable("t", 2, combiner, optimizer(Optimizer_t.SGD)), []
+    for finds_distinct in (True, False):
+        table.finds_distinct = finds_distinct
+        for bags in (
+            lists(keys, np.arange(0, 7, width)),
+            DeviceBags(torch.from_numpy(keys), slice(0, 6), None, width),
+        ):
+            touched = table.touch(bags)
+            pooled = table.pool(touched.vectors, touched.places, bags)
+            pooled.backward(upstream)
+            gradient = touched.vectors.grad
+            assert gradient is not None
+            places = torch.arange(6) if touched.places is None else touched.places
+            sums = torch.zeros(table.num_rows + 1, 2).index_add_(0, touched.rows, gradient)
+            assert torch.equal(touched.rows[places], table.touch(lists(keys, np.arange(7))).rows[places])
+            found.append((pooled.detach(), sums))
+    for ours in found[1:]:
+        for mine, yours in zip(ours, found[0], strict=True):
+            torch.testing.assert_close(mine, yours)
+
+
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_batch_that_is_sent_ahead_is_the_batch(monkeypatch: pytest.MonkeyPatch, count: int, is_trained: bool) -> None:
-    """With its distinct keys, where it is trained on; and nothing waits before it is taken."""
-    bags = (Bags(np.array([7, 5, 7, 9]), width=1), Bags(np.array([-1, 2**62, -1]), np.array([0, 0, 2, 2, 3])))
-    columns = np.arange(12, dtype=np.float32).reshape(2, 6)
+@pytest.mark.parametrize("size", [2, 4, 6])
+def test_a_batch_that_is_sent_ahead_is_the_batch(monkeypatch: pytest.MonkeyPatch, count: int, size: int) -> None:
+    """Alone or with others, and the last one may be smaller; its step waits for it on the GPU, the host does not."""
+    bags = (Bags(np.arange(12) % 7, width=1), Bags(np.array([-1, 2**62, -1, 5]), np.array([0, 0, 2, 2, 3, 4, 4])))
+    columns = np.arange(36, dtype=np.float32).reshape(6, 6)
     block = Block(columns[:, :1], columns[:, :0], bags)
-    plain, staging = (Staging(Processes(0, count, torch.device("cpu"))) for _ in range(2))
-    waits = _without_gpu(monkeypatch, staging)
-    sent = staging.send(staging.pack(block), is_trained=is_trained)
-    assert not waits
-    found, expected = staging.take(sent), plain.take(block)
-    assert waits
-    for ours, theirs in zip(found.tensors(), expected.tensors(), strict=True):
-        assert ours.dtype == theirs.dtype
-        assert torch.equal(ours, theirs)
+    for rank in range(count):
+        plain, staging = (Staging(Processes(rank, count, torch.device("cpu"))) for _ in range(2))
+        waits = _without_gpu(monkeypatch, staging)
+        sent = staging.send(staging.pack(block))
+        for begin in range(0, 6, size):
+            assert len(waits) == begin // size
+            found = staging.take(sent.part(begin, begin + size))
+            _assert_same(found, plain.take(block.part(begin, begin + size)))
+
+
+def _assert_same(found: Batch, expected: Batch) -> None:
+    assert torch.equal(found.labels, expected.labels)
+    assert torch.equal(found.dense, expected.dense)
     for mine, yours in zip(found.bags, expected.bags, strict=True):
-        assert (mine.found is not None) == is_trained
         assert (mine.own, mine.width) == (yours.own, yours.width)
-        assert [each.tolist() for each in mine.distinct_keys] == [each.tolist() for each in yours.distinct_keys]
+        assert mine.keys.dtype == torch.int64
+        assert torch.equal(mine.keys, yours.keys)
+        assert (mine.offsets is None) == (yours.offsets is None)
+        if mine.offsets is not None:
+            assert mine.offsets.tolist() == (yours.offsets.tolist() if yours.offsets is not None else None)
 
 
-def _without_gpu(monkeypatch: pytest.MonkeyPatch, staging: Staging) -> list[int]:
-    """Let a batch go the way to a GPU in host memory; returns a list that grows when the host waits."""
-    waits: list[int] = []
-    event = SimpleNamespace(record=lambda: None, synchronize=lambda: waits.append(1))
+def _without_gpu(monkeypatch: pytest.MonkeyPatch, staging: Staging) -> list[object]:
+    """Let a batch go the way to a GPU in host memory; returns a list that grows when the stream of steps waits."""
+    waits: list[object] = []
+    event = SimpleNamespace(record=lambda: None)
     monkeypatch.setattr(staging, "_stream", "a stream")
     monkeypatch.setattr(batch, "pinned_memory", lambda size: torch.empty(size, dtype=torch.uint8))
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     for name, value in (("stream", nullcontext), ("device", nullcontext), ("Event", lambda: event)):
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "another stream")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=waits.append))
     return waits
 
 
 def test_keys_never_trained_on_are_answered_with_zeros_and_get_no_row() -> None:
     table = EmbeddingTable("t", 4, "sum", optimizer(Optimizer_t.SGD))
-    table.touch(torch.tensor([7, -7]))
+    table.touch(lists(np.array([7, -7]), np.arange(3)))
     bags = lists(np.array([8, 7, 2**62]), np.array([0, 1, 2, 3]))
     found = table.pool(*table.find(bags), bags)
     assert table.num_rows == 2
