@@ -4,8 +4,9 @@ python -m benchmarks.hugectr_training [--batch-size N] [--rounds N] [--steps N] 
 
 Both train in turns, a few steps each. With one thread, processor time is measured, so that other work on the machine
 does not count; with more, and where there is a GPU, the clock. hotrow reads its batches from files in Norm format
-meanwhile; PyTorch's are ready in memory, on the GPU where there is one. Afterwards the stages of hotrow's training are
-measured one by one: reading files, sending batches to the device, and steps whose batches are on the device.
+meanwhile; PyTorch's are ready in memory, on the GPU where there is one. A second way in PyTorch reads the same files
+with NumPy between its steps. Afterwards the stages of hotrow's training are measured one by one: reading files, sending
+batches to the device, and steps whose batches are on the device.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 
 import click
@@ -26,16 +27,24 @@ from torch import Tensor, nn
 from hotrow.training import hugectr
 from hotrow.training.hugectr import DenseLayer, Layer_t
 from hotrow.training.hugectr.readers.batches import batches
+from hotrow.training.hugectr.readers.norm import HEADER
 
 SLOT_SIZE = 4000
 EMBEDDING_DIM = 16
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+RECORD = np.dtype(
+    [("label", "<f4", (1,)), ("dense", "<f4", 13), ("slots", np.dtype([("count", "<i4"), ("key", "<i8")]), 28)]
+)
+"""Of the Norm files that `write_data` writes: each slot has one key."""
+MIN_RECORDS = 40_000
+"""Of each file."""
 
 
-def write_data(folder: Path) -> None:
+def write_data(folder: Path, batch_size: int) -> None:
     params = hugectr.DataGeneratorParams(
         hugectr.DataReaderType_t.Norm, 1, 13, 28, True, str(folder / "train.txt"), str(folder / "eval.txt"),
-        [SLOT_SIZE] * 28, check_type=hugectr.Check_t.Non, num_files=2, eval_num_files=1, num_samples_per_file=40_000,
+        [SLOT_SIZE] * 28, check_type=hugectr.Check_t.Non, num_files=2, eval_num_files=1,
+        num_samples_per_file=max(MIN_RECORDS, batch_size),
     )  # fmt: skip
     hugectr.DataGenerator(params).generate()
 
@@ -102,15 +111,21 @@ class Direct(nn.Module):
         return top + self.wide(keys[:, :2]).sum(dim=1)
 
 
-def direct_step(folder: Path, network: str, batch_size: int, update: hugectr.Update_t) -> Callable[[], None]:
-    reader = hugectr_model(folder, "wdl", batch_size, update).get_data_reader_train()
-    batches = []
-    for _ in range(8):
-        block = reader.next_batch()
-        assert block is not None
-        keys = np.concatenate([bags.keys.reshape(batch_size, -1) for bags in block.bags], axis=1)
-        batches.append([torch.tensor(array, device=DEVICE) for array in (block.dense, keys, block.labels)])
-    reader.stop()
+Tensors = tuple[Tensor, ...]
+
+
+def read_directly(folder: Path, batch_size: int) -> Iterator[Tensors]:
+    """Dense features, keys and labels of batches without end, read with NumPy and copied to the device."""
+    for name in cycle((folder / "train.txt").read_text(encoding="utf-8").split()[1:]):
+        records = np.memmap(name, RECORD, "r", offset=HEADER.itemsize)
+        for begin in range(0, len(records) - batch_size + 1, batch_size):
+            part = records[begin : begin + batch_size]
+            columns = map(np.ascontiguousarray, (part["dense"], part["slots"]["key"], part["label"]))
+            yield tuple(torch.from_numpy(column).to(DEVICE, non_blocking=True) for column in columns)
+
+
+def direct_step(network: str, update: hugectr.Update_t, ready: Iterator[Tensors]) -> Callable[[], None]:
+    """A step on the next of the batches."""
     is_sparse = update is hugectr.Update_t.Local
     model = Direct(network, sparse=is_sparse).to(DEVICE)
     tables = [*model.wide.parameters(), *model.deep.parameters()]
@@ -118,11 +133,9 @@ def direct_step(folder: Path, network: str, batch_size: int, update: hugectr.Upd
     optimizers: list[torch.optim.Optimizer] = [torch.optim.Adam(others if is_sparse else model.parameters(), lr=0.001)]
     if is_sparse:
         optimizers.append(torch.optim.SparseAdam(tables, lr=0.001))
-    state = {"i": 0}
 
     def step() -> None:
-        dense, keys, labels = batches[state["i"] % len(batches)]
-        state["i"] += 1
+        dense, keys, labels = next(ready)
         for optimizer in optimizers:
             optimizer.zero_grad()
         nn.functional.binary_cross_entropy_with_logits(model(dense, keys), labels).backward()
@@ -133,12 +146,12 @@ def direct_step(folder: Path, network: str, batch_size: int, update: hugectr.Upd
 
 
 def stages(model: hugectr.Model, batch_size: int) -> dict[str, Callable[[], object]]:
-    """The parts of training that can run side by side, each on its own."""
-    trainer = model.trainer
+    """The parts of training that can run side by side, each on its own; the first two are of a piece of batches."""
+    trainer, reader = model.trainer, model.get_data_reader_train()
     staging = trainer.staging
-    made = map(staging.pack, batches(model.get_data_reader_train().source, batch_size, repeats=True))
-    read = [next(made) for _ in range(8)]
-    blocks, sent = cycle(read), cycle([staging.send(block) for block in read])
+    made = map(staging.pack, batches(reader.source, reader.num_at_once * batch_size, repeats=True))
+    read = [next(made) for _ in range(4)]
+    blocks, sent = cycle(read), cycle([staging.send(block).part(0, batch_size) for block in read])
     return {
         "reading": lambda: next(made),
         "sending": lambda: staging.take(staging.send(next(blocks))),
@@ -172,27 +185,38 @@ def main(batch_size: int, rounds: int, num_steps: int, threads: int) -> None:
     clock = time.process_time if threads == 1 and DEVICE.type == "cpu" else time.perf_counter
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_data(folder)
+        write_data(folder, batch_size)
         for network in ("wdl", "dcn"):
             for update in (hugectr.Update_t.Local, hugectr.Update_t.Global):
                 model = hugectr_model(folder, network, batch_size, update)
                 steps: dict[str, Callable[[], object]] = {
                     "hotrow": model.train,
-                    "PyTorch": direct_step(folder, network, batch_size, update),
+                    "PyTorch": direct_step(network, update, cycle(islice(read_directly(folder, batch_size), 8))),
+                    "reading": direct_step(network, update, read_directly(folder, batch_size)),
                 }
-                times = compare(steps, rounds, partial(seconds, num_steps=num_steps, clock=clock))
+                measure = partial(seconds, num_steps=num_steps, clock=clock)
+                times = compare(steps, rounds, measure)
                 model.get_data_reader_train().stop()
                 model.get_data_reader_eval().stop()
-                parts = compare(stages(model, batch_size), rounds, partial(seconds, num_steps=num_steps, clock=clock))
-                best = min(times["PyTorch"]) / min(times["hotrow"])
-                ours, theirs = (batch_size / statistics.median(taken) for taken in times.values())
+                ours, theirs, reading = (batch_size / statistics.median(taken) for taken in times.values())
                 print(
                     f"{network}, Adam {update.value}, batch {batch_size}, {DEVICE.type}, {threads} threads: hotrow "
-                    f"{ours:,.0f} samples/s, PyTorch {theirs:,.0f}; ratio {ours / theirs:.2f} (best {best:.2f})",
+                    f"{ours:,.0f} samples/s, PyTorch {theirs:,.0f}; ratio {ours / theirs:.2f} "
+                    f"(best {min(times['PyTorch']) / min(times['hotrow']):.2f}); "
+                    f"PyTorch that reads the files {reading:,.0f}; ratio {ours / reading:.2f}",
                     flush=True,
                 )
-                speeds = {way: batch_size / statistics.median(taken) for way, taken in parts.items() if min(taken) > 0}
-                print("  apart: " + ", ".join(f"{way} {speed:,.0f}" for way, speed in speeds.items()), flush=True)
+                print_stages(model, batch_size, compare(stages(model, batch_size), rounds, measure))
+
+
+def print_stages(model: hugectr.Model, batch_size: int, times: dict[str, list[float]]) -> None:
+    piece = batch_size * model.get_data_reader_train().num_at_once
+    speeds = {
+        way: (batch_size if way == "step" else piece) / statistics.median(taken)
+        for way, taken in times.items()
+        if min(taken) > 0
+    }
+    print("  apart: " + ", ".join(f"{way} {speed:,.0f}" for way, speed in speeds.items()), flush=True)
 
 
 def compare(

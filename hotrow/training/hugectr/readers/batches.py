@@ -119,7 +119,8 @@ class DataReader:
         self._begun: deque[Block | BaseException | None] = deque()
         """What comes next: batches, an error, or the end."""
         self._batch_size = batch_size
-        self._num_at_once = _batches_at_once(batch_size, source.shape)
+        self.num_at_once = _batches_at_once(batch_size, source.shape)
+        """The batches of a piece."""
         self._repeats = repeats
         self._ahead: _Ahead | None = None
         self._is_eof = False
@@ -143,7 +144,7 @@ class DataReader:
         """Begin to read, unless that is done."""
         if self._ahead is None:
             self._is_eof = False
-            pieces = batches(self.source, self._num_at_once * self._batch_size, repeats=self._repeats)
+            pieces = batches(self.source, self.num_at_once * self._batch_size, repeats=self._repeats)
             self._ahead = _Ahead(map(self._prepare, pieces))
             weakref.finalize(self, self._ahead.close)
 
@@ -161,7 +162,7 @@ class DataReader:
         if not self._begun:
             self._take(self._ahead.found.get())
         item = self._begun.popleft()
-        if len(self._begun) < self._num_at_once:
+        if len(self._begun) < self.num_at_once:
             with suppress(queue.Empty):
                 self._take(self._ahead.found.get_nowait())
         if isinstance(item, BaseException):
