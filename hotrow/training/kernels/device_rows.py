@@ -17,6 +17,8 @@ from torch import Tensor
 import inference_session.kernels
 
 _THREADS = 256
+_VECTOR_BYTES = 16
+"""The kernels read four elements at once."""
 _SHARED = ("layout.cuh", "index.cuh")
 
 
@@ -81,6 +83,8 @@ def index_rows(entries: Tensor, table_keys: Tensor, num_rows: int) -> None:
 
 def add_up(sums: Tensor, rows: Tensor, vectors: Tensor, sources: Tensor | None, factors: Tensor | None) -> None:
     """Add vectors to the rows of `sums` that `rows` names; as `row_access.add_up`."""
+    if vectors.data_ptr() % _VECTOR_BYTES:  # a part of another tensor
+        vectors = vectors.clone()
     _run_rows("add_up", len(rows), sums.shape[1], sums, sums.shape[1], rows, len(rows), vectors, sources, factors)
 
 

@@ -19,8 +19,8 @@ from inference_session.errors import ModelFormatError
 
 _NUM_AHEAD = 4
 """The most pieces that wait in the queue."""
-_PIECE_BYTES = 4 << 20
-"""A piece has as many batches as this holds, and one at least."""
+_PIECE_BATCHES, _PIECE_BYTES = 8, 4 << 20
+"""A piece has as many batches as it may, and as these bytes hold, but one at least."""
 _POLL_S = 0.1
 
 
@@ -182,4 +182,4 @@ class DataReader:
 
 def _batches_at_once(batch_size: int, shape: RecordShape) -> int:
     most_bytes = 4 * (shape.label_dim + shape.dense_dim) + 8 * int(shape.most_keys.sum())
-    return max(1, _PIECE_BYTES // max(1, batch_size * most_bytes))
+    return max(1, min(_PIECE_BATCHES, _PIECE_BYTES // max(1, batch_size * most_bytes)))
