@@ -2,11 +2,12 @@
 
 python -m benchmarks.hugectr_training [--batch-size N] [--rounds N] [--steps N] [--threads N]
 
-Both train in turns, a few steps each. With one thread, processor time is measured, so that other work on the machine
-does not count; with more, and where there is a GPU, the clock. hotrow reads its batches from files in Norm format
-meanwhile; PyTorch's are ready in memory, on the GPU where there is one. A second way in PyTorch reads the same files
-with NumPy between its steps. Afterwards the stages of hotrow's training are measured one by one: reading files, sending
-batches to the device, and steps whose batches are on the device.
+Both train in turns, some steps each; on a GPU so many that several pieces of the data are read in a round. With one
+thread, processor time is measured, so that other work on the machine does not count; with more, and where there is a
+GPU, the clock. hotrow reads its batches from files in Norm format meanwhile; PyTorch's are ready in memory, on the GPU
+where there is one. A second way in PyTorch reads the same files with NumPy between its steps. Afterwards the stages of
+hotrow's training are measured one by one: reading files, sending batches to the device, and steps whose batches are on
+the device.
 """
 
 from __future__ import annotations
@@ -177,7 +178,9 @@ def _finish() -> None:
 @click.command()
 @click.option("--batch-size", default=2048, show_default=True)
 @click.option("--rounds", default=7, show_default=True)
-@click.option("--steps", "num_steps", default=4, show_default=True, help="Of each in a round.")
+@click.option(
+    "--steps", "num_steps", default=40 if DEVICE.type == "cuda" else 4, show_default=True, help="Of each in a round."
+)
 @click.option("--threads", default=1, show_default=True)
 def main(batch_size: int, rounds: int, num_steps: int, threads: int) -> None:
     """Print samples a second of both, and the ratio, by the median and the best round."""

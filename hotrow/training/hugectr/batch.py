@@ -98,8 +98,10 @@ class Staging:
             memory = piece.staged.to(self._device, non_blocking=True)
             arrival = torch.cuda.Event()
             arrival.record()
-        sent = _Sent(piece, unpacked(memory, list(_tensors(piece))), arrival, 0, len(piece))
-        return replace(piece, staged=sent)
+        tensors = unpacked(memory, list(_tensors(piece)))
+        # Without the pinned memory, which torch gives to the next piece as soon as this one is copied.
+        piece = replace(piece, staged=None)
+        return replace(piece, staged=_Sent(piece, tensors, arrival, 0, len(piece)))
 
     def take(self, block: Block) -> Batch:
         """The tensors of a batch, for work on the current stream, which waits until they have arrived."""
