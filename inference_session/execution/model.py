@@ -30,11 +30,19 @@ from inference_session.version_directory.version import VersionDirectory
 if TYPE_CHECKING:
     from inference_session.execution.kept_contexts import KeptContexts
 
-_FILES = (DENSE_FILE, KEYS_FILE), (RANKING_FILE, RANKING_KEYS_FILE)
-"""For each network, its own file, and that of the network that computes its keys."""
 _log = logging.getLogger(__name__)
 _Engines: TypeAlias = "tuple[DenseEngine, OnnxEngine | None]"
-"""A dense network, and the one that computes its keys."""
+"""A dense network, and the one that computes its keys; None: all keys are inputs."""
+
+
+class _NetworkFiles(NamedTuple):
+    """One of a version's networks: which look-ups it has, and which files."""
+
+    spec: ModelSpec
+    """Of the model, with the look-ups of this network."""
+    dense: str
+    keys: str
+    """The network that computes the keys; there is no such file where all keys are inputs."""
 
 
 class Model(NamedTuple):
@@ -60,7 +68,10 @@ def open_model(version: VersionDirectory, config: SessionConfig, devices: Sequen
     # Only what is looked up without a wait for stores is recorded; the other requests wait at the same time.
     has_threads = len(devices) > 1 and not config.has_store
     threads = [DeviceThread(device, is_own=has_threads) for device in devices]
-    engines = [thread.run(partial(_open_all_engines, version, config, thread)) for thread in threads]
+    files = _files_of(spec)
+    engines = [
+        [thread.run(partial(_open_engines, version.path, each, config, thread)) for each in files] for thread in threads
+    ]
     names = [engine.input_names for pair in engines[0] for engine in pair if engine is not None]
     layout = layout_of(spec)(
         spec,
@@ -68,44 +79,38 @@ def open_model(version: VersionDirectory, config: SessionConfig, devices: Sequen
         network_inputs=frozenset().union(*names),
         max_elements=config.max_keys_per_request,
     )
-    for each, pair, files in zip(_network_specs(spec), engines[0], _FILES, strict=False):
-        check_network(each, version.path, layout.values, pair, files)
+    for each, pair in zip(files, engines[0], strict=True):
+        check_network(each.spec, version.path, layout.values, pair, (each.dense, each.keys))
     rows = tuple(create_rows(version, config, [thread.device for thread in threads]))
-    networks = [_networks(spec, layout, *each) for each in zip(engines, rows, strict=True)]
-    replicas = [
-        Replica(*pair, thread, _stage(spec, config, layout, pair))
-        for thread, pair in zip(threads, networks, strict=True)
-    ]
+    replicas = []
+    for thread, pairs, own in zip(threads, engines, rows, strict=True):
+        networks = [
+            Network(each.spec, own, *pair, keys_follow_inputs=layout.keys_follow_inputs)
+            for each, pair in zip(files, pairs, strict=True)
+        ]
+        network, ranking = networks[0], networks[-1]
+        replicas.append(Replica(network, ranking, thread, _stage(spec, config, layout, network, ranking)))
     return Model(layout, rows, Replicas(replicas), _keep_contexts(version, config, rows[0], layout))
 
 
-def _network_specs(spec: ModelSpec) -> list[ModelSpec]:
-    """The spec of the model's network, and that of the one that ranks candidates, if any."""
+def _files_of(spec: ModelSpec) -> list[_NetworkFiles]:
+    """The model's network, then the one that ranks candidates, if the model has another for them."""
+    network = _NetworkFiles(spec, DENSE_FILE, KEYS_FILE)
     if spec.ranking is None or spec.ranking.undivided:
-        return [spec]
-    return [spec, replace(spec, lookups=spec.ranking.lookups)]
+        return [network]
+    return [network, _NetworkFiles(replace(spec, lookups=spec.ranking.lookups), RANKING_FILE, RANKING_KEYS_FILE)]
 
 
-def _open_all_engines(version: VersionDirectory, config: SessionConfig, thread: DeviceThread) -> list[_Engines]:
-    """The engines of each network, on the thread's device."""
-    pairs = zip(_network_specs(version.spec), _FILES, strict=False)
-    return [_open_engines(version.path, spec, config, thread, names) for spec, names in pairs]
-
-
-def _open_engines(
-    directory: Path, spec: ModelSpec, config: SessionConfig, thread: DeviceThread, files: tuple[str, str]
-) -> _Engines:
-    """A dense network, and the one that computes its keys, if any."""
-    dense_file, keys_file = files
-    layout = layout_of(spec)
-    if not layout.has_network:
+def _open_engines(directory: Path, files: _NetworkFiles, config: SessionConfig, thread: DeviceThread) -> _Engines:
+    """The engines of a network, on the thread's device."""
+    spec = files.spec
+    if not layout_of(spec).has_network:
         return VectorEngine([lookup.dense_input for lookup in spec.lookups]), None
     vectors = {lookup.dense_input for lookup in spec.lookups}
-    dense = _create_engine(directory / dense_file, config, thread, vectors)
-    check_outputs(spec, directory, dense.output_names, dense_file)
-    has_key_graph = (directory / keys_file).exists()
-    keys = OnnxEngine(directory / keys_file, num_threads=1) if has_key_graph else None
-    return dense, keys
+    dense = _create_engine(directory / files.dense, config, thread, vectors)
+    check_outputs(spec, directory, dense.output_names, files.dense)
+    keys_path = directory / files.keys
+    return dense, OnnxEngine(keys_path, num_threads=1) if keys_path.exists() else None
 
 
 def _create_engine(path: Path, config: SessionConfig, thread: DeviceThread, vectors: Collection[str]) -> DenseEngine:
@@ -123,22 +128,10 @@ def _create_engine(path: Path, config: SessionConfig, thread: DeviceThread, vect
         return create_engine(path, config, HOST)
 
 
-def _networks(
-    spec: ModelSpec, layout: RequestLayout, engines: Sequence[_Engines], rows: Rows
-) -> tuple[Network, Network]:
-    """The model's network, and the one that ranks candidates; the same where the model has no other for them."""
-    networks = [
-        Network(each, rows, dense, keys, keys_follow_inputs=layout.keys_follow_inputs)
-        for each, (dense, keys) in zip(_network_specs(spec), engines, strict=True)
-    ]
-    return networks[0], networks[-1]
-
-
 def _stage(
-    spec: ModelSpec, config: SessionConfig, layout: RequestLayout, networks: tuple[Network, Network]
+    spec: ModelSpec, config: SessionConfig, layout: RequestLayout, network: Network, ranking: Network
 ) -> StagedModel | None:
     """The fast path on the networks' device; None: this model has none."""
-    network, ranking = networks
     stage = partial(_stage_network, layout)
     if spec.ranking is None:
         return stage(spec, network)
