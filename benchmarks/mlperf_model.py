@@ -36,7 +36,6 @@ DIM, NUM_DENSE = 128, 13
 BOTTOM, TOP = (512, 256, 128), (1024, 1024, 512, 256, 1)
 NUM_CROSS, CROSS_RANK = 3, 512
 OUTPUT = "probability"
-LOOKUPS_PER_PAIR = sum(POOLING)
 _LARGEST_ELEMENT = 0.25
 """The largest element of a row: sums of 100 rows then have elements of about 1.4."""
 _BLOCK_ROWS = 1 << 16

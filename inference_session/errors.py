@@ -61,3 +61,8 @@ class UnavailableError(HotrowError, RuntimeError):
 
 class SessionClosedError(HotrowError, RuntimeError):
     """The session, cache or store has been closed."""
+
+
+def first_line(error: Exception) -> str:
+    """The first line of a library's error, for a message of ours; some errors contain only their name."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

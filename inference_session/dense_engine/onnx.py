@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from inference_session.dense_engine.base import BoundRun, DenseEngine
-from inference_session.errors import InvalidRequestError, ModelFormatError, SessionClosedError
+from inference_session.errors import InvalidRequestError, ModelFormatError, SessionClosedError, first_line
 from inference_session.platform.file_names import decoded
 
 # What ONNX Runtime raises when a file cannot become a network …
@@ -70,7 +70,7 @@ class OnnxEngine(DenseEngine):
             self.input_names = frozenset(self.input_types)
             self.output_names = frozenset(tensor.name for tensor in self._session.get_outputs())
         except _LOAD_ERRORS as error:
-            raise ModelFormatError(f"{path}: ONNX Runtime cannot load it: {_first_line(error)}") from error
+            raise ModelFormatError(f"{path}: ONNX Runtime cannot load it: {first_line(error)}") from error
         self.provider: str = self._session.get_providers()[0]
 
     def run(
@@ -188,9 +188,4 @@ def bound_run(session: Any, binding: Any, options: Any) -> Callable[[], None]:
 
 def refused(error: Exception) -> InvalidRequestError:
     """The message for values that ONNX Runtime rejects."""
-    return InvalidRequestError(f"the network cannot compute these values: {_first_line(error)}")
-
-
-def _first_line(error: Exception) -> str:
-    """The first line of an error; some of ONNX Runtime's errors contain only their name."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return InvalidRequestError(f"the network cannot compute these values: {first_line(error)}")

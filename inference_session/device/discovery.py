@@ -9,7 +9,7 @@ from pathlib import Path
 
 from inference_session.device.base import Device
 from inference_session.device.host import HOST
-from inference_session.errors import ConfigurationError
+from inference_session.errors import ConfigurationError, first_line
 
 PROVIDER = "CUDAExecutionProvider"
 """ONNX Runtime's name for running on a GPU."""
@@ -116,11 +116,7 @@ def unusable(device_id: int) -> str | None:
         nvrtc.getVersion()
     except RuntimeError as error:
         return (
-            f"CuPy does not find CUDA's compiler NVRTC ({_first_line(error)}): install CUDA's toolkit, or pip install"
+            f"CuPy does not find CUDA's compiler NVRTC ({first_line(error)}): install CUDA's toolkit, or pip install"
             " 'cupy-cuda13x[ctk]', or 'cupy-cuda12x[ctk]' for CUDA 12"
         )
     return None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from inference_session.errors import ConfigurationError, HotrowError
 from triton_backend.launcher.command import Endpoint, ServerOptions
+from triton_backend.launcher.ports import address_of, reachable
 from triton_backend.launcher.process_group import end_group
 from triton_backend.launcher.reaper import FRONT_FOLDER
 
@@ -122,7 +123,7 @@ class Front:
     def _listens(self, endpoint: Endpoint) -> bool:
         host, port = self._options.host_of(endpoint), self._options.port_of(endpoint)
         try:
-            socket.create_connection((_reachable(host), port), timeout=1).close()
+            socket.create_connection((reachable(host), port), timeout=1).close()
         except OSError:
             return False
         return True
@@ -138,10 +139,10 @@ def configuration(options: ServerOptions, folder: Path) -> str:
         "CONNECTIONS": num_files // 2,
         "FOLDER": folder,
         "MAX_BYTES": MAX_BYTES,
-        "TRITON_HTTP": _address(*options.listens_at("http")),
-        "TRITON_GRPC": _address(*options.listens_at("grpc")),
-        "HTTP": _address(options.host_of("http"), options.port_of("http")),
-        "GRPC": _address(options.host_of("grpc"), options.port_of("grpc")) + (" ssl" if options.tls else ""),
+        "TRITON_HTTP": address_of(*options.listens_at("http")),
+        "TRITON_GRPC": address_of(*options.listens_at("grpc")),
+        "HTTP": address_of(options.host_of("http"), options.port_of("http")),
+        "GRPC": address_of(options.host_of("grpc"), options.port_of("grpc")) + (" ssl" if options.tls else ""),
         "TLS": _tls(options),
         "SAFE_JSON": "~" + safe_json().replace("\\", "\\\\"),
     }
@@ -179,12 +180,3 @@ def _quoted(path: Path) -> str:
     for character in '\\"':
         text = text.replace(character, "\\" + character)
     return f'"{text}"'
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _reachable(host: str) -> str:
-    """The address at which this machine reaches a listener."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104

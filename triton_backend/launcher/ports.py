@@ -1,4 +1,4 @@
-"""Reserves ports before a server is started: it would notice a taken one only after loading its models."""
+"""Where a server listens. Its ports are reserved first: it would notice a taken one only after loading its models."""
 
 from __future__ import annotations
 
@@ -13,6 +13,16 @@ from inference_session.errors import ConfigurationError
 _FREE = range(20_000, 30_000)
 """Where free ports are looked for: below those that Linux gives to outgoing connections (32,768 to 60,999)."""
 _NUM_TRIALS = 5
+
+
+def address_of(host: str, port: int) -> str:
+    """A host and a port as URLs and command lines have them."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def reachable(host: str) -> str:
+    """Where this machine reaches what listens on a host: nobody connects to an address that means all of them."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
 
 
 @contextlib.contextmanager

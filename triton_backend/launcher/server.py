@@ -37,7 +37,6 @@ from triton_backend.client.server import RESTRICTED_HEADER, RemoteServer
 from triton_backend.launcher import reaper
 from triton_backend.launcher.command import (
     EXIT_TIMEOUT_S,
-    THIS_MACHINE,
     Endpoint,
     ServerCommand,
     ServerOptions,
@@ -47,6 +46,7 @@ from triton_backend.launcher.command import (
 from triton_backend.launcher.front import Front, find_nginx
 from triton_backend.launcher.installation import Installation, find_installation
 from triton_backend.launcher.log import ServerLog
+from triton_backend.launcher.ports import address_of, reachable
 from triton_backend.launcher.process_group import end_group, reap_orphans
 from triton_backend.launcher.reaper import remove_shared_memory
 from triton_backend.launcher.watchdog import POLL_S, Watchdog
@@ -166,7 +166,8 @@ class TritonServer:
     def endpoints(self) -> dict[str, str]:
         """The addresses of `HTTP`, `gRPC` and `metrics`."""
         http, grpc, metrics = (
-            _address(self.options.host_of(endpoint), self.options.port_of(endpoint)) for endpoint in get_args(Endpoint)
+            address_of(self.options.host_of(endpoint), self.options.port_of(endpoint))
+            for endpoint in get_args(Endpoint)
         )
         return {"HTTP": f"http://{http}", "gRPC": grpc, "metrics": f"http://{metrics}/metrics"}
 
@@ -337,13 +338,8 @@ class TritonServer:
         return RemoteServer(self._own_address("grpc"), restricted_key=self.options.restricted_key, tls=tls)
 
     def _own_address(self, endpoint: Endpoint) -> str:
-        everywhere = {"0.0.0.0": THIS_MACHINE, "::": "::1"}  # noqa: S104  addresses to listen on, not to connect to
         host, port = self.options.listens_at(endpoint)
-        return _address(everywhere.get(host, host), port)
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return address_of(reachable(host), port)
 
 
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from onnx import GraphProto, NodeProto
 
 from inference_session.importers.onnx.graph import attribute, constants, integers, producers
-from inference_session.importers.onnx.lookups import KEY_TYPES, SHAPE_OPS, Lookup, Surgery
+from inference_session.importers.onnx.lookups import KEY_TYPES, SHAPE_OPS, Lookup, Surgery, casts_keys
 
 Columns = tuple[int, int]
 _FAR = 1 << 31
@@ -30,7 +30,7 @@ def _columns_behind(surgery: Surgery, made_by: dict[str, NodeProto], keys: str) 
     if node is None:
         return None
     matrix = node.input[0]
-    while matrix in made_by and _casts_keys(made_by[matrix]):
+    while matrix in made_by and casts_keys(made_by[matrix]):
         matrix = made_by[matrix].input[0]
     dims = surgery.types.dims(matrix)
     is_input = any(value.name == matrix for value in surgery.graph.input)
@@ -41,11 +41,7 @@ def _columns_behind(surgery: Surgery, made_by: dict[str, NodeProto], keys: str) 
 
 
 def _keeps_order(node: NodeProto) -> bool:
-    return _casts_keys(node) or (node.op_type in SHAPE_OPS and not node.domain)
-
-
-def _casts_keys(node: NodeProto) -> bool:
-    return node.op_type == "Cast" and attribute(node, "to", 0) in KEY_TYPES
+    return casts_keys(node) or (node.op_type in SHAPE_OPS and not node.domain)
 
 
 def _columns(graph: GraphProto, node: NodeProto, output: str, width: int) -> Columns | None:

@@ -198,7 +198,7 @@ def _input_behind(surgery: Surgery, keys: str) -> str | None:
     made_by = producers(surgery.graph)
     while keys in made_by:
         node = made_by[keys]
-        if not _casts_keys(node) and node.op_type not in SHAPE_OPS:
+        if not casts_keys(node) and node.op_type not in SHAPE_OPS:
             return None
         keys = node.input[0]
     is_input = any(value.name == keys for value in surgery.graph.input)
@@ -208,13 +208,14 @@ def _input_behind(surgery: Surgery, keys: str) -> str | None:
 def _only_casts(surgery: Surgery, keys: str) -> bool:
     made_by = producers(surgery.graph)
     while keys in made_by:
-        if not _casts_keys(made_by[keys]) and made_by[keys].op_type != "Identity":
+        if not casts_keys(made_by[keys]) and made_by[keys].op_type != "Identity":
             return False
         keys = made_by[keys].input[0]
     return True
 
 
-def _casts_keys(node: NodeProto) -> bool:
+def casts_keys(node: NodeProto) -> bool:
+    """Whether a node changes the type of keys, which stay the same numbers."""
     return node.op_type == "Cast" and attribute(node, "to", 0) in KEY_TYPES
 
 
