@@ -27,8 +27,19 @@ class ServerAddress:
 
     def connect(self) -> RemoteServer:
         """The server's client; sends nothing yet."""
-        key = self.key_file.read_text(encoding="utf-8").strip() if self.key_file else None
+        key = read_key(self.key_file) if self.key_file else None
         return RemoteServer(self.url, restricted_key=key, tls=self.tls)
+
+
+def read_key(path: Path) -> str:
+    """The key of restricted APIs in a file; ConfigurationError where the file holds no key."""
+    try:
+        key = path.read_text(encoding="ascii").strip()
+    except UnicodeDecodeError:
+        key = ""
+    if not key.isprintable() or not key or any(c in key for c in " =:,"):
+        raise ConfigurationError(f"{path}: a key is one word of ASCII characters other than space, '=', ':' and ','")
+    return key
 
 
 def server_options(command: Callable[..., Any]) -> Callable[..., Any]:

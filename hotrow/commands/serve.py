@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from hotrow.progress import byte_progress
-from hotrow.server_options import PEM_FILE
+from hotrow.server_options import PEM_FILE, read_key
 from inference_session.errors import ConfigurationError
 from inference_session.model_source import is_url
 from triton_backend.client.tls import ServerTls
@@ -104,7 +104,7 @@ def command(
         metrics_port=metrics_port,
         http_host=http_host,
         tls=_tls(tls_certificate, tls_key, tls_client_ca),
-        restricted_key=_read_key(key_file) if key_file else None,
+        restricted_key=read_key(key_file) if key_file else None,
         front=front,
         verbose=verbose,
         extra_flags=flags,
@@ -156,10 +156,3 @@ def _tls(certificate: Path | None, key: Path | None, client_ca: Path | None) -> 
     if certificate or key or client_ca:
         raise ConfigurationError("TLS needs both --tls-certificate and --tls-key")
     return None
-
-
-def _read_key(path: Path) -> str:
-    key = path.read_text(encoding="utf-8").strip()
-    if not key or not key.isascii() or not key.isprintable() or any(c in key for c in " =:,"):
-        raise ConfigurationError(f"{path}: a key is one word of ASCII characters other than space, '=', ':' and ','")
-    return key

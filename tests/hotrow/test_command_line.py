@@ -58,6 +58,17 @@ def version_dir(run: Run, model: Path, tmp_path: Path) -> Path:
     return tmp_path / "repository" / "ctr" / "1"
 
 
+@pytest.mark.parametrize("content", [b"", b"two words\n", "schl\u00fcssel".encode(), b"\x80\xff"])
+def test_a_key_file_without_a_key_is_named(run: Run, tmp_path: Path, content: bytes) -> None:
+    """A binary file ended the command with a traceback, and an empty one was sent as a key."""
+    (tmp_path / "key").write_bytes(content)
+
+    code, _, errors = run("versions", "ctr", "--url", "localhost:1", "--key-file", tmp_path / "key")
+
+    assert code == 1
+    assert errors.startswith(f"hotrow: {tmp_path / 'key'}: a key is one word")
+
+
 @pytest.mark.parametrize("path", [(), ("import",), ("import", "onnx"), ("import", "hugectr"), ("serve",), ("inspect",)])
 def test_everything_has_help(run: Run, path: tuple[str, ...]) -> None:
     """Each command and group explains itself."""
