@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.testing.programs import PROGRAM_S
+from tests.testing import ROOT
+from tests.testing.forked import ForkedPrograms
 
-PRELUDE = """
+IMPORTS = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,10 @@ from inference_session.errors import ConfigurationError
 from inference_session.model_spec import TableSpec
 from inference_session.tables.table_file import TableFile, write_table
 
+def prepare():
+    pass
+"""
+PRELUDE = f"""{IMPORTS}
 def gpus(*free):
     return [FakeGpu("H200", 1000_000, each) for each in free]
 
@@ -29,7 +34,7 @@ def open_tables(**settings):
     folder = Path(sys.argv[1])
     write_table(folder, [np.zeros((1000, 16), np.float32)], keys=None)
     file = TableFile.open(folder, TableSpec("t", "t", 1000, 16, keys="row_number"))
-    devices = [SimpleNamespace(device_id=number, name=f"cuda:{number}") for number in range(2)]
+    devices = [SimpleNamespace(device_id=number, name=f"cuda:{{number}}") for number in range(2)]
     open_cuda_tables([file], devices, **settings)
 
 def refused(ask):
@@ -40,6 +45,13 @@ def refused(ask):
     else:
         raise SystemExit("accepted")
 """
+
+
+@pytest.fixture(scope="module")
+def programs() -> Iterator[ForkedPrograms]:
+    """Runs programs in processes of their own: what CUDA says is remembered by a process."""
+    with ForkedPrograms(IMPORTS, os.environ | {"PYTHONPATH": str(ROOT)}) as programs:
+        yield programs
 
 
 @pytest.mark.parametrize(
@@ -83,8 +95,8 @@ def refused(ask):
         ),
     ],
 )
-def test_what_cannot_be_served_is_refused(script: str, message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_served_is_refused(script: str, message: str, programs: ForkedPrograms, tmp_path: Path) -> None:
     """Missing GPUs, unequal ones, too little memory on one, and no way from one to the other."""
-    command = [sys.executable, "-c", PRELUDE + script, str(tmp_path / "t")]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PROGRAM_S, cwd=Path.cwd())
+    program = f"{PRELUDE}sys.argv[1:] = [{str(tmp_path / 't')!r}]\n{script}"
+    done = programs.run(program, os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.stdout.strip() == message, done.stdout + done.stderr
