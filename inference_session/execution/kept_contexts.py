@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine
 from inference_session.errors import ConfigurationError
 from inference_session.execution.context_parts import ContextParts, divide
 from inference_session.execution.network import Network, RunResult
-from inference_session.model_spec import RANKING_FILE, RANKING_KEYS_FILE, LookupSpec, ModelSpec
+from inference_session.model_spec import RANKING_FILE, RANKING_KEYS_FILE, LookupSpec
 from inference_session.parameter_server.write_log import WriteLog
 from inference_session.requests.batch import CheckedRequest, JoinedBatch, RaggedBags
 from inference_session.requests.ranking_layout import RankingLayout
@@ -50,7 +51,8 @@ class ContextMemory:
 
     def __init__(self, max_bytes: int, log: WriteLog) -> None:
         self._max_bytes = max_bytes
-        self._log = log
+        self.log = log
+        """Says which contexts are older than a row that they were computed from."""
         self._contexts: OrderedDict[bytes, Context] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()
@@ -61,7 +63,7 @@ class ContextMemory:
             context = self._contexts.get(key)
             if context is None:
                 return None
-            if self._log.any_written(context.places, context.moment):
+            if self.log.any_written(context.places, context.moment):
                 self._drop(key)
                 return None
             self._contexts.move_to_end(key)
@@ -99,7 +101,9 @@ class KeptContexts:
 
     Args:
         contexts: computes, at one row per context, what `candidates` reads.
-        names: what `candidates` reads: values that `contexts` computes, and vectors that it looks up.
+        values: what `candidates` reads that `contexts` computes.
+        vectors: what `candidates` reads that `contexts` looks up.
+        memory: of contexts that were computed.
         keeps_unknown: whether contexts with unknown keys are kept. In table files, unknown keys stay unknown.
     """
 
@@ -108,16 +112,17 @@ class KeptContexts:
         layout: RankingLayout,
         contexts: Network,
         candidates: Network,
-        names: tuple[Sequence[str], Sequence[str]],
-        memory: tuple[ContextMemory, WriteLog],
         *,
+        values: Sequence[str],
+        vectors: Sequence[str],
+        memory: ContextMemory,
         keeps_unknown: bool,
     ) -> None:
         self.contexts = contexts
         self.candidates = candidates
         self._layout = layout
-        self.values, self._vectors = names
-        self._memory, self._log = memory
+        self.values, self._vectors = values, vectors
+        self._memory, self._log = memory, memory.log
         self._keeps_unknown = keeps_unknown
 
     def find(self, requests: Sequence[CheckedRequest]) -> WantedContexts:
@@ -214,45 +219,32 @@ def open_kept_contexts(
     vectors = {lookup.dense_input for lookup in own}
     parts = divide(directory / RANKING_FILE, {*spec.context, *vectors})
     others = tuple(lookup for lookup in lookups if lookup not in own)
-    log = rows.writer.log
+    contexts, candidates = _engines(directory, config, parts, sorted(vectors))
+    context_keys, candidate_keys = _key_engines(directory, keys)
     return KeptContexts(
         layout,
-        _network(
-            replace(spec, lookups=own), rows, _engines(directory, config, parts, keys, of_context=True, vectors=vectors)
-        ),
-        _network(
-            replace(spec, lookups=others),
-            rows,
-            _engines(directory, config, parts, keys, of_context=False, vectors=vectors),
-        ),
-        (parts.values, sorted(vectors.intersection(parts.inputs))),
-        (ContextMemory(config.context_cache_bytes, log), log),
+        Network(replace(spec, lookups=own), rows, contexts, context_keys, keys_follow_inputs=True),
+        Network(replace(spec, lookups=others), rows, candidates, candidate_keys, keys_follow_inputs=True),
+        values=parts.values,
+        vectors=sorted(vectors.intersection(parts.inputs)),
+        memory=ContextMemory(config.context_cache_bytes, rows.writer.log),
         keeps_unknown=not config.has_store,
     )
 
 
-def _network(spec: ModelSpec, rows: Rows, engines: tuple[DenseEngine, OnnxEngine | None]) -> Network:
-    return Network(spec, rows, *engines, keys_follow_inputs=True)
-
-
 def _engines(
-    directory: Path,
-    config: SessionConfig,
-    parts: ContextParts,
-    keys: ContextParts | None,
-    *,
-    of_context: bool,
-    vectors: set[str],
-) -> tuple[DenseEngine, OnnxEngine | None]:
-    """The dense engine of a part, and the one that computes its keys."""
-    threads = config.num_dense_threads
-    dense: DenseEngine
-    if of_context and not parts.values:
-        dense = VectorEngine(sorted(vectors))
-    else:
-        content = parts.context if of_context else parts.candidates
-        dense = OnnxEngine(directory / RANKING_FILE, content=content, num_threads=threads)
-    computed = None if keys is None else keys.context if of_context else keys.candidates
-    has_keys = keys is not None and (bool(keys.outputs) if of_context else keys.has_candidates)
-    engine = OnnxEngine(directory / RANKING_KEYS_FILE, content=computed, num_threads=1) if has_keys else None
-    return dense, engine
+    directory: Path, config: SessionConfig, parts: ContextParts, vectors: Sequence[str]
+) -> tuple[DenseEngine, DenseEngine]:
+    """The dense engines of the contexts' part and of the candidates'. The former may only pass its vectors on."""
+    open_part = partial(OnnxEngine, directory / RANKING_FILE, num_threads=config.num_dense_threads)
+    contexts = open_part(content=parts.context) if parts.values else VectorEngine(vectors)
+    return contexts, open_part(content=parts.candidates)
+
+
+def _key_engines(directory: Path, keys: ContextParts | None) -> tuple[OnnxEngine | None, OnnxEngine | None]:
+    """What computes the keys of the contexts, and those of the candidates; None: all of them are inputs."""
+    if keys is None:
+        return None, None
+    open_part = partial(OnnxEngine, directory / RANKING_KEYS_FILE, num_threads=1)
+    contexts = open_part(content=keys.context) if keys.outputs else None
+    return contexts, open_part(content=keys.candidates) if keys.has_candidates else None
