@@ -205,7 +205,9 @@ class HostStaging:
         table = self._spec.table_in(first.table)
         if first.pooling != "none":
             return (*shapes[first.keys][:-1], table.embedding_dim)
-        return (*shapes[first.keys], *(table.row_shape or (table.embedding_dim,)))
+        # Rows of one number each, without a dimension of their own, have the shape ().
+        row_shape = (table.embedding_dim,) if table.row_shape is None else table.row_shape
+        return (*shapes[first.keys], *row_shape)
 
 
 def stage_on_host(spec: ModelSpec, layout: RequestLayout, network: Network) -> HostStagedModel | None:

@@ -21,6 +21,7 @@ from inference_session.execution.array_forms import is_readable
 from inference_session.kernels import array_headers
 from inference_session.model_spec import TensorSpec
 from inference_session.rows import changing_rows
+from inference_session.version_directory.manifest import write_manifest
 from tests.testing import staged_model
 from tests.testing.onnx_models import import_model, model_of, table
 from tests.testing.stored_model import push, url_of
@@ -454,3 +455,26 @@ def test_requests_are_answered_after_a_lack_of_memory(
 def test_types_are_told_by_dtype_objects_that_stay(dtype: str, readable: bool, unit: str) -> None:
     """Of times, NumPy makes a new one each time: another type's could get the address of one that was freed."""
     assert is_readable(TensorSpec("x", unit or dtype, (-1,))) == (readable and not unit)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2), (3, 1), (1, 3), (3, 4)])
+def test_rows_without_a_dimension_of_their_own(tmp_path: Path, shape: tuple[int, int]) -> None:
+    """A table of biases [rows] gives [samples, keys], not [samples, keys, 1], which broadcasts to another answer."""
+    text = """m (int64[b, l] k) => (float[b, 4] y) { v = Gather(w, k)  bias = Gather(x, k)  f = Unsqueeze(bias, last)
+        p = Softmax<axis = 1>(f)  r = Mul(v, p)  y = ReduceSum<keepdims = 0>(r, second) }"""
+    weights = {"w": table(), "x": table()[:, 0].copy(), "last": np.array([-1]), "second": np.array([1])}
+    directory = import_model(tmp_path, model_of(text, weights)).version_dir
+    network = onnx.load(directory / "dense.onnx")
+    for value in network.graph.input:
+        value.type.tensor_type.ClearField("shape")  # some imported networks declare none
+    onnx.save(network, directory / "dense.onnx")
+    write_manifest(directory)
+    keys = np.random.default_rng(0).integers(0, 1000, shape)
+
+    with InferenceSession.open(directory) as session:
+        joined = session.run_arrays([keys], 1)
+
+    factors = np.exp(weights["x"][keys])
+    factors /= factors.sum(1, keepdims=True)
+    assert joined is not None
+    np.testing.assert_allclose(joined.split()[0]["y"], (weights["w"][keys] * factors[..., None]).sum(1), rtol=1e-5)
