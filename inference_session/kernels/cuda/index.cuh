@@ -86,6 +86,11 @@ __device__ __forceinline__ u64 match_slots(const Bucket& bucket, u32 tag) {
   return ((u64)high << 32 | low) & ALL_SLOTS;
 }
 
+template <bool QUIET>
+__device__ __forceinline__ i64 load_held_key(const i64* key) {
+  return QUIET ? __ldca(key) : __ldcg(key);
+}
+
 // The slot of a key, counted over all buckets; -1: it is not there. Two candidates are read at once: more are rare.
 template <bool QUIET = false>
 __device__ __forceinline__ i64 find_slot(const Index& index, i64 key, u64 hashed, u64 policy) {
@@ -96,8 +101,8 @@ __device__ __forceinline__ i64 find_slot(const Index& index, i64 key, u64 hashed
     matches &= matches - 1;
     const i64 second = matches != 0 ? bucket * SLOTS + __ffsll(matches) - 1 : first;
     matches &= matches - 1;
-    const i64 first_key = __ldcg(index.keys + first);
-    const i64 second_key = second != first ? __ldcg(index.keys + second) : first_key;
+    const i64 first_key = load_held_key<QUIET>(index.keys + first);
+    const i64 second_key = second != first ? load_held_key<QUIET>(index.keys + second) : first_key;
     if (first_key == key) return first;
     if (second_key == key) return second;
   }
