@@ -59,6 +59,26 @@ def test_rows_of_any_width_come_back(dim: int) -> None:
     assert np.isnan(found.vectors["t"][500:]).all()
 
 
+@pytest.mark.parametrize("dim", [16, 32, 64, 100, 128, 132])
+@pytest.mark.parametrize("num_missing", [0, 3, 100_000])
+def test_large_requests_of_any_width_are_right(dim: int, num_missing: int) -> None:
+    """Whole tiles of cached rows are copied in a way of their own; others, and the last tile, are not."""
+    generator = np.random.default_rng(dim)
+    keys = generator.integers(LOWEST, HIGHEST, 5_000)
+    vectors = generator.random((len(keys), dim), np.float32)
+    asked = generator.integers(0, len(keys), 150_001)
+    missing = np.sort(generator.choice(len(asked), num_missing, replace=False))
+    asked_keys = keys[asked]
+    asked_keys[missing] = np.arange(num_missing)
+    expected = vectors[asked]
+    expected[missing] = -1.0
+    with cache_of({"t": dim}) as cache:
+        cache.insert("t", keys, vectors)
+        found = look_up(cache, {"t": asked_keys}, fill=-1.0)
+    np.testing.assert_array_equal(found.missing["t"], missing)
+    np.testing.assert_array_equal(found.vectors["t"], expected)
+
+
 @settings(max_examples=30)
 @given(sizes=st.lists(st.integers(0, 700), min_size=1, max_size=70), seed=st.integers(0, 2**32 - 1))
 def test_any_request_answers_as_the_oracle(sizes: list[int], seed: int) -> None:

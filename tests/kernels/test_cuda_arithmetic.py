@@ -124,6 +124,13 @@ def test_every_element_is_copied_once(dim: int, num_keys: int, in_flight: int) -
         assert sorted(copied) == [(key, step) for key in range(num_keys) for step in range(steps)]
 
 
+@pytest.mark.parametrize("width", [8, 16, 32])
+def test_every_element_of_a_whole_tile_is_copied_once(width: int) -> None:
+    """Each lane's row goes to the vector of the lane's number."""
+    copied = [*gpu_model.copied_tile(width, in_flight=8)]
+    assert sorted(copied) == [(key, key, step) for key in range(gpu_model.LANES) for step in range(width)]
+
+
 @settings(max_examples=50)
 @given(
     sizes=st.lists(st.tuples(st.integers(0, 50_000), st.integers(0, 80), st.booleans()), min_size=1, max_size=80),

@@ -71,6 +71,37 @@ def test_sums_of_quantized_rows(tmp_path: Path, dtype: VectorType, dim: int, mea
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float16", "float32"])
+@pytest.mark.parametrize("dim", [32, 64, 128, 132])
+@pytest.mark.parametrize("cache_bytes", [None, 0], ids=["device", "host"])
+def test_vectors_of_many_keys(tmp_path: Path, dtype: VectorType, dim: int, cache_bytes: int | None) -> None:
+    """Of more keys than small tiles are made for, in rows of a wider matrix, of which nothing else is written."""
+    import cupy
+
+    from inference_session.device.cuda import CudaDevice
+    from inference_session.tables.placed_tables import open_cuda_tables
+
+    rng = np.random.default_rng(dim)
+    write_table(tmp_path / "t", [rng.standard_normal((ROWS, dim), np.float32)], dtype=dtype)
+    file = TableFile.open(tmp_path / "t", TableSpec("t", "t", ROWS, dim, dtype, "row_number", default_vector=0.5))
+    device = CudaDevice(0)
+    (tables,) = open_cuda_tables([file], [device], cache_bytes=cache_bytes)
+    rows = np.vstack([dequantize_rows(file.vectors, dtype), np.full((1, dim), 0.5, np.float32)])
+    with device.request():
+        numbers = rng.integers(0, ROWS, 140_001)
+        numbers[rng.integers(0, len(numbers), 5)] = ROWS  # no row
+        keys, out = cupy.asarray(numbers), cupy.full((len(numbers), dim + 8), np.nan, np.float32)
+        segment = key_segment(0, keys, out[:, 4:-4])
+        tables.look_up(Lookup(segment, np.array([keys.size]), device.counts(1), tables.prepare(segment)))
+        device.wait()
+        found = out.get()
+    np.testing.assert_array_equal(found[:, 4:-4], rows[numbers])
+    assert np.isnan(found[:, :4]).all()
+    assert np.isnan(found[:, -4:]).all()
+    tables.close()
+    file.close()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float16", "float32"])
 @pytest.mark.parametrize("dim", [3, 4, 128, 132, 514])
 @pytest.mark.parametrize("cache_bytes", [None, 0], ids=["device", "host"])
 def test_outputs_in_float16(tmp_path: Path, dtype: VectorType, dim: int, cache_bytes: int | None) -> None:

@@ -112,6 +112,16 @@ def copied(steps: int, num_keys: int, in_flight: int) -> Iterator[tuple[int, int
                         yield key, step
 
 
+def copied_tile(width: int, in_flight: int) -> Iterator[tuple[int, int, int]]:
+    """(lane whose row it is, number of the vector that it is written to, step), as `copy_tile` copies them."""
+    rows_at_once = LANES // width
+    for first in range(0, LANES, rows_at_once * in_flight):
+        for i in range(in_flight):
+            for lane in range(LANES):
+                group, rounds = lane // width, first // rows_at_once + i
+                yield first + i * rows_at_once + group, group + rounds * rows_at_once, lane % width
+
+
 def places_of_keys(begins: Sequence[int], lengths: Sequence[int]) -> list[int]:
     """As `Bags` of lookup.cu: where among the segment's keys each key of a tile's bags is."""
     ends = [0] * LANES

@@ -152,12 +152,25 @@ __device__ __forceinline__ int in_order(u32 first, u32 second) {
   return order[lane];
 }
 
+// Copy the rows of a tile, one of each lane, if all are there and in float32; returns whether they were.
+__device__ __forceinline__ bool copy_whole_tile(const Source& source, Output output, i64 stride, int dim) {
+  if (output.narrowed || !__all_sync(ALL_LANES, source.row != nullptr && source.code == FLOAT32)) return false;
+  u8* first = from_lane(output.vector, 0);
+  if (dim == 128) copy_tile<32>(source.row, first, stride);
+  else if (dim == 64) copy_tile<16>(source.row, first, stride);
+  else if (dim == 32) copy_tile<8>(source.row, first, stride);
+  else return false;
+  return true;
+}
+
 // Copy rows of cached keys, then the others, closed up: these may come from host memory, where all of them are to be asked for
-// at once, and no cached row waits behind one.
-__device__ __forceinline__ void copy_sources(const Source& source, Output output, int dim, bool wide) {
+// at once, and no cached row waits behind one. `stride`: from the vector of a lane to that of the next; 0: it differs.
+__device__ __forceinline__ void copy_sources(const Source& source, Output output, i64 stride, int dim, bool wide) {
   const u32 cached = __ballot_sync(ALL_LANES, output.vector != nullptr && source.cached);
   const u32 others = __ballot_sync(ALL_LANES, output.vector != nullptr && !source.cached);
   if ((cached | others) == 0) return;
+  const bool in_place = stride != 0 && wide && (cached == ALL_LANES || others == ALL_LANES);
+  if (in_place && copy_whole_tile(source, output, stride, dim)) return;
   const int from = in_order(cached, others), num_keys = __popc(cached | others);
   const u8* row = from_lane(source.row, from);
   output.vector = from_lane(output.vector, from);
@@ -175,6 +188,7 @@ struct Asked {
   bool is_one = false;  // whether this lane has a key
   i64 key = 0;
   u8* output = nullptr;
+  i64 stride = 0;  // from the vector of a lane to that of the next; 0: it differs
 };
 
 // Up to `most` keys of a segment from a place on; `turns`: its keys in the order in which they are taken, null: as they come.
@@ -184,6 +198,7 @@ __device__ __forceinline__ Asked keys_of(const Request& request, const Segment& 
   Asked asked;
   asked.count = min(most, (u32)(segment.num_rows * segment.keys_per_row) - place);
   asked.is_one = lane < asked.count;
+  asked.stride = turns == nullptr && segment.keys_per_row == 1 ? segment.output_stride : 0;
   if (!asked.is_one) return asked;
   u32 row = turns == nullptr ? place + lane : turns[place + lane].place - first_turn, column = 0;
   if (segment.keys_per_row != 1) {
@@ -206,7 +221,7 @@ __device__ __forceinline__ void look_up_keys(const Request& request, const Segme
   if (missing_bits != nullptr && threadIdx.x % LANES == 0) *missing_bits = unknown;
   const bool to_copy = asked.is_one && (source.row != nullptr || request.fill);
   const Output output = {to_copy ? asked.output : nullptr, Output::is_narrowed(segment)};
-  copy_sources(source, output, (int)table.dim, is_wide(table, segment));
+  copy_sources(source, output, asked.stride, (int)table.dim, is_wide(table, segment));
   unknown_count.report(request, s);
 }
 

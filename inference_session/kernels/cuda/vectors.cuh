@@ -4,6 +4,7 @@
 #ifndef IN_FLIGHT
 #define IN_FLIGHT 4
 #endif
+constexpr int TILE_IN_FLIGHT = 8;  // of rows in float32 that are all there, which take fewer registers
 
 __device__ __forceinline__ float widen(u32 half_bits) {
   float value;
@@ -182,6 +183,28 @@ struct Output {
 
   __device__ __forceinline__ static int element_bytes(const Segment& segment) { return is_narrowed(segment) ? 2 : 4; }
 };
+
+// Copy a row of 4 * WIDTH elements in float32 of each lane to vectors `stride` bytes apart.
+template <int WIDTH>
+__device__ __forceinline__ void copy_tile(const u8* row, u8* output, i64 stride) {
+  constexpr int ROWS_AT_ONCE = LANES / WIDTH;
+  const int lane = threadIdx.x % LANES, member = lane % WIDTH, group = lane / WIDTH;
+  output += group * stride;
+#pragma unroll 1
+  for (int first = 0; first < LANES; first += ROWS_AT_ONCE * TILE_IN_FLIGHT) {
+    float4 values[TILE_IN_FLIGHT];
+#pragma unroll
+    for (int i = 0; i < TILE_IN_FLIGHT; ++i) {
+      const u8* from = from_lane(row, first + i * ROWS_AT_ONCE + group);
+      values[i] = load_row(reinterpret_cast<const float4*>(from) + member);
+    }
+#pragma unroll
+    for (int i = 0; i < TILE_IN_FLIGHT; ++i) {
+      __stcs(reinterpret_cast<float4*>(output) + member, values[i]);
+      output += ROWS_AT_ONCE * stride;
+    }
+  }
+}
 
 // Copy one row per lane, all lanes of the warp working on every row: `row` to `output`, both per lane. No output: nothing
 // is copied; no row: zeros are.
