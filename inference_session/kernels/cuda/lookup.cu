@@ -311,6 +311,21 @@ struct Found {
   u8 codes[LANES];
 };
 
+// Add rows of `found` from one on, as many as make whole rounds before `to`: all of them are there and in float32, and the
+// whole warp takes each. Returns the first that is left.
+__device__ __forceinline__ u32 add_rounds(const Found& found, Sum<true>& sum, u32 from, u32 to) {
+  const int step = min(sum.step, sum.steps - 1);
+#pragma unroll 1
+  for (; from + POOLED_IN_FLIGHT <= to; from += POOLED_IN_FLIGHT) {
+    Elements<true> elements[POOLED_IN_FLIGHT];
+#pragma unroll
+    for (int i = 0; i < POOLED_IN_FLIGHT; ++i) elements[i] = Elements<true>::load<FLOAT32>(found.rows[from + i], step, 0);
+#pragma unroll
+    for (int i = 0; i < POOLED_IN_FLIGHT; ++i) sum.elements = sum.elements.with(elements[i], [](float a, float b) { return a + b; });
+  }
+  return from;
+}
+
 // Add rows [from, to) of `found` as they are, all of them stored as CODE.
 template <int CODE, bool WIDE>
 __device__ __forceinline__ void add_rows(const Found& found, Sum<WIDE>& sum, u32 from, u32 to, int dim) {
@@ -411,6 +426,7 @@ __device__ __forceinline__ void pool_bags(const Request& request, const Segment&
       found.codes[lane] = (u8)source.code;
       found.weights[lane] = weighted && asked ? segment.weights[place] : 1.0f;
       const bool same = !weighted && !takes_largest && !__any_sync(ALL_LANES, source.row != nullptr && source.code != CODE);
+      const bool whole = same && sum.width == LANES && !__any_sync(ALL_LANES, asked && source.row == nullptr);
       __syncwarp();
       const u32 stop = min((u32)LANES, bags.total - base);
       if constexpr (WIDE && CODE != FLOAT32) {  // whose rows would not all fit into registers
@@ -423,6 +439,9 @@ __device__ __forceinline__ void pool_bags(const Request& request, const Segment&
       for (u32 from = 0; from < stop;) {
         end_bags_at(base + from);
         const u32 to = min(stop, bag_end - base);
+        if constexpr (WIDE && CODE == FLOAT32) {
+          if (whole) from = add_rounds(found, sum, from, to);
+        }
         if (same) add_rows<CODE, WIDE>(found, sum, from, to, (int)table.dim);
         else add_any_rows<WIDE>(found, sum, from, to, (int)table.dim, takes_largest);
         from = to;
