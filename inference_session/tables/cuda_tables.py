@@ -57,7 +57,8 @@ class CudaTables(DeviceTables):
         """
         self.device = self._cuda = device
         sharded = [each for each in vectors if isinstance(each, Shards)]
-        self._variant = gpu.Variant(len(sharded[0].arrays) if sharded else 1, rows_change)
+        narrow_rows = any(file.spec.dtype != "float32" for file in files)
+        self._variant = gpu.Variant(len(sharded[0].arrays) if sharded else 1, rows_change, narrow_rows)
         self._updated: dict[int, CudaUpdatedTable] = {}
         """By table; tables without changes are not in it."""
         self._shard_devices = {array.device.id for each in sharded for array in each.arrays}

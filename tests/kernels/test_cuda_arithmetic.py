@@ -31,7 +31,7 @@ SOURCES = ("layout.cuh", "index.cuh", "vectors.cuh", "lookup.cu", "order.cu", "w
 HASH_ROWS = ("layout.cuh", "index.cuh", "../../../hotrow/training/kernels/hash_rows.cu")
 NO_CODE = "-fdevice-syntax-only"
 """Finds what is wrong in any language construct, templates that are used included, and translates nothing."""
-EVERY_CONSTANT = ["-DNUM_SHARDS=2", "-DROWS_CHANGE=1", "-DNARROW_OUTPUTS=1", "-DIN_ORDER=1"]
+EVERY_CONSTANT = ["-DNUM_SHARDS=2", "-DROWS_CHANGE=1", "-DNARROW_ROWS=1", "-DNARROW_OUTPUTS=1", "-DIN_ORDER=1"]
 RECORDS = {
     "Index": gpu_layout.INDEX,
     "Rows": gpu_layout.ROWS,
@@ -235,6 +235,7 @@ def nvrtc() -> ctypes.CDLL:
         ("sm_90", SOURCES, []),
         ("compute_90", SOURCES, ["-DNUM_SHARDS=3", NO_CODE]),
         ("compute_90", SOURCES, ["-DROWS_CHANGE=1", NO_CODE]),
+        ("compute_90", SOURCES, ["-DNARROW_ROWS=1", NO_CODE]),
         ("compute_90", SOURCES, ["-DNARROW_OUTPUTS=1", NO_CODE]),
         ("compute_90", SOURCES, ["-DIN_ORDER=1", NO_CODE]),
         ("compute_75", SOURCES, EVERY_CONSTANT),
@@ -247,8 +248,8 @@ def test_the_kernels_compile(
     nvrtc: ctypes.CDLL, architecture: str, files: tuple[str, ...], constants: list[str]
 ) -> None:
     """All files as one, as CuPy compiles them: for a GPU older than some instructions asked for, and for an H100, to
-    machine code (sm_90) once, as that takes longest; for tables of one GPU, and of several; for outputs in float32
-    alone, and in float16; for keys in an order of their own. Those that differ by a constant are only checked.
+    machine code (sm_90) once, as that takes longest; for tables of one GPU, and of several; for rows and outputs in
+    float32 alone, and in others; for keys in an order of their own. Those that differ by a constant are only checked.
     """
     source = "\n".join((CUDA / name).read_text() for name in files).encode()
     options = ["-std=c++17", "-ftz=true", "--device-as-default-execution-space", f"-arch={architecture}"]

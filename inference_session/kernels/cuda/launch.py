@@ -61,6 +61,8 @@ class Variant(NamedTuple):
     """GPUs that sharded tables lie on."""
     rows_change: bool = False
     """Whether the cached rows are all that were changed, as layout.cuh says."""
+    narrow_rows: bool = False
+    """Whether any rows are stored in float16 or int8."""
     narrow_outputs: bool = False
     """Whether any vectors are written in float16."""
     in_order: bool = False

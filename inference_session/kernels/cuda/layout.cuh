@@ -23,6 +23,10 @@ constexpr u32 NOT_ORDERED = 0xffffffffu;
 #ifndef ROWS_CHANGE
 #define ROWS_CHANGE 0
 #endif
+// 1: rows may be stored in float16 or int8. Look-ups of rows in float32 alone need fewer registers.
+#ifndef NARROW_ROWS
+#define NARROW_ROWS 0
+#endif
 // 1: segments may have outputs in float16.
 #ifndef NARROW_OUTPUTS
 #define NARROW_OUTPUTS 0

@@ -63,7 +63,7 @@ __device__ __forceinline__ Source base_source(const Table& table, i64 key, u64 h
   Source source;
   const i64 row = find_base_row(table, key, hashed, policy);
   source.row = reinterpret_cast<const u8*>(table.default_vector);
-  if (row >= 0) source = {base_row(table, key, row), (int)table.base_rows.code, false, true};
+  if (row >= 0) source = {base_row(table, key, row), code_of(table.base_rows), false, true};
   return source;
 }
 
@@ -81,7 +81,7 @@ __device__ __forceinline__ Source find_source(const Table& table, i64 asked, boo
   } else {
     if (NUM_SHARDS > 1 ? is_sampling() : marking) leave_mark(table.cached, slot);
   }
-  return {table.cached_rows.vectors + slot * table.cached_rows.row_bytes, (int)table.cached_rows.code, true, true};
+  return {table.cached_rows.vectors + slot * table.cached_rows.row_bytes, code_of(table.cached_rows), true, true};
 }
 
 __device__ __forceinline__ i64 load_key(const u8* address, i64 key_bytes) {
@@ -133,8 +133,10 @@ __device__ __forceinline__ void copy_if(const u8* row, int code, Output output, 
 
 __device__ __forceinline__ void copy_all(const u8* row, int code, Output output, int dim, int num_keys, bool wide) {
   copy_if<FLOAT32>(row, code, output, dim, num_keys, wide);
-  copy_if<FLOAT16>(row, code, output, dim, num_keys, wide);
-  copy_if<INT8>(row, code, output, dim, num_keys, wide);
+  if constexpr (NARROW_ROWS) {
+    copy_if<FLOAT16>(row, code, output, dim, num_keys, wide);
+    copy_if<INT8>(row, code, output, dim, num_keys, wide);
+  }
 }
 
 // The lanes in another order: those of `first`, then those of `second`, then the others. Returns the lane that takes this
@@ -457,7 +459,7 @@ __device__ __forceinline__ void pool_any(const Request& request, const Segment& 
                                          u32 count, bool marking, u64 policy) {
   __shared__ Found all_found[4];  // of the warps of a block
   Found& found = all_found[threadIdx.x / LANES];
-  const i64 code = ROWS_CHANGE ? table.base_rows.code : table.cached_rows.code;  // of most rows
+  const int code = code_of(ROWS_CHANGE ? table.base_rows : table.cached_rows);  // of most rows
   if (code == FLOAT16) pool_bags<FLOAT16, WIDE>(request, segment, table, s, first, count, marking, policy, found);
   else if (code == INT8) pool_bags<INT8, WIDE>(request, segment, table, s, first, count, marking, policy, found);
   else pool_bags<FLOAT32, WIDE>(request, segment, table, s, first, count, marking, policy, found);

@@ -172,6 +172,9 @@ __device__ __forceinline__ T* from_lane(T* address, int lane) {
   return reinterpret_cast<T*>(__shfl_sync(ALL_LANES, reinterpret_cast<u64>(address), lane));
 }
 
+// How rows are stored.
+__device__ __forceinline__ int code_of(const Rows& rows) { return NARROW_ROWS ? (int)rows.code : FLOAT32; }
+
 // Where the vectors of a segment go: per lane, and as what.
 struct Output {
   u8* vector;
