@@ -26,11 +26,12 @@ def pool_lookups(surgery: Surgery, lookups: list[Lookup]) -> None:
     for lookup in lookups:
         dims = lookup.keys_dims
         if lookup.pooling == "none" and dims and len(dims) > 1 and dims[-1] != 0 and len(lookup.row_shape) <= 1:
-            _pool(surgery, lookup)
+            _pool(surgery, lookup, {each.vectors for each in lookups})
     skip_identities(surgery.graph)
 
 
-def _pool(surgery: Surgery, lookup: Lookup) -> None:
+def _pool(surgery: Surgery, lookup: Lookup, vectors: set[str]) -> None:
+    """`vectors`: those of all look-ups, of which no factor may be computed: factors come before the look-ups."""
     reader = _only_reader(surgery, lookup.vectors)
     if reader is None:
         return
@@ -39,7 +40,7 @@ def _pool(surgery: Surgery, lookup: Lookup) -> None:
         product, reader = reader, _only_reader(surgery, reader.output[0])
         if reader is None or reader.op_type != "ReduceSum" or not _reduces_bags(surgery, reader, lookup):
             return
-        weights = _key_weights(surgery, lookup, product)
+        weights = _key_weights(surgery, lookup, product, vectors)
         if weights is None:
             return
     if reader.op_type not in _POOLINGS or not _reduces_bags(surgery, reader, lookup):
@@ -74,10 +75,10 @@ def _reshaped(surgery: Surgery, lookup: Lookup, reader: NodeProto) -> NodeProto:
     return make_node("Reshape", [lookup.vectors, shape], output)
 
 
-def _key_weights(surgery: Surgery, lookup: Lookup, product: NodeProto) -> str | None:
+def _key_weights(surgery: Surgery, lookup: Lookup, product: NodeProto, vectors: set[str]) -> str | None:
     """A value shaped as the keys that holds each key's factor; None where the factors are not one per key."""
     factor = next((name for name in product.input if name != lookup.vectors), None)
-    if factor is None or factor in values_of_vectors(surgery.graph, {*surgery.tables, lookup.vectors}):
+    if factor is None or factor in values_of_vectors(surgery.graph, {*surgery.tables, *vectors}):
         return None
     dims = surgery.types.dims(factor)
     if surgery.types.elem_type(factor) != TensorProto.FLOAT or dims is None or len(lookup.row_shape) != 1:

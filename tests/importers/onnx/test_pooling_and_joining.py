@@ -141,6 +141,20 @@ def test_factors_that_depend_on_vectors_are_not_weights(tmp_path: Path) -> None:
     assert _poolings(check(tmp_path, model_of(graph, {"w": table()}), {"keys": KEYS})) == ["none"]
 
 
+def test_factors_that_depend_on_vectors_of_another_table_are_not_weights(tmp_path: Path) -> None:
+    """The network applies them, and other look-ups of the model are pooled all the same."""
+    graph = """m (int64[b, 3] keys, int64[b, 3] tags) => (float[b, 4] y, float[b, 4] z) {
+        v = Gather(w, keys)  bias = Gather(x, keys)  p = Softmax<axis = 1>(bias)  f = Unsqueeze(p, last)
+        r = Mul(v, f)  y = ReduceSum<keepdims = 0>(r, second)
+        t = Gather(u, tags)  z = ReduceSum<keepdims = 0>(t, second) }"""
+    constants = {"last": np.array([-1]), "second": np.array([1])}
+    model = model_of(graph, {"w": table(), "x": table()[:, 0].copy(), "u": table(seed=1), **constants})
+
+    report = check(tmp_path, model, {"keys": KEYS, "tags": KEYS}, {"keys": KEYS[:1], "tags": KEYS[:1]})
+
+    assert {lookup.table: lookup.pooling for lookup in report.spec.lookups} == {"w": "none", "x": "none", "u": "sum"}
+
+
 def test_a_weighted_mean_is_left_to_the_network(tmp_path: Path) -> None:
     """Product then mean divides by the number of keys, not by the sum of weights."""
     model = model_of(_weighted("f = Unsqueeze(x, l)", "float[b, 3] x", "ReduceMean"), {"w": table()})
