@@ -6,7 +6,9 @@ NaN and infinities. `hotrow record-canary` writes one.
 
 from __future__ import annotations
 
+import io
 import lzma
+import os
 import tokenize
 import zipfile
 import zlib
@@ -18,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import CanaryError, ConfigurationError, InvalidRequestError
+from inference_session.platform.staging import flush
 
 BROKEN = (
     *(ValueError, TypeError, EOFError, MemoryError, RuntimeError, KeyError),
@@ -32,15 +35,31 @@ Run = Callable[[Arrays], Arrays]
 
 
 def record_canary(run: Run, inputs: Arrays, path: Path) -> None:
-    """Answer a request and write both to a file; CanaryError where an answer is not finite."""
+    """Answer a request and write both to a file; CanaryError where an answer is not finite.
+
+    Where the disk is full, a file that was there stays as it was.
+    """
     outputs = run(inputs)
     for name, answer in outputs.items():
         _check_finite(name, answer)
     parts = {f"{INPUT}{name}": array for name, array in inputs.items()}
     # NumPy would pickle strings, and readers never unpickle.
     parts |= {f"{OUTPUT}{name}": array for name, array in outputs.items() if array.dtype != object}
-    with path.open("wb") as file:
-        np.savez(file, **parts)  # type: ignore[arg-type]  # its stub takes names for its flags
+    archive = io.BytesIO()
+    np.savez(archive, **parts)  # type: ignore[arg-type]  # its stub takes names for its flags
+    target = path.resolve()
+    if target.exists() and not target.is_file():
+        target.write_bytes(archive.getvalue())  # a pipe, for example
+        return
+    staged = target.with_name(f".tmp-{os.getpid()}-{target.name}")
+    try:
+        staged.write_bytes(archive.getvalue())
+        flush(staged)
+        staged.replace(target)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        staged.unlink(missing_ok=True)
 
 
 def check_canary(run: Run, path: Path, tolerance: float) -> None:

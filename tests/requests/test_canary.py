@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 from hotrow.command_line import cli
 from inference_session import InferenceSession
 from inference_session.errors import CanaryError, ConfigurationError
+from inference_session.requests.canary import read_arrays, record_canary
 from inference_session.version_directory.manifest import write_manifest
 from tests.testing import small_model
 
@@ -54,6 +57,25 @@ def test_a_version_that_answers_as_recorded_opens(model: Path) -> None:
     with InferenceSession.open(model / "1", canary_requests="../canary.npz", canary_tolerance=1e-6) as session:
         assert session.stats()["requests"] == 0
         assert session.stats()["tables"]["code"]["lookup_keys"] == 0
+
+
+def test_a_full_disk_does_not_harm_the_canary_that_was_there(model: Path, tmp_path: Path) -> None:
+    """The error names the file, and no part of a new one is left."""
+    canary = tmp_path / "canary.npz"
+    before, files = canary.read_bytes(), sorted(tmp_path.iterdir())
+    inputs = read_arrays(tmp_path / "requests.npz")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    with InferenceSession.open(model / "1") as session:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        try:
+            with pytest.raises(OSError, match=re.escape(str(canary))):
+                record_canary(session.run, inputs, canary)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    assert canary.read_bytes() == before
+    assert sorted(tmp_path.iterdir()) == files
 
 
 def test_a_version_that_is_wildly_off_is_refused(model: Path) -> None:
