@@ -19,7 +19,7 @@ from pathlib import Path
 
 from inference_session.errors import ConfigurationError, HotrowError
 from triton_backend.launcher.command import Endpoint, ServerOptions
-from triton_backend.launcher.ports import address_of, reachable
+from triton_backend.launcher.ports import authority, reachable
 from triton_backend.launcher.process_group import end_group
 from triton_backend.launcher.reaper import FRONT_FOLDER
 
@@ -139,10 +139,10 @@ def configuration(options: ServerOptions, folder: Path) -> str:
         "CONNECTIONS": num_files // 2,
         "FOLDER": folder,
         "MAX_BYTES": MAX_BYTES,
-        "TRITON_HTTP": address_of(*options.listens_at("http")),
-        "TRITON_GRPC": address_of(*options.listens_at("grpc")),
-        "HTTP": address_of(options.host_of("http"), options.port_of("http")),
-        "GRPC": address_of(options.host_of("grpc"), options.port_of("grpc")) + (" ssl" if options.tls else ""),
+        "TRITON_HTTP": authority(*options.listens_at("http")),
+        "TRITON_GRPC": authority(*options.listens_at("grpc")),
+        "HTTP": authority(options.host_of("http"), options.port_of("http")),
+        "GRPC": authority(options.host_of("grpc"), options.port_of("grpc")) + (" ssl" if options.tls else ""),
         "TLS": _tls(options),
         "SAFE_JSON": "~" + safe_json().replace("\\", "\\\\"),
     }

@@ -15,8 +15,8 @@ _FREE = range(20_000, 30_000)
 _NUM_TRIALS = 5
 
 
-def address_of(host: str, port: int) -> str:
-    """A host and a port as URLs and command lines have them."""
+def authority(host: str, port: int) -> str:
+    """A host and a port as URLs have them; RFC 3986 calls that the authority."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

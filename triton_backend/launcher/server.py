@@ -46,7 +46,7 @@ from triton_backend.launcher.command import (
 from triton_backend.launcher.front import Front, find_nginx
 from triton_backend.launcher.installation import Installation, find_installation
 from triton_backend.launcher.log import ServerLog
-from triton_backend.launcher.ports import address_of, reachable
+from triton_backend.launcher.ports import authority, reachable
 from triton_backend.launcher.process_group import end_group, reap_orphans
 from triton_backend.launcher.reaper import remove_shared_memory
 from triton_backend.launcher.watchdog import POLL_S, Watchdog
@@ -166,8 +166,7 @@ class TritonServer:
     def endpoints(self) -> dict[str, str]:
         """The addresses of `HTTP`, `gRPC` and `metrics`."""
         http, grpc, metrics = (
-            address_of(self.options.host_of(endpoint), self.options.port_of(endpoint))
-            for endpoint in get_args(Endpoint)
+            authority(self.options.host_of(endpoint), self.options.port_of(endpoint)) for endpoint in get_args(Endpoint)
         )
         return {"HTTP": f"http://{http}", "gRPC": grpc, "metrics": f"http://{metrics}/metrics"}
 
@@ -339,7 +338,7 @@ class TritonServer:
 
     def _own_address(self, endpoint: Endpoint) -> str:
         host, port = self.options.listens_at(endpoint)
-        return address_of(reachable(host), port)
+        return authority(reachable(host), port)
 
 
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))

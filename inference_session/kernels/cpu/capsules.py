@@ -66,7 +66,8 @@ def capsule_wrapper(kinds: Mapping[str, int], devices: tuple[int, int]) -> Calla
         return None
     interface = np.zeros(1, INTERFACE)
     interface["devices"] = devices
-    interface["capsule_type"], interface["array_type"] = id(type(capsule)), id(np.ndarray)
+    capsule_type = type(capsule)
+    interface["capsule_type"], interface["array_type"] = id(capsule_type), id(np.ndarray)
     interface["capsule_name"] = ctypes.cast(_NAME, ctypes.c_void_p).value
     for name, function in _PYTHON.items():
         interface[name] = ctypes.cast(getattr(ctypes.pythonapi, function), ctypes.c_void_p).value
