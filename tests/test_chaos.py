@@ -28,7 +28,7 @@ from tests.testing.stored_model import DIMS, push
 pytestmark = pytest.mark.slow
 
 NUM_ROWS, NUM_READERS = 50, 3
-PAUSE_S = 0.04
+PAUSE_S = 0.02
 """Between two reads, or writes, of a thread, so that waiting for a fail-over costs little processor time."""
 EVERY = np.arange(NUM_ROWS)
 
@@ -86,7 +86,7 @@ class WrittenRows:
             assert (vectors[found, 0] == self._done[found]).all(), f"old rows in {tier.store!r}"
             assert tier.volatile or found.all()
 
-    def pass_on(self, count: int = 20) -> None:
+    def pass_on(self, count: int = 30) -> None:
         """Wait until this many more reads and writes have happened."""
         reads, writes = self.num_reads + 4 * count, self.num_writes + count
         wait_until(lambda: self.num_reads >= reads and self.num_writes >= writes, "reads and writes")

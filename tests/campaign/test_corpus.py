@@ -12,7 +12,7 @@ from tests.campaign.journal import Journal
 from tests.campaign.plan import Plan
 
 NUM_STEPS = 15
-MEAN_PAUSE_S = 0.15
+MEAN_PAUSE_S = 0.08
 """Of a client: the episodes share the processor with other tests."""
 CORPUS = {
     "5:2": Plan(Writer.DIRECT, "redis", by_proxy=True, has_rocksdb=True, has_files=False),
