@@ -21,7 +21,6 @@ from onnx import TensorProto, helper
 from inference_session import InferenceSession
 from inference_session.device.discovery import unusable_for_sessions
 from inference_session.errors import ConfigurationError, InvalidRequestError, UnavailableError
-from inference_session.execution import gathered_model
 from inference_session.importers.hugectr.importer import import_hugectr
 from inference_session.model_spec import PREDICTIONS
 from inference_session.requests.batch import Request
@@ -195,23 +194,6 @@ def test_unknown_rows_are_counted_in_each_batch(regular: Regular) -> None:
         inputs[session.spec.lookups[0].keys][:5, 0] = 50 + repetition
         session.run(inputs)
         assert session.stats()["tables"]["item"]["default_vectors"] - before == 5 * repetition
-
-
-def test_large_batches_are_looked_up_in_parts(regular: Regular, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that begin anywhere in the parts get their own answers, and unknown rows of all parts are counted."""
-    monkeypatch.setattr(gathered_model, "_PART_KEYS", 50)
-    session, answer = regular
-    rng = np.random.default_rng(12)
-    keys = session.spec.lookups[0].keys
-    for sizes in 4 * ((301,), (300, 1), (1, 1, 299), (50, 100, 151)):
-        asked = [random_request(session, n, rng) for n in sizes]
-        for found, inputs in zip(session.run_many([Request(each) for each in asked]), asked, strict=True):
-            assert isinstance(found, dict)
-            assert np.array_equal(found[PREDICTIONS], answer(**inputs))
-        asked[0][keys][:, 0] = 51
-        before = session.stats()["tables"]["item"]["default_vectors"]
-        session.run_many([Request(each) for each in asked])
-        assert session.stats()["tables"]["item"]["default_vectors"] - before == sizes[0]
 
 
 @pytest.mark.parametrize("key_type", ["int64", "uint32"])

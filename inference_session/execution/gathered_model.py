@@ -1,8 +1,7 @@
 """The fast path on a GPU (fast_path.py): arrays are copied to the places that a recorded batch of their shape reads.
 
 Compiled code checks the arrays and copies them (kernels/cpu/gathering.py); then the look-up and the network are
-launched as they were recorded. The look-up of a large batch is launched in parts: while the GPU works on one, the
-keys of the next are copied. `InferenceSession.run_many` records shapes that recur.
+launched as they were recorded. `InferenceSession.run_many` records shapes that recur.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -34,7 +32,7 @@ from inference_session.kernels.cpu.gathering import (
     gather,
 )
 from inference_session.kernels.cpu.staging import DIFFERING, INPUT, OPEN
-from inference_session.kernels.records import Lookup, address_of, rows_of_samples
+from inference_session.kernels.records import address_of
 from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT, ModelSpec
 from inference_session.platform.bounded_memory import BoundedMemory
 from inference_session.requests.batch import JoinedBatch, Request, RequestLayout
@@ -45,9 +43,6 @@ from inference_session.requests.tensor_layout import TensorLayout
 _MAX_REQUESTS, _MAX_PLANS = 4096, 1024
 _MAX_MISSES = 8
 """A shape that has come this often, and has no recorded batch, gets none: recording happens at the second or third."""
-_PART_KEYS, _MAX_PARTS = 1 << 15, 4
-"""Copying so many keys takes several times as long as a launch; and how many launches are worthwhile at most."""
-_ALL_ROWS = np.iinfo(np.int64).max
 _Case: TypeAlias = tuple[bytes, tuple[str, ...]]
 """The open sizes of a batch, and the outputs that it computes."""
 _CONVERSIONS = {"int32": FROM_INT32, "uint32": FROM_UINT32}
@@ -64,20 +59,10 @@ class Source(NamedTuple):
     num: int
 
 
-class _Part(NamedTuple):
-    """The look-up of some samples of a recorded batch."""
-
-    begin: int
-    end: int
-    lookup: Lookup
-
-
 class _Target(NamedTuple):
     """A recorded batch, and how its inputs are filled."""
 
     plan: RecordedPlan
-    parts: list[_Part]
-    """The whole look-up, in order."""
     copies: NDArray[np.void]
     """COPY records."""
     constants: list[tuple[NDArray[Any], NDArray[Any]]]
@@ -181,10 +166,7 @@ class GatheredModel:
         return self._network.rows.device.held()
 
     def fill(self, arrays: Arrays, num_requests: int, outputs: tuple[str, ...]) -> StagedBatch | None:
-        """While the device is held: the look-up of a batch, which copies the inputs to their places; see Staging.fill.
-
-        The caller keeps the arrays, and the list of them, until it has run.
-        """
+        """While the device is held: the look-up of a batch, its inputs in their places; see Staging.fill."""
         if num_requests > _MAX_REQUESTS or len(arrays) != num_requests * len(self._form.inputs):
             return None
         items = id(arrays)
@@ -195,21 +177,15 @@ class GatheredModel:
         target = self._targets[case] if case in self._targets else self._find(case, arrays)
         if target is None:
             return None
-        num_samples = int(open_sizes[0])
-        num_contexts = num_requests if self._ranks else num_samples
-        look_up = partial(self._look_up, target, items, num_requests, counts)
-        lookup, network = target.plan.cleared(), target.plan.network
-        return StagedBatch(lookup, look_up, network, counts, num_samples, num_contexts, target.places)
-
-    def _look_up(self, target: _Target, items: int, num_requests: int, counts: NDArray[np.int64]) -> None:
-        """Copy the inputs of requests that have been checked, and launch the look-up."""
-        num_blocks = target.num_blocks if self._ranks else num_requests
-        shape = num_requests, len(self._form.inputs), num_blocks, target.num_rows
+        num_blocks, num_rows = (target.num_blocks, target.num_rows) if self._ranks else (num_requests, open_sizes[0])
+        gather(items, num_requests, len(self._form.inputs), num_blocks, int(num_rows), counts, target.copies)
         for place, values in target.constants:
             place[...] = values
-        for part in target.parts:
-            gather(items, *shape, part.begin, part.end, counts, target.copies)
-            self._network.rows.look_up(part.lookup)
+        num_samples = int(open_sizes[0])
+        num_contexts = num_requests if self._ranks else num_samples
+        lookup = target.plan.cleared()
+        look_up = partial(self._network.rows.look_up, lookup)
+        return StagedBatch(lookup, look_up, target.plan.network, counts, num_samples, num_contexts, target.places)
 
     def _find(self, case: _Case, arrays: Arrays) -> _Target | None:
         """The recorded batch of this shape; None: there is none, or none yet."""
@@ -236,27 +212,7 @@ class GatheredModel:
         if copies is None:
             return None
         num_blocks = len(batch.array(BLOCK_CONTEXT)) if self._ranks else 0
-        return _Target(plan, self._parts(plan, batch), copies, constants, num_blocks, batch.num_samples, batch.places)
-
-    def _parts(self, plan: RecordedPlan, batch: JoinedBatch) -> list[_Part]:
-        """The look-up of a large batch in parts, if each sample has as many keys as the others."""
-        lookup, num_samples, rows = plan.cleared(), batch.num_samples, self._network.rows
-        num_parts = min(int(lookup.num_keys.sum()) // _PART_KEYS, _MAX_PARTS, num_samples)
-        if (
-            num_parts < 2
-            or self._ranks
-            or lookup.prepared.is_ordered
-            or (lookup.segments["num_rows"] % num_samples).any()
-        ):
-            return [_Part(0, _ALL_ROWS, lookup)]
-        ends = [num_samples * (part + 1) // num_parts for part in range(num_parts)]
-        parts = []
-        with rows.device.request():  # launches are repeated on its stream
-            for begin, end in zip([0, *ends], ends, strict=False):
-                segments = rows_of_samples(lookup.segments, num_samples, begin, end)
-                repeat = rows.prepare(segments).repeated(address_of(lookup.num_unknown))
-                parts.append(_Part(begin, end, replace(lookup, segments=segments, repeat=repeat)))
-        return parts
+        return _Target(plan, copies, constants, num_blocks, batch.num_samples, batch.places)
 
     def _remember(self, case: _Case, target: _Target | None) -> None:
         if len(self._targets) >= _MAX_PLANS:

@@ -140,23 +140,9 @@ def key_segment(table: int, keys: NDArray[np.int64], output: Any) -> NDArray[np.
     return segment
 
 
-def rows_of_samples(segments: NDArray[np.void], num_samples: int, begin: int, end: int) -> NDArray[np.void]:
-    """SEGMENT records for the rows of some of a batch's samples, of which each has as many rows as the others."""
-    some: NDArray[np.void] = segments.copy()
-    rows_per_sample = segments["num_rows"] // num_samples
-    first = begin * rows_per_sample
-    some["num_rows"] = (end - begin) * rows_per_sample
-    some["keys_address"] += first * segments["row_stride"]
-    some["output_address"] += first * segments["output_stride"]
-    weights = segments["weights_address"] != 0
-    some["weights_address"][weights] += (4 * first * segments["keys_per_row"])[weights]
-    return some
-
-
 def address_of(array: Any) -> int:
     """Where the elements of an array begin, NumPy's or CuPy's."""
     if isinstance(array, np.ndarray):
-        return (
-            array.ctypes.data
-        )  # __array_interface__ also describes the fields of a record: that takes ten times as long
+        # Not by __array_interface__, which also describes the fields of a record: that takes ten times as long.
+        return int(array.ctypes.data)
     return int(array.data.ptr)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from inference_session.execution import gathered_model
 from inference_session.execution.gathered_model import GatheredModel, gather_model
 from inference_session.execution.network import Network
 from inference_session.importers.hugectr.importer import import_hugectr
@@ -63,7 +62,7 @@ class Model:
         batch = self.gathered.fill(arrays, len(requests), self.outputs)
         if batch is None:
             return None
-        batch.look_up()
+        self.rows.look_up(batch.lookup)
         return dict(zip(self.outputs, batch.run.run(), strict=True))
 
 
@@ -125,33 +124,6 @@ def test_arrays_of_recorded_shapes_are_answered(native: Model, vectors: NDArray[
         np.testing.assert_array_equal(found["ids"], joined["ids"])
 
 
-def test_large_batches_are_looked_up_in_parts(
-    native: Model, vectors: NDArray[np.float32], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each part begins where the one before ends, wherever requests begin."""
-    monkeypatch.setattr(gathered_model, "_PART_KEYS", 16)
-    gathered = gather_model(native.network.spec, native.layout, native.network)
-    assert gathered is not None
-    monkeypatch.setattr(native, "gathered", gathered)
-    num_launches = []
-    look_up = native.rows.look_up
-    monkeypatch.setattr(native.rows, "look_up", lambda lookup: (num_launches.append(1), look_up(lookup)))
-    rng = np.random.default_rng(5)
-    for sizes, num_parts in (((1, 1), 1), ((2, 5), 2), ((1, 3, 1, 1, 2), 3), ((30,), 4)):
-        native.record([native_request(rng, samples, 3) for samples in sizes])
-        for _ in range(2):
-            requests = [native_request(rng, samples, 3) for samples in sizes]
-            num_launches.clear()
-            found = native.answer(requests)
-            assert found is not None
-            assert len(num_launches) == num_parts
-            joined = {name: np.concatenate([inputs[name] for inputs in requests]) for name in native.names}
-            np.testing.assert_array_equal(found["a"], vectors[joined["ids"]])
-            np.testing.assert_array_equal(found["b"], vectors[joined["codes"]])
-            np.testing.assert_allclose(found["c"], vectors[joined["bags"]].sum(axis=1), rtol=1e-5)
-            np.testing.assert_array_equal(found["dense"], joined["dense"])
-
-
 @pytest.fixture(scope="module")
 def ranking(tmp_path_factory: pytest.TempPathFactory, vectors: NDArray[np.float32]) -> Model:
     """A user with clicks, and items, whose keys are narrow."""
@@ -209,7 +181,7 @@ def test_requests_of_one_context_are_answered(
             batch = gathered.fill(arrays, len(requests), ranking.outputs)
             assert batch is not None
             assert (batch.counts.tolist(), batch.num_samples, batch.num_contexts) == (sizes, sum(sizes), len(sizes))
-            batch.look_up()
+            ranking.rows.look_up(batch.lookup)
             assert not batch.lookup.num_unknown.any()
             found = dict(zip(ranking.outputs, batch.run.run(), strict=True))
             joined = {name: np.concatenate([inputs[name] for inputs in requests]) for name in ranking.names}
@@ -323,7 +295,7 @@ def test_columns_are_copied_beside_each_other_or_apart(dtype: str, conversion: i
     copy["conversion"], copy["by_column"] = conversion, by_column
     copy["row_elements"], copy["first"], copy["num"] = 5, 1, 3
 
-    gather(id(matrices), 2, 1, 2, 5, 0, 5, np.array([2, 3]), copy)
+    gather(id(matrices), 2, 1, 2, 5, np.array([2, 3]), copy)
 
     expected = np.concatenate(matrices)[:, 1:4]
     np.testing.assert_array_equal(wanted.T if by_column else wanted, expected)

@@ -23,8 +23,6 @@ class LaunchedTables(HostTables):
         tables = self
 
         class Launch:
-            is_ordered = False
-
             def repeated(self, num_unknown_address: int) -> Callable[[], None]:
                 lookup = Lookup(segments.copy(), np.zeros(1, np.int64), np.zeros(len(segments), np.int64))
                 return lambda: HostTables.look_up(tables, lookup)

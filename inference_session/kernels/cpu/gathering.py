@@ -119,15 +119,7 @@ def check_packed(
 
 @kernel
 def gather(
-    items: int,
-    num_requests: int,
-    num_inputs: int,
-    num_blocks: int,
-    num_rows: int,
-    begin: int,
-    end: int,
-    counts: Any,
-    copies: Any,
+    items: int, num_requests: int, num_inputs: int, num_blocks: int, num_rows: int, counts: Any, copies: Any
 ) -> None:
     """Copy the inputs of requests that have been checked, those of one after those of the other.
 
@@ -140,7 +132,6 @@ def gather(
         num_inputs: of each.
         num_blocks: at least as many as there are requests.
         num_rows: of all blocks together.
-        begin, end: which of these rows are copied. All, where the batch has more than the requests, or contexts.
         counts: the samples of each request.
         copies: COPY records.
     """
@@ -156,15 +147,12 @@ def gather(
             r = min(b, num_requests - 1)
             count = np.int64(1) if copy.is_contexts else counts[r]
             source = load(header_at(arrays, num_inputs, r, copy.input) + DATA, np.int64, 0)
-            first, last = max(begin - row, 0), min(end - row, count)
-            if first < last:
-                begins_at = source + first * copy.row_elements * copy.element_bytes
-                _copy_samples(copy, begins_at, row + first, last - first, num_copied)
+            _copy_samples(copy, source, row, count, num_copied)
             row += count
             if copy.is_contexts == 0:
-                repeated = source + (count - 1) * copy.row_elements * copy.element_bytes
+                last = source + (count - 1) * copy.row_elements * copy.element_bytes
                 for _ in range(length - count):
-                    _copy_samples(copy, repeated, row, np.int64(1), num_copied)
+                    _copy_samples(copy, last, row, np.int64(1), num_copied)
                     row += 1
 
 
@@ -174,7 +162,7 @@ def compile_kernels() -> None:
     items = list[Any]()
     check_tensors(id(items), 0, 0, 0, inputs, nothing, nothing)
     check_packed(id(items), 0, 0, 0, inputs, np.zeros(1, PACKED), nothing, np.zeros(1, np.int64), nothing)
-    gather(id(items), 0, 0, 1, 0, 0, 0, nothing, np.zeros(0, COPY))
+    gather(id(items), 0, 0, 1, 0, nothing, np.zeros(0, COPY))
 
 
 @kernel

@@ -168,8 +168,6 @@ class Launch:
         """`addresses`: fields of the REQUEST that are the same in each run."""
         request = request_of(segments, tiles)
         self._order = order
-        self.is_ordered = order is not None
-        """Whether keys are put in order: that gains the more the more keys there are."""
         if order is not None:
             request["order_address"], request["few_begins"][: len(segments)] = order.address, order.regions.begins
         for field, address in addresses.items():
