@@ -6,7 +6,7 @@ have? ONNX Runtime answers; where the model accepts no made-up input, the declar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -146,7 +146,9 @@ class Prober:
             return Findings(batched, batched, None, notes=(note,))
         batched = may_be_batched and not self._takes_unequal(recipe) and self._follows_samples(recipe)
         feeds = tuple(self._feeds(recipe))
-        shapes, served_shapes = self._shapes(feeds), self._shapes((*feeds, *self._zeros(recipe)))
+        runs = [self._shapes_of(arrays) for arrays in feeds]
+        zeros = self._shapes_of(self._zeros(recipe))
+        shapes, served_shapes = self._shapes(runs), self._shapes([*runs, zeros] if zeros else runs)
         joinable = batched and self._is_joinable(recipe)
         equal_sizes = tuple(group for group in self._symbols(batched) if self._must_be_equal(group, feeds))
         notes = self._notes(batched, joinable)
@@ -216,15 +218,13 @@ class Prober:
             if self.run(arrays) is not None:
                 yield arrays
 
-    def _zeros(self, recipe: Recipe) -> Iterator[Arrays]:
-        """The inputs with which a session warms up, where the model accepts them."""
+    def _zeros(self, recipe: Recipe) -> Arrays:
+        """The inputs with which a session warms up."""
         arrays = recipe.arrays(0, self._sizes(1), inner=1)
-        zeros = {
+        return {
             name: np.full(array.shape, "" if array.dtype == object else 0, array.dtype)
             for name, array in arrays.items()
         }
-        if self.run(zeros) is not None:
-            yield zeros
 
     def _is_joinable(self, recipe: Recipe) -> bool:
         """Whether joined requests get the same answers as single ones, as far as trials show."""
@@ -267,8 +267,12 @@ class Prober:
                 return False
         return True
 
-    def _shapes(self, feeds: tuple[Arrays, ...]) -> tuple[tuple[int, ...], ...]:
-        runs = [[output.shape for output in self.run(arrays) or ()] for arrays in feeds]
+    def _shapes_of(self, arrays: Arrays) -> list[tuple[int, ...]]:
+        """The shapes of all outputs; none where the model does not accept the inputs."""
+        return [output.shape for output in self.run(arrays) or ()]
+
+    def _shapes(self, runs: Sequence[Sequence[tuple[int, ...]]]) -> tuple[tuple[int, ...], ...]:
+        """The shape of each output in all of these runs."""
         for value, shapes in zip(self.network.get_outputs(), zip(*runs, strict=True), strict=False):
             ranks = sorted({*map(len, shapes)})
             if len(ranks) > 1:
