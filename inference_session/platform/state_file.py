@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
-import secrets
 import time
 from pathlib import Path
 
 from inference_session.platform.regular_file import read_regular_file
 from inference_session.platform.user_cache import make_private
+from inference_session.platform.whole_file import write_whole
 
 _MAGIC = b"hotrow state 1\n"
 _DIGEST_BYTES = 32
@@ -38,20 +37,8 @@ def _write(path: Path, content: bytes) -> None:
         with contextlib.suppress(FileNotFoundError):  # its writer has just renamed it
             if time.time() - staged.stat().st_mtime > _ABANDONED_S:
                 staged.unlink()
-    # Several threads may write the same state, and processes of one number in several containers: each renames its own.
-    staged = path.with_name(f".tmp-{secrets.token_hex(8)}-{path.name}")
-    try:
-        staged.unlink(missing_ok=True)
-        # Keys may identify people. Where others may write to the folder, a link of theirs must not be followed.
-        handle = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "wb") as file:
-            file.write(_MAGIC + hashlib.sha256(content).digest())
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        staged.replace(path)
-    finally:
-        staged.unlink(missing_ok=True)
+    # Keys may identify people.
+    write_whole(path, _MAGIC, hashlib.sha256(content).digest(), content, mode=0o600)
 
 
 def read_state(path: Path) -> bytes | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import lzma
-import os
 import tokenize
 import zipfile
 import zlib
@@ -20,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import CanaryError, ConfigurationError, InvalidRequestError
-from inference_session.platform.staging import flush
+from inference_session.platform.whole_file import write_whole
 
 BROKEN = (
     *(ValueError, TypeError, EOFError, MemoryError, RuntimeError, KeyError),
@@ -51,15 +50,7 @@ def record_canary(run: Run, inputs: Arrays, path: Path) -> None:
     if target.exists() and not target.is_file():
         target.write_bytes(archive.getvalue())  # a pipe, for example
         return
-    staged = target.with_name(f".tmp-{os.getpid()}-{target.name}")
-    try:
-        staged.write_bytes(archive.getvalue())
-        flush(staged)
-        staged.replace(target)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        staged.unlink(missing_ok=True)
+    write_whole(target, archive.getvalue())
 
 
 def check_canary(run: Run, path: Path, tolerance: float) -> None:
