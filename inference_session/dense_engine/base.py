@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 
 class BoundRun(ABC):
-    """A run of the network over fixed places in memory; it may be repeated with new values in them."""
+    """A run of the network over fixed memory; it may be repeated with new values there."""
 
-    places: Mapping[str, NDArray[Any]]
-    """By input, where the host puts it; inputs that the device itself writes are not among them."""
+    inputs: Mapping[str, NDArray[Any]]
+    """The memory of each input, where the host writes it; inputs that the device itself writes are not among them."""
 
     @abstractmethod
     def run(self) -> list[np.ndarray[Any, Any]]:
@@ -55,7 +55,7 @@ class DenseEngine(ABC):
         return False
 
     def bind(self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> BoundRun | None:  # noqa: ARG002
-        """A run over the places in memory that these inputs are in now, or are put in by this call.
+        """A run over the memory that these inputs are in now, or are put in by this call.
 
         None: this engine, or this network, cannot do that.
         """

@@ -91,7 +91,7 @@ class CudaBoundRun(BoundRun):
         self._engine = engine
         self._bound = bound
         self._uploads = [engine.upload_of(placed) for placed in inputs.values() if placed.is_copied]
-        self.places = {name: placed.staged for name, placed in inputs.items() if placed.staged is not None}
+        self.inputs = {name: placed.staged for name, placed in inputs.items() if placed.staged is not None}
 
     def run(self) -> list[np.ndarray[Any, Any]]:
         """See BoundRun."""

@@ -126,7 +126,7 @@ class OnnxBoundRun(BoundRun):
     """
 
     def __init__(self, session: Any, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> None:
-        self.places = inputs
+        self.inputs = inputs
         self._outputs = outputs
         self._results: list[NDArray[Any]] | None = None
         """Where outputs are written; None: ONNX Runtime allocates them."""

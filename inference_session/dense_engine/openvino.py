@@ -94,7 +94,7 @@ class OpenVinoEngine(DenseEngine):
             raise _not_in_bfloat16(path, error) from error
         self._row_shapes = list(division.row_shapes.items())
         layer_outputs = () if division.layers is None else division.layers.graph.output
-        self._places = {value.name: i for i, value in enumerate(layer_outputs)}
+        self._positions = {value.name: i for i, value in enumerate(layer_outputs)}
         """The position of each output of the layers."""
         self._idle: list[Any] = []
         """OpenVINO's requests that no thread uses."""
@@ -117,8 +117,8 @@ class OpenVinoEngine(DenseEngine):
             names = sorted(self._first.output_names)
             own = {name: inputs[name] for name in self._first.input_names}
             known.update(zip(names, self._first.run(own, names), strict=True))
-        if not self._places.keys().isdisjoint(outputs):
-            known.update(self._run_layers(known, [name for name in outputs if name in self._places]))
+        if not self._positions.keys().isdisjoint(outputs):
+            known.update(self._run_layers(known, [name for name in outputs if name in self._positions]))
         return [known[name] for name in outputs]
 
     def bind(self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> BoundRun | None:
@@ -148,7 +148,7 @@ class OpenVinoEngine(DenseEngine):
             request.infer()
         except RuntimeError as error:
             raise refused(error) from error
-        return [request.get_output_tensor(self._places[name]).data.copy() for name in outputs]
+        return [request.get_output_tensor(self._positions[name]).data.copy() for name in outputs]
 
     def tensors(self, known: Mapping[str, NDArray[Any]]) -> list[Any]:
         """The inputs of the layers, in place; OpenVINO does not check that they fit."""
@@ -173,7 +173,7 @@ class OpenVinoEngine(DenseEngine):
         except IndexError:
             request = self.new_request()
         try:
-            _place(request, tensors)
+            _set_inputs(request, tensors)
             return dict(zip(outputs, self.infer(request, outputs), strict=True))
         finally:
             self._idle.append(request)
@@ -184,18 +184,18 @@ class OpenVinoBoundRun(BoundRun):
 
     def __init__(self, engine: OpenVinoEngine, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> None:
         """The same errors as those of OpenVinoEngine.run."""
-        self.places = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
+        self.inputs = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
         self._engine, self._outputs = engine, outputs
-        self._tensors = engine.tensors(self.places)  # OpenVINO does not keep the memory that it reads
+        self._tensors = engine.tensors(self.inputs)  # OpenVINO does not keep the memory that it reads
         self._request = engine.new_request()
-        _place(self._request, self._tensors)
+        _set_inputs(self._request, self._tensors)
 
     def run(self) -> list[np.ndarray[Any, Any]]:
         """See BoundRun."""
         return self._engine.infer(self._request, self._outputs)
 
 
-def _place(request: Any, tensors: Sequence[Any]) -> None:
+def _set_inputs(request: Any, tensors: Sequence[Any]) -> None:
     for i, tensor in enumerate(tensors):
         request.set_input_tensor(i, tensor)
 

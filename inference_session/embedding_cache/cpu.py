@@ -256,7 +256,7 @@ class _PooledMisses(Misses):
 
     def __init__(self, cache: HostCache, dims: NDArray[np.int64], lookup: Lookup, segments: NDArray[np.intp]) -> None:
         """`segments`: which of the look-up's."""
-        self._lookup, self._places, self._num_threads = lookup, segments, cache.num_threads
+        self._lookup, self._numbers, self._num_threads = lookup, segments, cache.num_threads
         self._segments, num_keys = lookup.segments[segments], lookup.num_keys[segments]
         positions = np.empty(num_keys.sum(), np.int64)
         counts = np.zeros_like(num_keys)
@@ -268,7 +268,7 @@ class _PooledMisses(Misses):
         num_unknown = np.zeros(len(self._segments), np.int64)
         self.rows.write(num_unknown)
         cpu.look_up(self.rows.records, self._segments, np.zeros_like(num_unknown), NO_POSITIONS, self._num_threads)
-        self._lookup.num_unknown[self._places] = num_unknown
+        self._lookup.num_unknown[self._numbers] = num_unknown
 
 
 def count_hits(keys: NDArray[np.int64], *, capacity: int) -> int:

@@ -123,10 +123,10 @@ class GpuEmbeddingCache(EmbeddingCache):
 
     def misses(self, lookup: Lookup) -> Iterator[GpuMisses]:
         """See EmbeddingCache: in parts that need a bounded amount of device memory."""
-        for places in parts_within(lookup, self._dims):
+        for numbers in parts_within(lookup, self._dims):
             self._check_open()  # other threads may use the device, and close the cache, before each further part
             with self._cuda.scratch():
-                yield GpuMisses(self._cuda, self._dims, self._uncounted.data.ptr, lookup, places)
+                yield GpuMisses(self._cuda, self._dims, self._uncounted.data.ptr, lookup, numbers)
 
     def insert(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
         """See EmbeddingCache."""

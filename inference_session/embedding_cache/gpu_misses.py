@@ -34,13 +34,13 @@ _MOST_BYTES = 1 << 28
 
 def parts_within(lookup: Lookup, dims: NDArray[np.int64]) -> Sequence[NDArray[np.intp]]:
     """The segments that have missing keys, in parts such that `_MOST_BYTES` do for each."""
-    places = np.flatnonzero(lookup.num_unknown)
-    missed = lookup.segments[places]
+    numbers = np.flatnonzero(lookup.num_unknown)
+    missed = lookup.segments[numbers]
     if not missed["pooling"].any():
-        return [places] if len(places) else []
+        return [numbers] if len(numbers) else []
     num_floats = _num_positions(missed) * dims[missed["table"]] * (missed["pooling"] != PoolingCode.NONE)
     part = np.cumsum(num_floats * _FLOAT_BYTES) // _MOST_BYTES
-    return np.split(places, np.flatnonzero(np.diff(part)) + 1)
+    return np.split(numbers, np.flatnonzero(np.diff(part)) + 1)
 
 
 class GpuMisses(Misses):
@@ -52,7 +52,7 @@ class GpuMisses(Misses):
         dims: NDArray[np.int64],
         tables_address: int,
         lookup: Lookup,
-        places: NDArray[np.intp],
+        numbers: NDArray[np.intp],
     ) -> None:
         """Look the missing keys up again.
 
@@ -61,11 +61,11 @@ class GpuMisses(Misses):
             dims: embedding_dim of each table.
             tables_address: of the cache's GPU_TABLE records, without addresses to count events at.
             lookup: what was looked up.
-            places: which of its segments, all of them with missing keys.
+            numbers: which of its segments, all of them with missing keys.
         """
         self._device, self._dims, self._tables_address = device, dims, tables_address
-        self._lookup, self._places = lookup, places
-        self._segments: NDArray[np.void] = lookup.segments[places]
+        self._lookup, self._numbers = lookup, numbers
+        self._segments: NDArray[np.void] = lookup.segments[numbers]
         self._num_keys = _num_positions(self._segments)
         """Positions of each segment."""
         self._pooled = np.flatnonzero(self._segments["pooling"] != PoolingCode.NONE)
@@ -94,7 +94,7 @@ class GpuMisses(Misses):
             segments["row_stride"] = segments["keys_per_row"] * _KEY_BYTES
             if len(segments):
                 gpu.prepare(segments, address_of(tables)).run()
-        self._lookup.num_unknown[self._places] = self.rows.num_unknown()
+        self._lookup.num_unknown[self._numbers] = self.rows.num_unknown()
 
     def _each_key_alone(self) -> NDArray[np.void]:
         segments, num_keys = self._segments, self._num_keys
@@ -154,10 +154,10 @@ def _num_positions(segments: NDArray[np.void]) -> NDArray[np.int64]:
 def _missing(bits: NDArray[np.uint32], tiles: Tiles) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """How many keys of each segment are missing, and at which of its positions, segment after segment."""
     by_tile = np.unpackbits(bits.view(np.uint8), bitorder="little").reshape(-1, 32)[:, : tiles.keys_per_tile]
-    places = np.flatnonzero(by_tile)
+    positions = np.flatnonzero(by_tile)
     begins = tiles.first.astype(np.int64) * tiles.keys_per_tile
-    of_segment = np.searchsorted(begins, places, side="right") - 1
-    return np.bincount(of_segment, minlength=len(begins) - 1), places - begins[of_segment]
+    of_segment = np.searchsorted(begins, positions, side="right") - 1
+    return np.bincount(of_segment, minlength=len(begins) - 1), positions - begins[of_segment]
 
 
 def _in_bags(segment: np.void, num_keys: int, positions: NDArray[np.intp]) -> NDArray[np.intp]:

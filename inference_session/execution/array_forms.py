@@ -229,11 +229,11 @@ def _lookup_records(spec: ModelSpec, lookups: ModelLookups) -> NDArray[np.void]:
 
 
 def _plain_lookup_records(spec: ModelSpec, lookups: ModelLookups) -> NDArray[np.void]:
-    """LOOKUP records that say which table is looked up, and which block the vectors fill."""
+    """LOOKUP records that say which table is looked up, and which vector input they fill."""
     records = np.zeros(len(spec.lookups), LOOKUP)
     tables = {table.folder: i for i, table in enumerate(spec.tables)}
-    for record, lookup, block in zip(records, spec.lookups, lookups.block_of, strict=True):
+    for record, lookup, number in zip(records, spec.lookups, lookups.vector_input_of, strict=True):
         record["table"], record["pooling"] = tables[lookup.table], PoolingCode[lookup.pooling.upper()]
         record["embedding_dim"] = spec.tables[record["table"]].embedding_dim
-        record["block"], record["joined"] = block, lookups.blocks[block].joined
+        record["vector_input"], record["joined"] = number, lookups.vector_inputs[number].joined
     return records

@@ -137,8 +137,8 @@ class FastPath:
                 batch.look_up()
                 mark("network")
                 results = batch.run.run()
-                if batch.places is not None:
-                    results = [array[batch.places] for array in results]
+                if batch.output_rows is not None:
+                    results = [array[batch.output_rows] for array in results]
                 if self._rejects_unknown and batch.lookup.num_unknown.any():
                     return None
                 if self._recorder is not None:

@@ -1,4 +1,4 @@
-"""The fast path on a GPU (fast_path.py): arrays are copied to the places that a recorded batch of their shape reads.
+"""The fast path on a GPU (fast_path.py): arrays are copied to the memory that a recorded batch of their shape reads.
 
 Compiled code checks the arrays and copies them (kernels/cpu/gathering.py); then the look-up and the network are
 launched as they were recorded. `InferenceSession.run_many` records shapes that recur.
@@ -66,12 +66,12 @@ class _Target(NamedTuple):
     copies: NDArray[np.void]
     """COPY records."""
     constants: list[tuple[NDArray[Any], NDArray[Any]]]
-    """Pairs of a place and the values that it holds in all batches of these sizes."""
+    """Pairs of an array and the values that it has in all batches of these sizes."""
     num_blocks: int
     num_rows: int
     """Rows of all blocks."""
-    places: NDArray[np.int64] | None
-    """See JoinedBatch.places."""
+    output_rows: NDArray[np.int64] | None
+    """See JoinedBatch.output_rows."""
 
 
 class GatheredForm(ABC):
@@ -166,7 +166,7 @@ class GatheredModel:
         return self._network.rows.device.held()
 
     def fill(self, arrays: Arrays, num_requests: int, outputs: tuple[str, ...]) -> StagedBatch | None:
-        """While the device is held: the look-up of a batch, its inputs in their places; see Staging.fill."""
+        """While the device is held: the look-up of a batch, its inputs copied to its memory; see Staging.fill."""
         if num_requests > _MAX_REQUESTS or len(arrays) != num_requests * len(self._form.inputs):
             return None
         items = id(arrays)
@@ -179,13 +179,13 @@ class GatheredModel:
             return None
         num_blocks, num_rows = (target.num_blocks, target.num_rows) if self._ranks else (num_requests, open_sizes[0])
         gather(items, num_requests, len(self._form.inputs), num_blocks, int(num_rows), counts, target.copies)
-        for place, values in target.constants:
-            place[...] = values
+        for array, values in target.constants:
+            array[...] = values
         num_samples = int(open_sizes[0])
         num_contexts = num_requests if self._ranks else num_samples
         lookup = target.plan.cleared()
         look_up = partial(self._network.rows.look_up, lookup)
-        return StagedBatch(lookup, look_up, target.plan.network, counts, num_samples, num_contexts, target.places)
+        return StagedBatch(lookup, look_up, target.plan.network, counts, num_samples, num_contexts, target.output_rows)
 
     def _find(self, case: _Case, arrays: Arrays) -> _Target | None:
         """The recorded batch of this shape; None: there is none, or none yet."""
@@ -212,7 +212,7 @@ class GatheredModel:
         if copies is None:
             return None
         num_blocks = len(batch.array(BLOCK_CONTEXT)) if self._ranks else 0
-        return _Target(plan, copies, constants, num_blocks, batch.num_samples, batch.places)
+        return _Target(plan, copies, constants, num_blocks, batch.num_samples, batch.output_rows)
 
     def _remember(self, case: _Case, target: _Target | None) -> None:
         if len(self._targets) >= _MAX_PLANS:
@@ -238,7 +238,7 @@ def gather_model(spec: ModelSpec, layout: RequestLayout, network: Network) -> Ga
 def _copies(
     plan: RecordedPlan, batch: JoinedBatch, sources: Mapping[str, Source], spec: ModelSpec
 ) -> NDArray[np.void] | None:
-    """COPY records for all places of a recorded batch; None if a place holds anything but inputs."""
+    """COPY records for all arrays of a recorded batch; None if one of them has anything but inputs."""
     copies = []
     for staged in plan.staged:
         if staged.names in ((ROW_CONTEXT,), (BLOCK_CONTEXT,)):

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from inference_session.dense_engine.base import BoundRun, DenseEngine
 from inference_session.device.host import zeros_at_line
 from inference_session.execution.array_forms import ArrayForm, Shapes, compile_kernels, create_form, has_form
-from inference_session.execution.lookups import Block, ModelLookups
+from inference_session.execution.lookups import ModelLookups, VectorInput
 from inference_session.execution.network import Network
 from inference_session.execution.staged_batch import Arrays, StagedBatch
 from inference_session.kernels.array_headers import can_read_arrays
-from inference_session.kernels.cpu.staging import BLOCK, NO_ROOM, STAGED
+from inference_session.kernels.cpu.staging import NO_ROOM, STAGED, VECTOR_INPUT
 from inference_session.kernels.records import SEGMENT, Lookup, address_of
 from inference_session.model_spec import ModelSpec
 from inference_session.requests.batch import RequestLayout
@@ -37,7 +37,7 @@ _Case: TypeAlias = "tuple[bytes, int, tuple[str, ...]]"
 """What tells batches apart: their open sizes, the number of requests, and the outputs."""
 
 
-class _Place(NamedTuple):
+class _RequestRecords(NamedTuple):
     """The parts of a Staging's records that this many requests use."""
 
     lookup: Lookup
@@ -82,10 +82,10 @@ class HostStaging:
         """
         self._bound_lookups = rows.bound_lookups()
         self._ranks = bool(spec.context)
-        self._blocks_of = lookups.blocks
+        self._vector_inputs = lookups.vector_inputs
         self._inputs, self._lookups = form.inputs, form.lookups
         self._num_inputs = len(form.inputs)
-        self._blocks = np.zeros(len(lookups.blocks), BLOCK)
+        self._vector_records = np.zeros(len(lookups.vector_inputs), VECTOR_INPUT)
         self._open_sizes = np.zeros(form.num_open_sizes, np.int64)
         self._memory: dict[tuple[str, int], NDArray[np.uint8]] = {}
         self._plans: dict[tuple[bytes, Any], BoundRun | None] = {}
@@ -120,37 +120,37 @@ class HostStaging:
         run = self._plans[key] if key in self._plans else self._plan(key)
         batch = None
         if run is not None:
-            place = self._places.get(num_requests) or self._place(num_requests)
+            records = self._records.get(num_requests) or self._records_of(num_requests)
             num_samples = int(self._open_sizes[0])
             batch = StagedBatch(
-                place.lookup,
-                place.look_up,
+                records.lookup,
+                records.look_up,
                 run,
-                place.counts,
+                records.counts,
                 num_samples,
                 num_requests if self._ranks else num_samples,
             )
         self._batches[case] = batch
         return batch
 
-    def _place(self, num_requests: int) -> _Place:
+    def _records_of(self, num_requests: int) -> _RequestRecords:
         num_segments = num_requests * len(self._lookups)
         parts = self._segments[:num_segments], self._num_keys[:num_segments], np.zeros(num_segments, np.int64)
         lookup = Lookup(*parts)
         lookup.addresses = lookup.find_addresses()
         bound = self._bound_lookups
         look_up = partial(self._rows.look_up, lookup) if bound is None else bound.bind(lookup)
-        place = self._places[num_requests] = _Place(lookup, look_up, self._counts[:num_requests])
-        return place
+        records = self._records[num_requests] = _RequestRecords(lookup, look_up, self._counts[:num_requests])
+        return records
 
     def _make_room(self, num_requests: int) -> None:
         counts = np.zeros(num_requests, np.int64)
         segments = np.zeros(num_requests * len(self._lookups), SEGMENT)
         num_keys = np.zeros(len(segments), np.int64)
         # Replaced all together: after a MemoryError compiled code still uses the old ones.
-        self._stage = self._form.stage_into(self._blocks, self._open_sizes, counts, segments, num_keys)
+        self._stage = self._form.stage_into(self._vector_records, self._open_sizes, counts, segments, num_keys)
         self._counts, self._segments, self._num_keys = counts, segments, num_keys
-        self._places: dict[int, _Place] = {}
+        self._records: dict[int, _RequestRecords] = {}
         self._batches: dict[_Case, StagedBatch | None] = {}
         """None: `run_many` refuses such requests."""
 
@@ -161,11 +161,11 @@ class HostStaging:
                 return False
             self._make_room(_power_of_two(num_requests))
             return True
-        if self._inputs["wanted_bytes"].sum() + self._blocks["wanted_bytes"].sum() > MAX_BYTES:
+        if self._inputs["wanted_bytes"].sum() + self._vector_records["wanted_bytes"].sum() > MAX_BYTES:
             return False
         self._plans.clear()  # they use the memory that is replaced
         self._batches.clear()
-        for kind, records in (("input", self._inputs), ("block", self._blocks)):
+        for kind, records in (("input", self._inputs), ("vectors", self._vector_records)):
             for i in np.flatnonzero(records["wanted_bytes"] > records["num_bytes"]).tolist():
                 num_bytes = _power_of_two(int(records["wanted_bytes"][i]))
                 memory = self._memory[kind, i] = zeros_at_line(1, num_bytes).reshape(-1)
@@ -191,17 +191,17 @@ class HostStaging:
         for i, (name, tensor) in enumerate(zip(self._form.names, self._spec.inputs, strict=True)):
             if self._inputs["is_read"][i]:
                 inputs[name] = _view(self._memory, ("input", i), shapes[name], np.dtype(tensor.dtype))
-        for b, block in enumerate(self._blocks_of):
-            shape = self._block_shape(block, shapes)
-            inputs[block.dense_input] = _view(self._memory, ("block", b), shape, np.dtype(np.float32))
+        for v, vector_input in enumerate(self._vector_inputs):
+            shape = self._vectors_shape(vector_input, shapes)
+            inputs[vector_input.dense_input] = _view(self._memory, ("vectors", v), shape, np.dtype(np.float32))
         return inputs
 
-    def _block_shape(self, block: Block, shapes: Shapes) -> tuple[int, ...]:
-        first = self._spec.lookups[block.members[0]]
-        if block.joined:
-            row_bytes = int(self._blocks["row_bytes"][self._blocks_of.index(block)])
-            num_rows = self._open_sizes[-1 if self._blocks["is_contexts"][self._blocks_of.index(block)] else 0]
-            return int(num_rows), row_bytes // np.dtype(np.float32).itemsize
+    def _vectors_shape(self, vector_input: VectorInput, shapes: Shapes) -> tuple[int, ...]:
+        first = self._spec.lookups[vector_input.members[0]]
+        if vector_input.joined:
+            record = self._vector_records[self._vector_inputs.index(vector_input)]
+            num_rows = self._open_sizes[-1 if record["is_contexts"] else 0]
+            return int(num_rows), int(record["row_bytes"]) // np.dtype(np.float32).itemsize
         table = self._spec.table_in(first.table)
         if first.pooling != "none":
             return (*shapes[first.keys][:-1], table.embedding_dim)
@@ -221,13 +221,13 @@ def stage_on_host(spec: ModelSpec, layout: RequestLayout, network: Network) -> H
 
 
 def _view(
-    memory: Mapping[tuple[str, int], NDArray[np.uint8]], place: tuple[str, int], shape: Sequence[int], dtype: Any
+    memory: Mapping[tuple[str, int], NDArray[np.uint8]], key: tuple[str, int], shape: Sequence[int], dtype: Any
 ) -> NDArray[Any]:
     """The beginning of some memory as an array. An empty array needs no memory."""
     num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     if not num_bytes:
         return np.empty(shape, dtype)
-    array: NDArray[Any] = memory[place][:num_bytes].view(dtype).reshape(shape)
+    array: NDArray[Any] = memory[key][:num_bytes].view(dtype).reshape(shape)
     return array
 
 

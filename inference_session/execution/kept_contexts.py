@@ -40,8 +40,8 @@ class Context(NamedTuple):
 
     values: Mapping[str, NDArray[Any]]
     """Arrays of one row each."""
-    places: NDArray[np.int64]
-    """WriteLog.places of the rows that were looked up."""
+    slots: NDArray[np.int64]
+    """WriteLog.slots of the rows that were looked up."""
     moment: int
     num_bytes: int
 
@@ -63,7 +63,7 @@ class ContextMemory:
             context = self._contexts.get(key)
             if context is None:
                 return None
-            if self.log.any_written(context.places, context.moment):
+            if self.log.any_written(context.slots, context.moment):
                 self._drop(key)
                 return None
             self._contexts.move_to_end(key)
@@ -140,11 +140,11 @@ class KeptContexts:
     def add(self, wanted: WantedContexts, batch: JoinedBatch, ran: RunResult) -> None:
         """Add the results for the batch of missing contexts to `wanted`, and keep them."""
         values = {**ran.outputs, **{name: batch.array(name) for name in self._vectors}}
-        places = self._places(batch, len(wanted.missing))
+        slots = self._slots(batch, len(wanted.missing))
         for i, key in enumerate(wanted.missing):
             own = {name: array[i : i + 1].copy() for name, array in values.items()}
-            num_bytes = sum(array.nbytes for array in own.values()) + places[i].nbytes + len(key) + _ENTRY_BYTES
-            wanted.found[key] = Context(own, places[i], wanted.moment, num_bytes)
+            num_bytes = sum(array.nbytes for array in own.values()) + slots[i].nbytes + len(key) + _ENTRY_BYTES
+            wanted.found[key] = Context(own, slots[i], wanted.moment, num_bytes)
             if self._keeps_unknown or not ran.num_unknown.any():
                 self._memory.put(key, wanted.found[key])
 
@@ -165,14 +165,14 @@ class KeptContexts:
         arrays: dict[str, Any] = {name: np.array(request.inputs[name]) for name in names}
         return [{name: arrays[name][i : i + 1] for name in names} for i in range(len(arrays[names[0]]))]
 
-    def _places(self, batch: JoinedBatch, num_rows: int) -> list[NDArray[np.int64]]:
-        """For each context, WriteLog.places of its rows."""
+    def _slots(self, batch: JoinedBatch, num_rows: int) -> list[NDArray[np.int64]]:
+        """For each context, WriteLog.slots of its rows."""
         specs = {table.folder: table for table in self.contexts.spec.tables}
         found: list[list[NDArray[np.int64]]] = [[] for _ in range(num_rows)]
         for lookup in self.contexts.spec.lookups:
             for i, keys in enumerate(_keys_of(lookup, batch)):
                 stored = stored_keys(specs[lookup.table], keys.astype(np.int64, copy=False))
-                found[i].append(self._log.places(lookup.table, stored))
+                found[i].append(self._log.slots(lookup.table, stored))
         return [np.unique(np.concatenate(own)) if own else np.zeros(0, np.int64) for own in found]
 
 

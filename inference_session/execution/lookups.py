@@ -19,7 +19,7 @@ _KEY_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Block:
+class VectorInput:
     """One input of the dense network, and the look-ups that fill it."""
 
     dense_input: str
@@ -34,13 +34,13 @@ class Geometry:
     """All that follows from the shapes of the keys."""
 
     segments: NDArray[np.void]
-    """Complete except for addresses. They count from the beginning of the block (outputs) or of the matrix (keys)."""
+    """Complete except for addresses. They count from the start of the vector input (outputs) or the matrix (keys)."""
     num_keys: NDArray[np.int64]
     """Per look-up; 0 where bags are ragged."""
     shapes: tuple[tuple[int, ...], ...]
-    """The shape of each block's array."""
+    """The shape of each vector input's array."""
     bare: tuple[bool, ...]
-    """For each block, whether its keys have no first dimension. They get one for the look-up; vectors lose it again."""
+    """For each vector input, whether its keys have no first dimension. They get one for look-ups; vectors lose it."""
 
 
 class MatrixLookups(NamedTuple):
@@ -79,11 +79,11 @@ class ModelLookups:
         position = {table.folder: i for i, table in enumerate(spec.tables)}
         self._table_positions = [position[lookup.table] for lookup in spec.lookups]
         self._table_specs = [spec.tables[i] for i in self._table_positions]
-        self.blocks = _blocks(spec.lookups, narrow_inputs)
-        self.block_of = np.empty(len(spec.lookups), np.intp)
-        """For each look-up, the number of its block."""
-        for number, block in enumerate(self.blocks):
-            self.block_of[list(block.members)] = number
+        self.vector_inputs = _vector_inputs(spec.lookups, narrow_inputs)
+        self.vector_input_of = np.empty(len(spec.lookups), np.intp)
+        """For each look-up, the number of its vector input."""
+        for number, vector_input in enumerate(self.vector_inputs):
+            self.vector_input_of[list(vector_input.members)] = number
         self.key_names = [lookup.dense_input if lookup.bags else lookup.keys for lookup in spec.lookups]
         self._bagged = [lookup for lookup in spec.lookups if lookup.bags]
         self.weighted = [(i, lookup.keys, lookup.weights) for i, lookup in enumerate(spec.lookups) if lookup.weights]
@@ -123,21 +123,20 @@ class ModelLookups:
         segments["pooling"] = [PoolingCode[lookup.pooling.upper()] for lookup in self.lookups]
         segments["key_bytes"] = segments["key_stride"] = _KEY_BYTES
         shapes = [
-            self._describe_joined(block, segments, keys)
-            if block.joined
-            else self._describe_alone(block, segments, keys)
-            for block in self.blocks
+            (self._describe_joined if each.joined else self._describe_alone)(each, segments, keys)
+            for each in self.vector_inputs
         ]
         segments["row_stride"] = segments["keys_per_row"] * _KEY_BYTES
         for members in self.packed.values():
             self._describe_packed(members, segments, keys[members.lookups[0]][0])
         num_keys = np.array([math.prod(shape) for shape in keys], np.int64)
-        return Geometry(segments, num_keys, tuple(shapes), tuple(self._is_bare(block, batch) for block in self.blocks))
+        bare = tuple(self._is_bare(each, batch) for each in self.vector_inputs)
+        return Geometry(segments, num_keys, tuple(shapes), bare)
 
-    def _is_bare(self, block: Block, batch: JoinedBatch) -> bool:
-        """Whether the block's keys have no first dimension."""
-        first = block.members[0]
-        return not block.joined and _is_bare(batch.parts(self.key_names[first])[0], self.lookups[first])
+    def _is_bare(self, vector_input: VectorInput, batch: JoinedBatch) -> bool:
+        """Whether its keys have no first dimension."""
+        first = vector_input.members[0]
+        return not vector_input.joined and _is_bare(batch.parts(self.key_names[first])[0], self.lookups[first])
 
     def _shape(self, i: int, batch: JoinedBatch) -> tuple[int, ...]:
         return _shape(batch.parts(self.key_names[i]), self.lookups[i])
@@ -152,12 +151,12 @@ class ModelLookups:
         segments["keys_address"][members.lookups] = members.columns * key_stride
 
     def _describe_joined(
-        self, block: Block, segments: NDArray[np.void], keys: Sequence[tuple[int, ...]]
+        self, vector_input: VectorInput, segments: NDArray[np.void], keys: Sequence[tuple[int, ...]]
     ) -> tuple[int, ...]:
-        """Put the vectors of a block's look-ups side by side in one matrix; returns its shape."""
-        self._check_samples(block, keys)
-        members, item_bytes, column = list(block.members), block.dtype.itemsize, 0
-        for i in block.members:
+        """Put the vectors of its look-ups side by side in one matrix; returns its shape."""
+        self._check_samples(vector_input, keys)
+        members, item_bytes, column = list(vector_input.members), vector_input.dtype.itemsize, 0
+        for i in vector_input.members:
             num_samples, *rest = keys[i]
             keys_per_sample = math.prod(rest)
             segments["num_rows"][i] = num_samples
@@ -166,12 +165,12 @@ class ModelLookups:
             pooled = self.lookups[i].pooling != "none"
             column += self._table_specs[i].embedding_dim * (1 if pooled else keys_per_sample)
         segments["output_stride"][members] = column * item_bytes
-        segments["output_code"][members] = _code_of(block)
-        return (keys[block.members[0]][0], column)
+        segments["output_code"][members] = _code_of(vector_input)
+        return (keys[vector_input.members[0]][0], column)
 
-    def _check_samples(self, block: Block, keys: Sequence[tuple[int, ...]]) -> None:
+    def _check_samples(self, vector_input: VectorInput, keys: Sequence[tuple[int, ...]]) -> None:
         """Refuse keys that cannot stand side by side: the kernel would write past the end of the matrix."""
-        first, *others = block.members
+        first, *others = vector_input.members
         for i in others:
             if keys[i][0] != keys[first][0]:
                 raise InvalidRequestError(
@@ -180,10 +179,10 @@ class ModelLookups:
                 )
 
     def _describe_alone(
-        self, block: Block, segments: NDArray[np.void], keys: Sequence[tuple[int, ...]]
+        self, vector_input: VectorInput, segments: NDArray[np.void], keys: Sequence[tuple[int, ...]]
     ) -> tuple[int, ...]:
         """Give a look-up an array of its own; returns the shape."""
-        i = block.members[0]
+        i = vector_input.members[0]
         table, shape = self._table_specs[i], keys[i]
         pooled = self.lookups[i].pooling != "none"
         rows, keys_per_row = (shape[:-1], shape[-1]) if pooled else (shape, 1)
@@ -191,21 +190,21 @@ class ModelLookups:
         segments["keys_per_row"][i] = keys_per_row
         if keys_per_row == 1 and self.lookups[i].weights is None:  # a bag of one key is that key's vector
             segments["pooling"][i] = PoolingCode.NONE
-        segments["output_stride"][i] = table.embedding_dim * block.dtype.itemsize
-        segments["output_code"][i] = _code_of(block)
+        segments["output_stride"][i] = table.embedding_dim * vector_input.dtype.itemsize
+        segments["output_code"][i] = _code_of(vector_input)
         return (*rows, table.embedding_dim) if pooled or table.row_shape is None else (*rows, *table.row_shape)
 
 
-def _blocks(lookups: Sequence[LookupSpec], narrow_inputs: Collection[str]) -> tuple[Block, ...]:
+def _vector_inputs(lookups: Sequence[LookupSpec], narrow_inputs: Collection[str]) -> tuple[VectorInput, ...]:
     members: dict[str, list[int]] = {}
     for i, lookup in enumerate(lookups):
         members.setdefault(lookup.dense_input, []).append(i)
     dtypes = {name: np.dtype(np.float16 if name in narrow_inputs else np.float32) for name in members}
-    return tuple(Block(name, tuple(m), lookups[m[0]].joined, dtypes[name]) for name, m in members.items())
+    return tuple(VectorInput(name, tuple(m), lookups[m[0]].joined, dtypes[name]) for name, m in members.items())
 
 
-def _code_of(block: Block) -> VectorCode:
-    return VectorCode[block.dtype.name.upper()]
+def _code_of(vector_input: VectorInput) -> VectorCode:
+    return VectorCode[vector_input.dtype.name.upper()]
 
 
 def _is_bare(keys: Part, lookup: LookupSpec) -> bool:

@@ -101,15 +101,15 @@ class FreshPlan(ExecutionPlan):
 
     def take_vectors(self) -> tuple[NDArray[np.void], Vectors]:
         """Allocate memory for the vectors; returns segments that lead there, and its arrays by the network's inputs."""
-        geometry, dtypes = self._geometry, [block.dtype for block in self._lookups.blocks]
+        geometry, dtypes = self._geometry, [each.dtype for each in self._lookups.vector_inputs]
         arrays = [self._device.empty(*each) for each in zip(geometry.shapes, dtypes, strict=True)]
         segments = geometry.segments.copy()
         if arrays:
             addresses = [address_of(array) for array in arrays]
-            moves = addresses[0] if len(addresses) == 1 else np.array(addresses)[self._lookups.block_of]
+            moves = addresses[0] if len(addresses) == 1 else np.array(addresses)[self._lookups.vector_input_of]
             segments["output_address"] += moves
-        blocks = zip(self._lookups.blocks, arrays, geometry.bare, strict=True)
-        return segments, {block.dense_input: array[0] if is_bare else array for block, array, is_bare in blocks}
+        named = zip(self._lookups.vector_inputs, arrays, geometry.bare, strict=True)
+        return segments, {each.dense_input: array[0] if is_bare else array for each, array, is_bare in named}
 
     def place_keys(self, segments: NDArray[np.void], batch: JoinedBatch) -> NDArray[np.int64]:
         """Put the keys of a batch where the device reads them, and enter where that is; returns keys per look-up."""
@@ -213,12 +213,12 @@ class FreshPlan(ExecutionPlan):
 
 
 class BoundPlan(ExecutionPlan):
-    """The network is bound to places in memory, which all batches use."""
+    """The network is bound to memory that all batches use."""
 
     def __init__(self, device: Device, network: BoundRun, outputs: tuple[str, ...]) -> None:
         self.outputs, self.network, self._device = outputs, network, device
 
-    def run_network(self, batch: JoinedBatch) -> Answer:  # noqa: ARG002  its inputs are in their places
+    def run_network(self, batch: JoinedBatch) -> Answer:  # noqa: ARG002  its inputs are in that memory
         """See ExecutionPlan."""
         return dict(zip(self.outputs, self.network.run(), strict=True))
 
@@ -231,7 +231,7 @@ class BoundPlan(ExecutionPlan):
 class RecordedPlan(BoundPlan):
     """Batches always use the same memory, so that nothing is computed again between their launches.
 
-    A request leaves no state in this memory, and all requests of one shape use the same places.
+    A request leaves no state in this memory, and all requests of one shape use the same memory.
     The host only has to copy the inputs, launch the look-up, run the network, wait, and copy the outputs: about
     half of the work of a batch that comes for the first time.
     """
@@ -254,7 +254,7 @@ class RecordedPlan(BoundPlan):
         return self.cleared()
 
     def cleared(self) -> Lookup:
-        """The look-up of the keys that are in their places, with nothing counted."""
+        """The look-up of the keys that have been staged, with nothing counted."""
         self._lookup.num_unknown[:] = 0
         return self._lookup
 
@@ -343,9 +343,9 @@ class ExecutionPlans:
         return FreshPlan(self._lookups, geometry, self._rows, self._dense, outputs, may_record=self.may_record)
 
     def _recorded(self, plan: FreshPlan, batch: JoinedBatch) -> FreshPlan | BoundPlan:
-        """The same plan with fixed places, unless the batch or the network cannot be bound to them."""
+        """The same plan with fixed memory, unless the batch or the network cannot be bound to it."""
         plan.may_record = False
-        if not batch.is_on_host:  # a caller's arrays are in other places each time
+        if not batch.is_on_host:  # a caller's arrays are in other memory each time
             return plan
         device, inputs, trial = self._rows.device, batch.copy(), batch.copy()
         with plan.held():
@@ -355,7 +355,7 @@ class ExecutionPlans:
             network = self._dense.bind(plan.network_inputs(inputs), plan.outputs)
             if network is None:
                 return plan
-            staged = [StagedValues((name,), array) for name, array in network.places.items()]
+            staged = [StagedValues((name,), array) for name, array in network.inputs.items()]
             lookup = Lookup(segments, plan.num_keys, device.counts(len(segments)), plan.prepared_lookup)
             if self._lookups.is_ragged(batch):
                 return RaggedPlan(device, plan, lookup, network, staged=staged, used=device.mark())

@@ -40,7 +40,7 @@ class StagedBatch(NamedTuple):
     """The samples of all requests."""
     num_contexts: int
     """The contexts of all requests; in a model without contexts, each sample counts as one."""
-    places: NDArray[np.int64] | None = None
+    output_rows: NDArray[np.int64] | None = None
     """The row of each sample in the outputs. None: row i is that of sample i."""
 
 

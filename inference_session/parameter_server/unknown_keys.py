@@ -11,23 +11,23 @@ from numpy.typing import NDArray
 
 from inference_session.parameter_server.write_log import WriteLog
 
-_PLACE_BITS = 13
-NUM_PLACES = 1 << _PLACE_BITS
+_SLOT_BITS = 13
+NUM_SLOTS = 1 << _SLOT_BITS
 MEMORY_S = 1.0
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-_SHIFT = np.uint64(64 - _PLACE_BITS)
+_SHIFT = np.uint64(64 - _SLOT_BITS)
 
 
 class _UnknownInTable:
     """Bounded: a later key takes the place of an earlier one whose hash it shares.
 
-    Reading takes no lock: a key is entered before its time, and all keys that meet in a place are unknown at that time.
+    Reading takes no lock: a key is entered before its time, and all keys that meet in a slot are unknown at that time.
     """
 
     def __init__(self) -> None:
-        self.keys = np.zeros(NUM_PLACES, np.int64)
-        self.until = np.full(NUM_PLACES, -np.inf)
+        self.keys = np.zeros(NUM_SLOTS, np.int64)
+        self.until = np.full(NUM_SLOTS, -np.inf)
         self.any_until = -np.inf
 
 
@@ -48,16 +48,16 @@ class UnknownKeys:
         with self._lock:
             unknown = keys[~self._log.written(table, keys, since)]
             if len(unknown):
-                memory, places = self._tables.setdefault(table, _UnknownInTable()), _places(unknown)
-                memory.keys[places] = unknown
-                memory.until[places] = memory.any_until = now + MEMORY_S
+                memory, slots = self._tables.setdefault(table, _UnknownInTable()), _slots(unknown)
+                memory.keys[slots] = unknown
+                memory.until[slots] = memory.any_until = now + MEMORY_S
 
     def forget(self, table: str, keys: NDArray[np.int64]) -> None:
         """Forget keys that were written; the log has the write already."""
         with self._lock:
             if memory := self._tables.get(table):
-                places = _places(keys)
-                memory.until[places[memory.keys[places] == keys]] = -np.inf
+                slots = _slots(keys)
+                memory.until[slots[memory.keys[slots] == keys]] = -np.inf
 
     def forget_all(self) -> None:
         """Forget all keys: any of them may have been written."""
@@ -69,11 +69,11 @@ class UnknownKeys:
         memory, now = self._tables.get(table), self._clock()
         if memory is None or now >= memory.any_until:
             return None
-        places = _places(keys)
-        unknown: NDArray[np.bool_] = (memory.keys[places] == keys) & (memory.until[places] > now)
+        slots = _slots(keys)
+        unknown: NDArray[np.bool_] = (memory.keys[slots] == keys) & (memory.until[slots] > now)
         return unknown
 
 
-def _places(keys: NDArray[np.int64]) -> NDArray[np.uint64]:
-    places: NDArray[np.uint64] = (keys.view(np.uint64) * _MULTIPLIER) >> _SHIFT
-    return places
+def _slots(keys: NDArray[np.int64]) -> NDArray[np.uint64]:
+    slots: NDArray[np.uint64] = (keys.view(np.uint64) * _MULTIPLIER) >> _SHIFT
+    return slots

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 MAX_WRITTEN_KEYS = 1 << 18
 """Different keys of a table that are remembered for the case that a volatile store loses what was written to it."""
-_PLACE_BITS = 20
-_NUM_PLACES = 1 << _PLACE_BITS
+_SLOT_BITS = 20
+_NUM_SLOTS = 1 << _SLOT_BITS
 """Keys of all tables share these, 8 MiB: an unwritten row may seem written, but never the reverse."""
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
-_SHIFT = np.uint64(64 - _PLACE_BITS)
+_SHIFT = np.uint64(64 - _SLOT_BITS)
 
 
 class WriteLog:
@@ -36,7 +36,7 @@ class WriteLog:
         self._lock = threading.Lock()  # of threads that add
         self._moment = 0
         self._all_written_at = 0
-        self._written_at = np.zeros(_NUM_PLACES, np.int64)
+        self._written_at = np.zeros(_NUM_SLOTS, np.int64)
 
     @property
     def moment(self) -> int:
@@ -45,10 +45,10 @@ class WriteLog:
 
     def add(self, table: str, keys: NDArray[np.int64]) -> None:
         """The rows of these keys, int64 [n], have been written."""
-        places = self.places(table, keys)
+        slots = self.slots(table, keys)
         with self._lock:
             self._moment += 1
-            self._written_at[places] = self._moment
+            self._written_at[slots] = self._moment
 
     def add_all(self) -> None:
         """Any rows of any table may have been written."""
@@ -62,19 +62,19 @@ class WriteLog:
             return np.zeros(len(keys), np.bool_)
         if self._all_written_at > since:
             return np.ones(len(keys), np.bool_)
-        written: NDArray[np.bool_] = self._written_at[self.places(table, keys)] > since
+        written: NDArray[np.bool_] = self._written_at[self.slots(table, keys)] > since
         return written
 
-    def places(self, table: str, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    def slots(self, table: str, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """What `any_written` needs for these rows, int64 [n]; may be joined with those of other tables."""
         hashed = (np.asarray(keys, np.int64) ^ hash(table)).view(np.uint64)
         hashed *= _FACTOR
         hashed >>= _SHIFT
         return hashed.view(np.int64)
 
-    def any_written(self, places: NDArray[np.int64], since: int) -> bool:
+    def any_written(self, slots: NDArray[np.int64], since: int) -> bool:
         """Whether any of the rows may have been written since a moment."""
-        return bool(len(places)) and (self._all_written_at > since or int(self._written_at[places].max()) > since)
+        return bool(len(slots)) and (self._all_written_at > since or int(self._written_at[slots].max()) > since)
 
 
 class KeysByTable:

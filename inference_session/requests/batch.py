@@ -70,7 +70,7 @@ class JoinedBatch:
         """CheckedRequest.shapes, which all requests have in common."""
         self.staged: list[StagedValues] = []
         """The memory that a look-up of the batch reads, kept alive until the batch is answered."""
-        self.places: NDArray[np.int64] | None = None
+        self.output_rows: NDArray[np.int64] | None = None
         """The row of each sample in the outputs, where other rows lie between them. None: row i is that of sample i."""
         self._parts = parts
 
@@ -95,9 +95,9 @@ class JoinedBatch:
 
     def in_order(self, outputs: Answer) -> Answer:
         """Select the rows of the samples, and leave out rows that only fill up a block."""
-        if self.places is None:
+        if self.output_rows is None:
             return outputs
-        return {name: array[self.places] for name, array in outputs.items()}
+        return {name: array[self.output_rows] for name, array in outputs.items()}
 
     def parts(self, name: str) -> list[Part]:
         """The values that the requests sent under that name."""

@@ -25,7 +25,7 @@ class RequestedOutputs(NamedTuple):
     """The outputs of the network that these are made of."""
     labels: tuple[int, ...]
     """The positions in `computed` of the labels, if the requests ask for predictions."""
-    places: tuple[int, ...]
+    positions: tuple[int, ...]
     """The position of each of `names` in `computed`; predictions, if asked for, come after the last one."""
 
 
@@ -122,7 +122,7 @@ class Outputs:
             arrays = [*arrays, self.predictions(list(map(arrays.__getitem__, wanted.labels)))]
         if len(counts) > 1:
             _check_samples((*wanted.computed, PREDICTIONS), arrays, num_samples)
-        return JoinedAnswer(wanted.names, list(map(arrays.__getitem__, wanted.places)), counts)
+        return JoinedAnswer(wanted.names, list(map(arrays.__getitem__, wanted.positions)), counts)
 
     def predictions(self, labels: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
         """All tasks side by side, from the label outputs: float32 [samples, number of labels]."""

@@ -110,7 +110,7 @@ class RankingLayout(TensorLayout):
         shapes = (blocks.num_contexts, len(blocks.block_context), requests[0].shapes)
         batch = JoinedBatch(parts, len(blocks.row_context), shapes)
         batch.add({ROW_CONTEXT: blocks.row_context, BLOCK_CONTEXT: blocks.block_context})
-        batch.places = blocks.rows
+        batch.output_rows = blocks.rows
         return batch
 
 
@@ -136,16 +136,16 @@ def split_by_context(spec: ModelSpec, inputs: Mapping[str, Any], max_elements: i
     if given.ndim != 1 or not 2 <= len(given) <= _MAX_ARRAYS // len(spec.inputs) or given.min() < 1:
         return None
     ends = np.cumsum(given, dtype=np.int64).tolist()
-    places: list[tuple[NDArray[Any], bool]] = []
+    arrays: list[tuple[NDArray[Any], bool]] = []
     for tensor in spec.inputs:
         array, length = inputs.get(tensor.name), len(given) if tensor.context else ends[-1]
         if type(array) is not np.ndarray or array.shape[:1] != (length,) or array.size > max_elements:
             return None
-        places.append((array, tensor.context))
+        arrays.append((array, tensor.context))
     return [
         array[i : i + 1] if is_contexts else array[begin:end]
         for i, (begin, end) in enumerate(pairwise([0, *ends]))
-        for array, is_contexts in places
+        for array, is_contexts in arrays
     ]
 
 

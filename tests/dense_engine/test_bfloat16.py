@@ -188,7 +188,7 @@ def test_bound_layers(tmp_path: Path, bfloat16: None) -> None:
 
     answers, wanted = [], []
     for seed in range(3):
-        for name, place in bound.places.items():
+        for name, place in bound.inputs.items():
             assert place is places[name]
             place[...] = drawn(9, 24, seed=seed)
         answers += bound.run()

@@ -185,7 +185,7 @@ def test_requests_of_one_context_are_answered(
             assert not batch.lookup.num_unknown.any()
             found = dict(zip(ranking.outputs, batch.run.run(), strict=True))
             joined = {name: np.concatenate([inputs[name] for inputs in requests]) for name in ranking.names}
-            places = np.arange(sum(sizes)) if batch.places is None else batch.places
+            places = np.arange(sum(sizes)) if batch.output_rows is None else batch.output_rows
             np.testing.assert_array_equal(found["i"][places], vectors[joined["item"]])
             np.testing.assert_array_equal(found["price"][places], joined["price"])
             owners = found[ROW_CONTEXT][places]

@@ -36,10 +36,10 @@ def test_vectors_in_float16_take_half_the_bytes(tmp_path: Path) -> None:
     found = []
     for names in ((), (narrow,)):
         lookups = ModelLookups(spec, by_column=False, keys_follow_inputs=True, narrow_inputs=names)
-        found.append((lookups.blocks, lookups.geometry(batch)))
-    (blocks, wide), (narrow_blocks, half) = found
-    assert [block.dtype for block in blocks] == [np.float32, np.float32]
-    assert [block.dtype for block in narrow_blocks] == [np.float16, np.float32]
+        found.append((lookups.vector_inputs, lookups.geometry(batch)))
+    (vector_inputs, wide), (narrow_inputs, half) = found
+    assert [each.dtype for each in vector_inputs] == [np.float32, np.float32]
+    assert [each.dtype for each in narrow_inputs] == [np.float16, np.float32]
     assert half.shapes == wide.shapes
     assert half.segments["output_stride"].tolist() == [wide.segments["output_stride"][0] // 2, 16]
     assert half.segments["output_code"].tolist() == [VectorCode.FLOAT16, VectorCode.FLOAT32]

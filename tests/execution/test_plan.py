@@ -1,4 +1,4 @@
-"""Plans by shape: which are kept, and what a plan with fixed places does with another batch."""
+"""Plans by shape: which are kept, and what a plan with fixed memory does with another batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.testing.onnx_models import import_model, model_of, table
 
 
 class Sums(DenseEngine):
-    """Adds up the vectors of each sample, in places that are bound."""
+    """Adds up the vectors of each sample, in memory that is bound."""
 
     def __init__(self, name: str) -> None:
         self.input_names, self.name, self.bound = frozenset({name}), name, 0
@@ -36,7 +36,7 @@ class Sums(DenseEngine):
         engine, self.bound = self, self.bound + 1
 
         class Run(BoundRun):
-            places: Any = {}  # noqa: RUF012
+            inputs: Any = {}  # noqa: RUF012
 
             def run(self) -> list[Any]:
                 return engine.run(inputs, outputs)
@@ -108,7 +108,7 @@ class DeviceArray:
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 def test_keys_on_the_device_are_read_where_they_are(planned: Planned, dtype: str) -> None:
-    """Whatever their type; each batch has its own places, so nothing is recorded."""
+    """Whatever their type; each batch has its own memory, so nothing is recorded."""
     rows, dense, plans = planned
     rng = np.random.default_rng(0)
     for size in (4, 7, 4, 4, 7):

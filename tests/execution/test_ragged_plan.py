@@ -77,8 +77,8 @@ class PlacedEcho(Echo):
 
     def bind(self, inputs: Any, outputs: Sequence[str]) -> BoundRun:
         run = super().bind(inputs, outputs)
-        for name, array in run.places.items():
-            run.places[name] = self.device.stage(array)  # type: ignore[index]
+        for name, array in run.inputs.items():
+            run.inputs[name] = self.device.stage(array)  # type: ignore[index]
         self.num_bound += 1
         return run
 

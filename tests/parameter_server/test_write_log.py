@@ -35,12 +35,12 @@ def test_the_rows_of_later_writes_are_written(
     written = log.written(table, asked, since)
 
     later = writes[since:]
-    places = {place for write in later if write is not None for place in log.places(*write).tolist()}
-    expected = [None in later or place in places for place in log.places(table, asked).tolist()]
+    slots = {slot for write in later if write is not None for slot in log.slots(*write).tolist()}
+    expected = [None in later or slot in slots for slot in log.slots(table, asked).tolist()]
     assert written.tolist() == expected
     keys = {key for write in later if write is not None and write[0] == table for key in write[1].tolist()}
     assert all(is_written for key, is_written in zip(asked.tolist(), written, strict=True) if key in keys)
-    assert log.any_written(log.places(table, asked), since) == any(expected)
+    assert log.any_written(log.slots(table, asked), since) == any(expected)
 
 
 def test_few_rows_share_a_place() -> None:

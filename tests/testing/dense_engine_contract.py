@@ -139,8 +139,8 @@ class DenseEngineContract:
             return
         answers = [bound.run()]
         for inputs in others:
-            for name, place in bound.places.items():
-                place[...] = inputs[name]
+            for name, array in bound.inputs.items():
+                array[...] = inputs[name]
             answers.append(bound.run())
         for inputs, found in zip((first, *others), answers, strict=True):
             for name, array in zip(["layer", "click"], found, strict=True):

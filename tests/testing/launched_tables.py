@@ -1,4 +1,4 @@
-"""CPU tables that act as a device that repeats its launches, and a network bound to places in memory."""
+"""CPU tables that act as a device that repeats its launches, and a network bound to memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LaunchedTables(HostTables):
 
 
 class Echo(DenseEngine):
-    """Returns its inputs under their names; those `given` by requests are copied to bound places."""
+    """Returns its inputs under their names; those `given` by requests are copied to bound memory."""
 
     def __init__(self, input_names: Collection[str], given: Collection[str]) -> None:
         self.input_names = self.output_names = frozenset(input_names)
@@ -57,7 +57,7 @@ class Echo(DenseEngine):
         engine, copied = self, {name: inputs[name].copy() for name in self._given}
 
         class Run(BoundRun):
-            places = copied
+            inputs = copied
 
             def run(self) -> list[Any]:
                 return engine.run({**inputs, **copied}, outputs)

@@ -205,8 +205,8 @@ class SessionMetrics:
     def _count(self, families: Mapping[str, Family], *path: str, **labels: str) -> None:
         """Count values by their name behind `path` in the statistics."""
         for key, one in families.items():
-            place = (*path, key)
-            self._counters[place] = self._make(one, "counter", labels)
+            full_path = (*path, key)
+            self._counters[full_path] = self._make(one, "counter", labels)
 
     def _gauge(self, family: Family, **labels: str) -> Any:
         return self._make(family, "gauge", labels)

@@ -30,7 +30,7 @@ class PlainRequests:
         self._max_samples = max_samples
         # Mapping these over a request's tensors takes three quarters of the time of a loop in Python.
         self._name_of, self._arrays_of = pb_utils.Tensor.name, arrays_reader()
-        self._places: dict[tuple[str, ...], list[int]] = {}
+        self._orders: dict[tuple[str, ...], list[int]] = {}
         """The position of each of the model's inputs in requests; Triton chooses the order of inputs."""
 
     def read(self, requests: Sequence[Any]) -> PlainArrays | None:
@@ -49,24 +49,24 @@ class PlainRequests:
                 return None
             tensors = request.inputs()
             names = tuple(map(self._name_of, tensors))
-            places = None if names == self._names else self._places.get(names) or self._places_of(names)
+            order = None if names == self._names else self._orders.get(names) or self._order_of(names)
             try:
                 own = list(self._arrays_of(tensors))
             except pb_utils.TritonModelException:  # one of the tensors is on a GPU
                 return None
-            if places == [] or (self._max_samples and max(map(_num_samples, own)) > self._max_samples):
+            if order == [] or (self._max_samples and max(map(_num_samples, own)) > self._max_samples):
                 return None
-            arrays += own if places is None else map(own.__getitem__, places)
+            arrays += own if order is None else map(own.__getitem__, order)
         return arrays, outputs
 
-    def _places_of(self, sent: tuple[str, ...]) -> list[int]:
+    def _order_of(self, sent: tuple[str, ...]) -> list[int]:
         """The position of each of the model's inputs among these names; nothing if they are not the model's inputs."""
         if sorted(sent) != sorted(self._names):
             return []
-        places = [sent.index(name) for name in self._names]
-        if len(self._places) < _MAX_ORDERS:
-            self._places[sent] = places
-        return places
+        order = [sent.index(name) for name in self._names]
+        if len(self._orders) < _MAX_ORDERS:
+            self._orders[sent] = order
+        return order
 
 
 def _num_samples(array: NDArray[Any]) -> int:

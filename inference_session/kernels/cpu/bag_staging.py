@@ -24,17 +24,17 @@ from inference_session.kernels.cpu.arguments import Arguments, array_at, int_at
 from inference_session.kernels.cpu.bags import place_bags
 from inference_session.kernels.cpu.intrinsics import copy_bytes, kernel, load, store
 from inference_session.kernels.cpu.staging import (
-    BLOCK,
     INPUT,
     INT64,
     LOOKUP,
     NO_ROOM,
     NOT_STAGED,
     STAGED,
+    VECTOR_INPUT,
     enter_output,
     has_room,
     header_at,
-    lay_out_blocks,
+    lay_out_vectors,
 )
 from inference_session.kernels.records import SEGMENT
 
@@ -75,7 +75,7 @@ def stage_bags(arguments: int, items: int, num_requests: int) -> int:
             inputs: INPUT records. Those of keys and offsets have the memory where keys of 32 bits are widened, and
                 where the positions of bags go.
             lookups: LOOKUP records, one per table, whose `rows_per_sample` are its slots.
-            blocks: BLOCK records: what the network reads vectors from.
+            vector_inputs: VECTOR_INPUT records: what the network reads vectors from.
             open_sizes: receives the samples of the batch.
             counts: [requests] receives the samples of each.
             segments: SEGMENT records, [requests x tables] or more, which receive the look-up.
@@ -86,7 +86,7 @@ def stage_bags(arguments: int, items: int, num_requests: int) -> int:
     array_type, max_elements = int_at(arguments, 0), int_at(arguments, 1)
     form, slots = array_at(arguments, 2, FORM), array_at(arguments, 3, INT64)
     inputs, lookups = array_at(arguments, 4, INPUT), array_at(arguments, 5, LOOKUP)
-    blocks, open_sizes = array_at(arguments, 6, BLOCK), array_at(arguments, 7, INT64)
+    vector_inputs, open_sizes = array_at(arguments, 6, VECTOR_INPUT), array_at(arguments, 7, INT64)
     counts, segments = array_at(arguments, 8, INT64), array_at(arguments, 9, SEGMENT)
     num_keys = array_at(arguments, 10, INT64)
     arrays = load(items + LIST_ITEMS, np.int64, 0)
@@ -96,17 +96,19 @@ def stage_bags(arguments: int, items: int, num_requests: int) -> int:
     if num_samples <= 0:
         return NOT_STAGED
     open_sizes[0] = num_samples
-    lay_out_blocks(lookups, blocks, num_samples, num_requests)
-    if not has_room(inputs, blocks):
+    lay_out_vectors(lookups, vector_inputs, num_samples, num_requests)
+    if not has_room(inputs, vector_inputs):
         return NO_ROOM
-    fits = _enter_requests(arrays, num_requests, form[0], slots, inputs, lookups, blocks, counts, segments, num_keys)
+    fits = _enter_requests(
+        arrays, num_requests, form[0], slots, inputs, lookups, vector_inputs, counts, segments, num_keys
+    )
     return STAGED if fits else NOT_STAGED
 
 
 def compile_kernels() -> None:
     """Compile `stage_bags`, or load it from Numba's cache, so that no request waits for a compiler."""
     nothing, items = np.zeros(0, np.int64), list[Any]()
-    records = np.zeros(1, FORM), nothing, np.zeros(3, INPUT), np.zeros(0, LOOKUP), np.zeros(0, BLOCK)
+    records = np.zeros(1, FORM), nothing, np.zeros(3, INPUT), np.zeros(0, LOOKUP), np.zeros(0, VECTOR_INPUT)
     arguments = Arguments(0, 0, *records, nothing, nothing, np.zeros(0, SEGMENT), nothing)
     arguments.bound_to(stage_bags)(id(items), 1)
 
@@ -119,7 +121,7 @@ def _enter_requests(
     slots: Any,
     inputs: Any,
     lookups: Any,
-    blocks: Any,
+    vector_inputs: Any,
     counts: Any,
     segments: Any,
     num_keys: Any,
@@ -135,7 +137,7 @@ def _enter_requests(
         num_bags = 0
         for t in range(len(lookups)):
             _enter_bags(segments[s], keys_address, inputs, form, place, num_bags)
-            enter_output(segments[s], lookups[t], blocks[lookups[t].block], samples_before, counts[r])
+            enter_output(segments[s], lookups[t], vector_inputs[lookups[t].vector_input], samples_before, counts[r])
             num_bags += segments[s].num_rows
             num_keys[s] = load(_offsets_address(inputs, form, len(slots), place), np.int32, num_bags + t)
             s += 1

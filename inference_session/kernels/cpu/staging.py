@@ -57,16 +57,16 @@ LOOKUP = np.dtype(
         ("weights", np.int64),  # number of the input, -1: none
         ("first_column", np.int64),  # of the input, -1: all of it is keys
         ("num_columns", np.int64),
-        ("block", np.int64),  # number of the block
+        ("vector_input", np.int64),  # number of its record
         ("joined", np.int64),  # next to others in it
         ("is_contexts", np.int64),  # as its keys
         ("rows_per_sample", np.int64),  # the remaining fields are worked out for each batch
         ("keys_per_row", np.int64),
-        ("column_bytes", np.int64),  # distance from the beginning of the block's row
+        ("column_bytes", np.int64),  # distance from the beginning of the row
     ],
     align=True,
 )
-BLOCK = np.dtype(
+VECTOR_INPUT = np.dtype(
     [
         ("address", np.int64),  # where the network reads vectors
         ("num_bytes", np.int64),  # room there
@@ -89,7 +89,7 @@ def stage(arguments: int, items: int, num_requests: int) -> int:
             max_elements: of one array, more of which are not staged.
             inputs: INPUT records of the model's inputs, in the order of the arrays.
             lookups: LOOKUP records.
-            blocks: BLOCK records: what the network reads vectors from.
+            vector_inputs: VECTOR_INPUT records: what the network reads vectors from.
             open_sizes: receives the samples of the batch, then the sizes that are open, input after input, then, where
                 it is that long, the number of requests.
             counts: [requests] receives the samples of each.
@@ -100,7 +100,7 @@ def stage(arguments: int, items: int, num_requests: int) -> int:
     """
     array_type, max_elements = int_at(arguments, 0), int_at(arguments, 1)
     inputs, lookups = array_at(arguments, 2, INPUT), array_at(arguments, 3, LOOKUP)
-    blocks, open_sizes = array_at(arguments, 4, BLOCK), array_at(arguments, 5, INT64)
+    vector_inputs, open_sizes = array_at(arguments, 4, VECTOR_INPUT), array_at(arguments, 5, INT64)
     counts, segments = array_at(arguments, 6, INT64), array_at(arguments, 7, SEGMENT)
     num_keys = array_at(arguments, 8, INT64)
     arrays = load(items + LIST_ITEMS, np.int64, 0)
@@ -110,18 +110,18 @@ def stage(arguments: int, items: int, num_requests: int) -> int:
     if num_samples <= 0:
         return NOT_STAGED
     note_open_sizes(inputs, num_samples, num_requests, open_sizes)
-    _lay_out(inputs, lookups, blocks, num_samples, num_requests)
-    if not has_room(inputs, blocks):
+    _lay_out(inputs, lookups, vector_inputs, num_samples, num_requests)
+    if not has_room(inputs, vector_inputs):
         return NO_ROOM
     _copy_inputs(arrays, num_requests, inputs, counts)
-    _fill_segments(arrays, num_requests, inputs, lookups, blocks, counts, segments, num_keys)
+    _fill_segments(arrays, num_requests, inputs, lookups, vector_inputs, counts, segments, num_keys)
     return STAGED
 
 
 def compile_kernels() -> None:
     """Compile `stage`, or load it from Numba's cache, so that no request waits for a compiler."""
     nothing, items = np.zeros(0, np.int64), list[Any]()
-    records = np.zeros(0, INPUT), np.zeros(0, LOOKUP), np.zeros(0, BLOCK)
+    records = np.zeros(0, INPUT), np.zeros(0, LOOKUP), np.zeros(0, VECTOR_INPUT)
     arguments = Arguments(0, 0, *records, nothing, nothing, np.zeros(0, SEGMENT), nothing)
     arguments.bound_to(stage)(id(items), 1)
 
@@ -210,7 +210,7 @@ def _inner(record: Any) -> Any:
 
 
 @kernel
-def _lay_out(inputs: Any, lookups: Any, blocks: Any, num_samples: int, num_requests: int) -> None:
+def _lay_out(inputs: Any, lookups: Any, vector_inputs: Any, num_samples: int, num_requests: int) -> None:
     """Work out what follows from the sizes of a batch."""
     for i in range(len(inputs)):
         record = inputs[i]
@@ -219,23 +219,23 @@ def _lay_out(inputs: Any, lookups: Any, blocks: Any, num_samples: int, num_reque
         record.wanted_bytes = num_rows * _inner(record) * last * record.element_bytes if record.is_read else 0
     for i in range(len(lookups)):
         _lay_out_lookup(lookups[i], inputs[lookups[i].keys])
-    lay_out_blocks(lookups, blocks, num_samples, num_requests)
+    lay_out_vectors(lookups, vector_inputs, num_samples, num_requests)
 
 
 @kernel
-def lay_out_blocks(lookups: Any, blocks: Any, num_samples: int, num_requests: int) -> None:
-    """Work out the rows of blocks, from those of their look-ups."""
-    for b in range(len(blocks)):
-        blocks[b].row_bytes = 0
+def lay_out_vectors(lookups: Any, vector_inputs: Any, num_samples: int, num_requests: int) -> None:
+    """Work out the rows of vector inputs, from those of their look-ups."""
+    for v in range(len(vector_inputs)):
+        vector_inputs[v].row_bytes = 0
     for i in range(len(lookups)):
-        lookup, block = lookups[i], blocks[lookups[i].block]
+        lookup, vector_input = lookups[i], vector_inputs[lookups[i].vector_input]
         side_by_side = lookup.keys_per_row if lookup.pooling == _NONE else 1
-        lookup.column_bytes = block.row_bytes
-        block.row_bytes += 4 * lookup.embedding_dim * side_by_side
-        block.rows_per_sample, block.is_contexts = lookup.rows_per_sample, lookup.is_contexts
-    for b in range(len(blocks)):
-        num_rows = num_requests if blocks[b].is_contexts else num_samples
-        blocks[b].wanted_bytes = num_rows * blocks[b].rows_per_sample * blocks[b].row_bytes
+        lookup.column_bytes = vector_input.row_bytes
+        vector_input.row_bytes += 4 * lookup.embedding_dim * side_by_side
+        vector_input.rows_per_sample, vector_input.is_contexts = lookup.rows_per_sample, lookup.is_contexts
+    for v in range(len(vector_inputs)):
+        num_rows = num_requests if vector_inputs[v].is_contexts else num_samples
+        vector_inputs[v].wanted_bytes = num_rows * vector_inputs[v].rows_per_sample * vector_inputs[v].row_bytes
 
 
 @kernel
@@ -253,13 +253,13 @@ def _lay_out_lookup(lookup: Any, keys: Any) -> None:
 
 
 @kernel
-def has_room(inputs: Any, blocks: Any) -> Any:
+def has_room(inputs: Any, vector_inputs: Any) -> Any:
     """Whether the memory of all records is as large as a batch needs."""
     num_short = 0
     for i in range(len(inputs)):
         num_short += inputs[i].wanted_bytes > inputs[i].num_bytes
-    for b in range(len(blocks)):
-        num_short += blocks[b].wanted_bytes > blocks[b].num_bytes
+    for v in range(len(vector_inputs)):
+        num_short += vector_inputs[v].wanted_bytes > vector_inputs[v].num_bytes
     return num_short == 0
 
 
@@ -284,7 +284,7 @@ def _fill_segments(
     num_requests: int,
     inputs: Any,
     lookups: Any,
-    blocks: Any,
+    vector_inputs: Any,
     counts: Any,
     segments: Any,
     num_keys: Any,
@@ -296,9 +296,9 @@ def _fill_segments(
             array = header_at(arrays, len(inputs), r, lookup.keys)
             _enter_keys(segment, lookup, inputs[lookup.keys], array)
             if lookup.is_contexts:
-                enter_output(segment, lookup, blocks[lookup.block], np.int64(r), np.int64(1))
+                enter_output(segment, lookup, vector_inputs[lookup.vector_input], np.int64(r), np.int64(1))
             else:
-                enter_output(segment, lookup, blocks[lookup.block], samples_before, counts[r])
+                enter_output(segment, lookup, vector_inputs[lookup.vector_input], samples_before, counts[r])
             if lookup.weights >= 0:
                 weights = header_at(arrays, len(inputs), r, lookup.weights)
                 segment.weights_address = load(weights + DATA, np.int64, 0)
@@ -308,13 +308,13 @@ def _fill_segments(
 
 
 @kernel
-def enter_output(segment: Any, lookup: Any, block: Any, samples_before: int, num_samples: int) -> None:
+def enter_output(segment: Any, lookup: Any, vector_input: Any, samples_before: int, num_samples: int) -> None:
     """Enter where the vectors of one request go, behind those of the samples before it."""
     rows_before = samples_before * lookup.rows_per_sample
     segment.table, segment.pooling = lookup.table, lookup.pooling
     segment.num_rows = num_samples * lookup.rows_per_sample
-    segment.output_address = block.address + rows_before * block.row_bytes + lookup.column_bytes
-    segment.output_stride = block.row_bytes
+    segment.output_address = vector_input.address + rows_before * vector_input.row_bytes + lookup.column_bytes
+    segment.output_stride = vector_input.row_bytes
 
 
 @kernel
