@@ -147,15 +147,22 @@ def _model_class() -> Any:
 
 
 def install() -> None:
-    """Make `import hugectr` mean this package, and `from mpi4py import MPI` work where mpi4py is absent.
+    """Make `import hugectr` and `import hugectr2onnx` mean our packages, and `from mpi4py import MPI` work everywhere.
 
     Raises:
         ConfigurationError: PyTorch is not installed.
     """
+    from hotrow.training import hugectr2onnx
     from hotrow.training.hugectr.absent_mpi import provide_mpi
 
     _model_class()
     package = sys.modules[__name__]
     for name, module in (("", package), (".inference", inference), (".data", data), (".tools", tools)):
         sys.modules[f"hugectr{name}"] = module
+    for name, converter in (
+        ("", hugectr2onnx),
+        (".converter", hugectr2onnx.converter),
+        (".hugectr_loader", hugectr2onnx.hugectr_loader),
+    ):
+        sys.modules[f"hugectr2onnx{name}"] = converter
     provide_mpi()

@@ -684,8 +684,10 @@ def test_a_script_runs_as_it_is(tmp_path: Path) -> None:
         """
 import sys
 import hugectr
+import hugectr2onnx
 from mpi4py import MPI
 from hugectr.inference import InferenceParams
+from hugectr2onnx.hugectr_loader import ONNX_LAYER_TYPES
 from helper import WIDTH
 
 assert MPI.COMM_WORLD.Get_rank() == 0
@@ -704,6 +706,8 @@ model.add(hugectr.DenseLayer(hugectr.Layer_t.InnerProduct, ["flat"], ["fc"], num
 model.add(hugectr.DenseLayer(hugectr.Layer_t.BinaryCrossEntropyLoss, ["fc", "label"], ["loss"]))
 model.compile()
 model.fit(max_iter=int(sys.argv[2]), display=10, eval_interval=20, snapshot=20, snapshot_prefix="files/gmf")
+model.graph_to_json("gmf.json")
+hugectr2onnx.converter.convert("gmf.onnx", "gmf.json", "files/gmf_dense_20.model", True, ["files/gmf0_sparse_20.model"])
 model.add(hugectr.DenseLayer(hugectr.Layer_t.GRU, ["a"], ["b"]))
 """
     )
@@ -712,8 +716,9 @@ model.add(hugectr.DenseLayer(hugectr.Layer_t.GRU, ["a"], ["b"]))
     assert done.returncode == 1, done.stderr
     assert len(losses(done.stdout)) == 2
     assert "vvgpu names 2 GPUs, this machine has 0: one process trains whole batches on the processor" in done.stdout
-    assert re.search(r"script\.py:24: DenseLayer GRU .* not supported", done.stderr)
+    assert re.search(r"script\.py:28: DenseLayer GRU .* not supported", done.stderr)
     assert (tmp_path / "files" / "gmf_dense_20.model").exists()
+    assert (tmp_path / "gmf.onnx").exists()
 
 
 def test_arguments_of_later_releases_that_change_no_result_are_taken() -> None:
