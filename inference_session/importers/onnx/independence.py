@@ -18,7 +18,8 @@ from inference_session.importers.onnx.evaluation import open_network, save_netwo
 from inference_session.importers.onnx.graph import Names, defined, make_node
 from inference_session.importers.onnx.probe import PRIME_SIZES, Arrays
 from inference_session.importers.onnx.replay import Replay
-from inference_session.importers.onnx.sample_axis import CONSTANT, Free, Kind, Observations, PerSample, SampleAxis
+from inference_session.importers.onnx.sample_axis import SampleAxis
+from inference_session.importers.onnx.sample_kinds import CONSTANT, Free, Kind, Observations, PerSample
 from inference_session.importers.onnx.weights import Weight
 from inference_session.model_spec import LookupSpec, ModelSpec
 

@@ -22,7 +22,8 @@ from onnx.reference import ReferenceEvaluator
 
 from inference_session.importers.onnx.context.rows import Other, RowAnalysis, Rows
 from inference_session.importers.onnx.evaluation import open_network
-from inference_session.importers.onnx.sample_axis import Free, Observations, PerSample, SampleAxis
+from inference_session.importers.onnx.sample_axis import SampleAxis
+from inference_session.importers.onnx.sample_kinds import Free, Observations, PerSample
 from tests.testing.onnx_evaluation import Arrays
 
 PRIMES = (11, 13)

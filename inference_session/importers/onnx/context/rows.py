@@ -13,7 +13,8 @@ from typing import TypeAlias
 from onnx import ModelProto
 
 from inference_session.importers.onnx.context.shapes import Shapes, sized
-from inference_session.importers.onnx.sample_axis import CONSTANT, Free, Observations, PerSample, SampleAxis
+from inference_session.importers.onnx.sample_axis import SampleAxis
+from inference_session.importers.onnx.sample_kinds import CONSTANT, Free, Observations, PerSample
 from inference_session.importers.onnx.weights import Weight
 
 _NUM_SAMPLES, _OPEN_SIZE = (101, 103), 13

@@ -1,0 +1,412 @@
+"""What each operator makes of operands that hold samples. Operators that have no rule may mix the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from inference_session.importers.onnx.graph import BROADCASTING, UNARY
+from inference_session.importers.onnx.sample_kinds import CONSTANT, Axis, Free, Kind, PerSample
+from inference_session.importers.onnx.sample_step import Step, all_constant, is_constant, is_size, neither
+
+_NO_END = 2**31 - 1
+
+
+def _elementwise(step: Step) -> list[Kind]:
+    if step.sizes_of_samples:
+        return [_counted_elementwise(step)] * len(step.node.output)
+    shapes = step.observed.shapes(step.node.output[0])
+    if not step.rest_is_constant or shapes is None:
+        return [None] * len(step.node.output)
+    positions = {(len(shapes[0]) - step.rank(i) + at.axis, at.outer) for i, at in step.per_sample if at.axis >= 0}
+    if len(positions) != 1 or any(at.axis < 0 for _, at in step.per_sample):
+        return [None] * len(step.node.output)
+    return step.outputs(*positions.pop())
+
+
+def _counted_elementwise(step: Step) -> Kind:
+    shapes = step.observed.shapes(step.node.output[0])
+    if shapes is None or len(set(shapes)) > 1:
+        return Free(True)
+    masks = [kind.counts for kind in step.kinds if isinstance(kind, Free)]
+    counted = [position for position, mask in enumerate(masks) if np.any(mask)]
+    keeps = _KEEPS_COUNTS.get(step.node.op_type, ())
+    if any(mask is True for mask in masks) or len(counted) > 1 or not set(counted) <= set(keeps):
+        return Free(True)
+    return Free(np.logical_or.reduce([np.broadcast_to(mask, shapes[0]) for mask in masks]))
+
+
+_KEEPS_COUNTS = {"Identity": (0,), "Cast": (0,), "Mul": (0, 1), "Div": (0,), "Where": (1, 2)}
+"""Operands of which a multiple of the number of samples becomes another one; all else must be constant."""
+
+
+def _reshaped(step: Step) -> list[Kind]:
+    """The same elements in the same order, in another shape."""
+    kind, name = step.kinds[0], step.node.output[0]
+    if isinstance(kind, PerSample):
+        return [kind if step.observed.axis(kind, name) and all(map(is_size, step.kinds[1:])) else None]
+    shapes = step.observed.shapes(name)
+    if isinstance(kind, Free) and shapes and len(set(shapes)) == 1 and all_constant(step.kinds[1:]):
+        return [kind if kind.counts is True else Free(np.broadcast_to(kind.counts, step.shape()).reshape(shapes[0]))]
+    return neither(step)
+
+
+def _shape(step: Step) -> list[Kind]:
+    kind, shapes = step.kinds[0], step.observed.shapes(step.node.input[0])
+    if not isinstance(kind, PerSample) or shapes is None:
+        return [Free(True) if isinstance(kind, Free) else None]
+    at = step.observed.axis(kind, step.node.input[0])
+    if at is None:
+        return [None]
+    mask = np.arange(len(shapes[0])) == at.axis
+    return [Free(mask[step.attribute("start", 0) : step.attribute("end", None)])]
+
+
+def _transpose(step: Step) -> list[Kind]:
+    at = step.only()
+    perm = list(step.attribute("perm", range(step.rank())[::-1]))
+    return step.outputs(perm.index(at.axis), at.outer) if at else neither(step)
+
+
+def _reduction(step: Step) -> list[Kind]:
+    at, axes = step.only(), step.axes()
+    if step.node.op_type == "ReduceProd" and isinstance(sizes := step.kinds[0], Free) and step.rank() == 1:
+        is_multiple = sizes.counts is not True and np.sum(sizes.counts) == 1
+        return [
+            Free(np.array([True]) if step.attribute("keepdims", 1) else np.array(True)) if is_multiple else Free(True)
+        ]
+    if at is None or axes is None:
+        return neither(step)
+    if not axes and step.attribute("noop_with_empty_axes", 0):
+        return step.outputs(at.axis, at.outer)
+    return _without(step, at, axes or list(range(step.rank())), keep=bool(step.attribute("keepdims", 1)))
+
+
+def _without(step: Step, at: Axis, axes: list[int], *, keep: bool) -> list[Kind]:
+    """Outputs that lack these dimensions, or have 1 there."""
+    if at.axis in axes:
+        return [None] * len(step.node.output)
+    return step.outputs(at.axis if keep else at.axis - sum(axis < at.axis for axis in axes), at.outer)
+
+
+def _arg(step: Step) -> list[Kind]:
+    at = step.only()
+    if at is None:
+        return neither(step)
+    return _without(step, at, [step.attribute("axis", 0) % step.rank()], keep=bool(step.attribute("keepdims", 1)))
+
+
+def _along(*, from_there_on: bool = False) -> Callable[[Step], list[Kind]]:
+    """A node that computes along one axis, by default the last, or along all from one on, and keeps the shape."""
+
+    def rule(step: Step) -> list[Kind]:
+        at = step.only()
+        if at is None:
+            return neither(step)
+        axis = step.attribute("axis", -1) % step.rank()
+        looks_there = at.axis >= axis if from_there_on else at.axis == axis
+        return [None] * len(step.node.output) if looks_there else step.outputs(at.axis, at.outer)
+
+    return rule
+
+
+def _softmax(step: Step) -> list[Kind]:
+    """Before opset 13, it computed along all axes from one on; the stricter rule is valid for both."""
+    at = step.only()
+    if at is None:
+        return neither(step)
+    axis = step.attribute("axis", None)
+    first = (1 if axis is None else axis) % step.rank()
+    looked = {*range(first, step.rank()), step.rank() - 1}
+    return [None] if at.axis in looked else step.outputs(at.axis, at.outer)
+
+
+def _cumulative(step: Step) -> list[Kind]:
+    at, axis = step.only(), step.fixed(1)
+    if at is None or not axis:
+        return neither(step)
+    return [None] if at.axis == axis[0] % step.rank() else step.outputs(at.axis, at.outer)
+
+
+def _gather(step: Step) -> list[Kind]:
+    axis = step.attribute("axis", 0) % max(step.rank(), 1)
+    if (at := step.only(1)) is not None:
+        return step.outputs(axis + at.axis, at.outer)
+    if (at := step.only(0)) is not None:
+        moved = at.axis if at.axis < axis else at.axis - 1 + step.rank(1)
+        return [None] if at.axis == axis else step.outputs(moved, at.outer)
+    picked = step.fixed(1)
+    if picked and isinstance(kind := step.kinds[0], Free) and kind.counts is not True and step.rank() == 1:
+        return [Free(np.broadcast_to(kind.counts, step.shape())[np.array(picked)].reshape(step.shape(1)))]
+    return neither(step)
+
+
+def _gather_elements(step: Step) -> list[Kind]:
+    positions = {at for _, at in step.per_sample}
+    at = positions.pop() if len(positions) == 1 and len(step.per_sample) == len(step.kinds) else None
+    if at is None or at.axis < 0 or at.axis == step.attribute("axis", 0) % step.rank():
+        return neither(step)
+    return step.outputs(at.axis, at.outer)
+
+
+def _gather_nd(step: Step) -> list[Kind]:
+    num_batch_dims = step.attribute("batch_dims", 0)
+    if (at := step.only(1)) is not None and num_batch_dims == 0 and at.axis < step.rank(1) - 1:
+        return step.outputs(at.axis, at.outer)
+    if (at := step.only(0)) is not None and num_batch_dims == 0 and at.axis >= step.shape(1)[-1]:
+        return step.outputs(step.rank(1) - 1 + at.axis - step.shape(1)[-1], at.outer)
+    positions = {at for _, at in step.per_sample}
+    shared = positions.pop() if len(positions) == 1 and len(step.per_sample) == len(step.kinds) else None
+    if shared is not None and 0 <= shared.axis < num_batch_dims:
+        return step.outputs(shared.axis, shared.outer)
+    return neither(step)
+
+
+def _matmul(step: Step) -> list[Kind]:
+    shapes = step.observed.shapes(step.node.output[0])
+    if step.sizes_of_samples or not step.rest_is_constant or shapes is None:
+        return neither(step)
+    is_vector = [step.rank(i) == 1 for i in (0, 1)]
+    positions = set()
+    for i, at in step.per_sample:
+        from_end = step.rank(i) - 1 - at.axis
+        if at.axis < 0 or is_vector[i] or from_end == i:  # the axis that is summed over
+            return [None]
+        shift = is_vector[1 - i] and from_end > 0
+        positions.add((len(shapes[0]) - 1 - from_end + int(shift), at.outer))
+    return step.outputs(*positions.pop()) if len(positions) == 1 else [None]
+
+
+def _gemm(step: Step) -> list[Kind]:
+    if not step.rest_is_constant:
+        return [None]
+    positions = set()
+    for i, at in step.per_sample:
+        is_turned = bool(step.attribute("transA" if i == 0 else "transB", 0))
+        rows_or_columns = (i == 0) == is_turned
+        if at.axis < 0 or (i < 2 and at.axis != int(rows_or_columns)):
+            return [None]
+        if i == 2:
+            positions.add((2 - step.rank(2) + at.axis, at.outer))
+        else:
+            positions.add((i, at.outer))
+    return step.outputs(*positions.pop()) if len(positions) == 1 else [None]
+
+
+def _einsum(step: Step) -> list[Kind]:
+    equation = step.attribute("equation", b"").decode().replace(" ", "")
+    inputs, arrow, output = equation.partition("->")
+    labels = inputs.split(",")
+    if not arrow or "." in equation or not step.rest_is_constant or any(at.axis < 0 for _, at in step.per_sample):
+        return [None]
+    found = {(labels[i][at.axis], at.outer) for i, at in step.per_sample}
+    label, outer = found.pop() if found else ("", 1)
+    is_shared = not found and label in output and equation.count(label) == len(step.per_sample) + 1
+    return step.outputs(output.index(label), outer) if is_shared else [None]
+
+
+def _concat(step: Step) -> list[Kind]:
+    if step.sizes_of_samples:
+        return [_concatenated_sizes(step)]
+    positions = {(at.axis, at.outer) for _, at in step.per_sample}
+    axis = step.attribute("axis", 0) % step.rank()
+    if len(positions) != 1 or len(step.per_sample) != len(step.kinds) or positions & {(axis, 1), (-1, 0)}:
+        return [None]
+    found, outer = positions.pop()
+    return [None] if found == axis else step.outputs(found, outer)
+
+
+def _concatenated_sizes(step: Step) -> Kind:
+    masks = [kind.counts for kind in step.kinds if isinstance(kind, Free)]
+    shapes = [step.observed.shapes(name) or () for name in step.node.input]
+    if any(mask is True for mask in masks) or any(len(set(shape)) != 1 or len(shape[0]) != 1 for shape in shapes):
+        return Free(True)
+    return Free(np.concatenate([np.broadcast_to(mask, shape[0]) for mask, shape in zip(masks, shapes, strict=True)]))
+
+
+def _split(step: Step) -> list[Kind]:
+    at = step.only()
+    if at is None or at.axis == step.attribute("axis", 0) % step.rank():
+        return neither(step)
+    return step.outputs(at.axis, at.outer)
+
+
+def _slice(step: Step) -> list[Kind]:
+    if step.sizes_of_samples:
+        return [_sliced_sizes(step)]
+    found = step.per_sample
+    if len(found) != 1 or found[0][0] != 0 or found[0][1].axis < 0 or step.node.input[1:2] == []:
+        return [None]
+    at = found[0][1]
+    axes = step.fixed(3) if len(step.node.input) > 3 else list(range(step.rank()))
+    if axes is None or not all_constant(step.kinds[1:]):
+        return [None]
+    axes = [axis % step.rank() for axis in axes or range(step.rank())]
+    if at.axis in axes and not _takes_all(step, axes.index(at.axis)):
+        return [None]
+    return step.outputs(at.axis, at.outer)
+
+
+def _takes_all(step: Step, position: int) -> bool:
+    """Whether a Slice leaves an axis of any size unchanged."""
+    begins, ends, steps = step.fixed(1), step.fixed(2), step.fixed(4)
+    if not begins or not ends or steps is None or len(begins) <= position or len(ends) <= position:
+        return False
+    return begins[position] == 0 and ends[position] >= _NO_END and (not steps or steps[position] == 1)
+
+
+def _sliced_sizes(step: Step) -> Kind:
+    """A part of a list of sizes."""
+    shapes, kind = step.observed.shapes(step.node.input[0]), step.kinds[0]
+    bounds = [step.fixed(i) for i in (1, 2, 4)]
+    if shapes is None or len(shapes[0]) != 1 or len(set(shapes)) > 1 or not is_size(kind):
+        return Free(True)
+    begins, ends, strides = bounds
+    if not begins or not ends or strides is None or (strides or [1])[0] != 1:
+        return Free(True)
+    return Free(np.broadcast_to(kind.counts, shapes[0])[begins[0] : ends[0]])  # type: ignore[union-attr]
+
+
+def _expand(step: Step) -> list[Kind]:
+    """Repeats along axes; if a size is the number of samples, that axis gets a block for each of them."""
+    if isinstance(step.kinds[0], PerSample):
+        if not is_size(step.kinds[1]):
+            return [None]
+        return _elementwise(Step(step.node, step.observed, [step.kinds[0], CONSTANT]))
+    return _filled(step, step.kinds[1]) if is_constant(step.kinds[0]) else neither(step)
+
+
+def _constant_of_shape(step: Step) -> list[Kind]:
+    return _filled(step, step.kinds[0])
+
+
+def _filled(step: Step, sizes: Kind) -> list[Kind]:
+    """The same block for each sample, where exactly one of the sizes depends on the number of samples."""
+    if not isinstance(sizes, Free) or not isinstance(sizes.counts, np.ndarray) or np.sum(sizes.counts) != 1:
+        return neither(step)
+    shapes = step.observed.shapes(step.node.output[0])
+    axis = int(np.argmax(sizes.counts)) + (len(shapes[0]) if shapes else 0) - len(sizes.counts)
+    if _varies(step, axis):
+        return neither(step)
+    return step.outputs(axis)
+
+
+def _varies(step: Step, axis: int) -> bool:
+    """Whether what is repeated along an axis is more than one block."""
+    shapes = step.observed.shapes(step.node.input[0])
+    offset = len((step.observed.shapes(step.node.output[0]) or ((),))[0]) - (len(shapes[0]) if shapes else 0)
+    return step.node.op_type == "Expand" and (shapes is None or (axis >= offset and shapes[0][axis - offset] != 1))
+
+
+def _tile(step: Step) -> list[Kind]:
+    at, repeats = step.only(), step.fixed(1)
+    if at is None or not repeats or repeats[at.axis] != 1:
+        return neither(step)
+    return step.outputs(at.axis, at.outer)
+
+
+def _pad(step: Step) -> list[Kind]:
+    at, pads = step.only(), step.attribute("pads", None) or step.fixed(1)
+    if at is None or not pads or len(step.node.input) > 3 or pads[at.axis] or pads[at.axis + step.rank()]:
+        return neither(step)
+    return step.outputs(at.axis, at.outer)
+
+
+def _one_hot(step: Step) -> list[Kind]:
+    at = step.only()
+    if at is None:
+        return neither(step)
+    axis = step.attribute("axis", -1) % (step.rank() + 1)
+    return step.outputs(at.axis + (axis <= at.axis), at.outer)
+
+
+def _trilu(step: Step) -> list[Kind]:
+    at = step.only()
+    return step.outputs(at.axis, at.outer) if at and at.axis < step.rank() - 2 else neither(step)
+
+
+def _batch_normalization(step: Step) -> list[Kind]:
+    at = step.only()
+    is_training = step.attribute("training_mode", 0) or len(list(filter(None, step.node.output))) > 1
+    if at is None or is_training or at.axis == 1:
+        return [None] * len(step.node.output)
+    return step.outputs(at.axis, at.outer)
+
+
+def _samples_in_front(step: Step) -> list[Kind]:
+    """A node whose first axis is that of samples, which it keeps apart."""
+    at = step.only()
+    return step.outputs(0) if at and at.axis == 0 and at.is_whole else neither(step)
+
+
+def _recurrent(step: Step) -> list[Kind]:
+    """GRU, LSTM, RNN: the sequence, the lengths and the first states have their samples on different axes."""
+    is_first = step.attribute("layout", 0) == 1
+    wanted = {0: 0 if is_first else 1, 4: 0, 5: 0 if is_first else 1, 6: 0 if is_first else 1}
+    positions = step.per_sample
+    if not step.rest_is_constant or not positions or positions[0][0] != 0:
+        return [None] * len(step.node.output)
+    if any(not at.is_whole or wanted.get(i) != at.axis for i, at in positions):
+        return [None] * len(step.node.output)
+    axes = [0 if is_first else (1 if position else 2) for position in range(len(step.node.output))]
+    return [
+        step.observed.per_sample(name, axis) if name else CONSTANT
+        for name, axis in zip(step.node.output, axes, strict=True)
+    ]
+
+
+def _dropout(step: Step) -> list[Kind]:
+    """The rule outside training; a third operand may ask for training."""
+    asks_for_training = len(step.kinds) > 2 and bool(step.node.input[2]) and step.fixed(2) not in ([0], [False])
+    return neither(step) if asks_for_training else _elementwise(step)
+
+
+def _normalized_axes(step: Step) -> list[Kind]:
+    at = step.only()
+    axes = [axis % step.rank() for axis in step.attribute("axes", [0, 2, 3])]
+    return step.outputs(at.axis, at.outer) if at and at.axis not in axes else neither(step)
+
+
+_REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")
+
+_SAMPLES_IN_FRONT = """
+AveragePool Conv DepthToSpace GlobalAveragePool GlobalMaxPool GroupNormalization InstanceNormalization LRN MaxPool
+SpaceToDepth
+"""
+
+RULES: dict[str, Callable[[Step], list[Kind]]] = {
+    **dict.fromkeys(UNARY | BROADCASTING, _elementwise),
+    **dict.fromkeys((f"Reduce{name}" for name in _REDUCTIONS), _reduction),
+    **dict.fromkeys(("Reshape", "Flatten", "Squeeze", "Unsqueeze"), _reshaped),
+    **dict.fromkeys(("Softmax", "LogSoftmax", "Hardmax"), _softmax),
+    **dict.fromkeys(("ArgMax", "ArgMin"), _arg),
+    **dict.fromkeys(("GRU", "LSTM", "RNN"), _recurrent),
+    **dict.fromkeys(_SAMPLES_IN_FRONT.split(), _samples_in_front),
+    "BatchNormalization": _batch_normalization,
+    "Concat": _concat,
+    "ConstantOfShape": _constant_of_shape,
+    "CumSum": _cumulative,
+    "Dropout": _dropout,
+    "Einsum": _einsum,
+    "Expand": _expand,
+    "Gather": _gather,
+    "GatherElements": _gather_elements,
+    "GatherND": _gather_nd,
+    "Gemm": _gemm,
+    "LayerNormalization": _along(from_there_on=True),
+    "LpNormalization": _along(),
+    "MatMul": _matmul,
+    "MeanVarianceNormalization": _normalized_axes,
+    "OneHot": _one_hot,
+    "Pad": _pad,
+    "RMSNormalization": _along(from_there_on=True),
+    "Shape": _shape,
+    "Size": lambda _: [Free(True)],
+    "Slice": _slice,
+    "Split": _split,
+    "Tile": _tile,
+    "TopK": _along(),
+    "Transpose": _transpose,
+    "Trilu": _trilu,
+}
