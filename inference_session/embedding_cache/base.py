@@ -25,7 +25,7 @@ from inference_session.device.base import Device
 from inference_session.embedding_cache.missing_rows import MissingRows
 from inference_session.embedding_cache.stats import CacheStats, RowCounts, TableStats
 from inference_session.errors import ConfigurationError, InvalidRequestError, SessionClosedError, TableNotFoundError
-from inference_session.kernels.records import Lookup
+from inference_session.kernels.records import Lookup, PreparedLookup
 
 Cache = TypeVar("Cache", bound="EmbeddingCache")
 
@@ -74,7 +74,7 @@ class EmbeddingCache(ABC):
         self._count_lock = Lock()
         self._num_keys = np.zeros(len(dims), np.int64)
 
-    def prepare(self, segments: NDArray[np.void]) -> Any:  # noqa: ARG002
+    def prepare(self, segments: NDArray[np.void]) -> PreparedLookup | None:  # noqa: ARG002
         """What `look_up` needs for SEGMENT records of these shapes, made once (Lookup.prepared)."""
         return None
 

@@ -6,7 +6,7 @@ A form belongs to one HostStaging: its records hold addresses of that object's m
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,9 @@ from inference_session.kernels.records import PoolingCode
 from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT, LookupSpec, ModelSpec, TensorSpec
 from inference_session.requests.batch import RequestLayout
 from inference_session.requests.tensor_layout import TensorLayout
+
+if TYPE_CHECKING:  # the reader of HugeCTR's requests takes half a second to load
+    from inference_session.requests.hugectr_layout import HugectrLayout
 
 Shapes: TypeAlias = "dict[str, tuple[int, ...]]"
 ARRAY_TYPE = id(np.ndarray)
@@ -102,8 +105,7 @@ class TensorForm:
 class BagForm:
     """DES, CATCOLUMN and ROWINDEX, as HugeCTR's clients send them."""
 
-    def __init__(self, spec: ModelSpec, layout: Any, lookups: ModelLookups, dense: DenseEngine) -> None:
-        """`layout`: a HugectrLayout."""
+    def __init__(self, spec: ModelSpec, layout: HugectrLayout, lookups: ModelLookups, dense: DenseEngine) -> None:
         request = layout.format
         self.names: tuple[str, ...] = (layout.dense_input, "", "")
         self.inputs = np.zeros(len(spec.inputs), INPUT)
@@ -146,7 +148,7 @@ def has_form(spec: ModelSpec, layout: RequestLayout, dense: DenseEngine) -> bool
     if not spec.batched or not spec.inputs:
         return False
     if spec.takes_hugectr_requests:
-        return _has_bags(spec, layout, dense)
+        return _has_bags(spec, cast("HugectrLayout", layout), dense)
     tensors = {tensor.name: tensor for tensor in spec.inputs}
     known = {*tensors, *(lookup.dense_input for lookup in spec.lookups)}
     known |= {ROW_CONTEXT, BLOCK_CONTEXT} if spec.context else set()
@@ -158,11 +160,11 @@ def has_form(spec: ModelSpec, layout: RequestLayout, dense: DenseEngine) -> bool
     )
 
 
-def create_form(spec: ModelSpec, layout: Any, lookups: ModelLookups, dense: DenseEngine) -> ArrayForm:
+def create_form(spec: ModelSpec, layout: RequestLayout, lookups: ModelLookups, dense: DenseEngine) -> ArrayForm:
     """The form of a model's requests, which `has_form`."""
     if spec.takes_hugectr_requests:
-        return BagForm(spec, layout, lookups, dense)
-    return TensorForm(spec, layout, lookups, dense)
+        return BagForm(spec, cast("HugectrLayout", layout), lookups, dense)
+    return TensorForm(spec, cast("TensorLayout", layout), lookups, dense)
 
 
 def compile_kernels(spec: ModelSpec) -> None:
@@ -170,7 +172,7 @@ def compile_kernels(spec: ModelSpec) -> None:
     (bag_staging if spec.takes_hugectr_requests else staging).compile_kernels()
 
 
-def _has_bags(spec: ModelSpec, layout: Any, dense: DenseEngine) -> bool:
+def _has_bags(spec: ModelSpec, layout: HugectrLayout, dense: DenseEngine) -> bool:
     """Whether there is a look-up for each table of ROWINDEX, in their order."""
     slots, lookups = layout.format.slots, spec.lookups
     known = {layout.dense_input, *(lookup.dense_input for lookup in lookups)}

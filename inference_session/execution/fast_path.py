@@ -14,7 +14,7 @@ import numpy as np
 
 from inference_session.errors import HotrowError
 from inference_session.execution.replicas import Replica, Replicas
-from inference_session.execution.staged_batch import Arrays
+from inference_session.execution.staged_batch import Arrays, Staging
 from inference_session.execution.stages import Mark
 from inference_session.model_spec import ModelSpec
 from inference_session.requests.batch import Request, RequestLayout
@@ -127,7 +127,7 @@ class FastPath:
         if model is None:
             return None
         mark("look-up")
-        staging = model.take()
+        staging: Staging = model.take()
         try:
             wanted = self._layout.outputs.wanted(outputs)
             with staging.held:

@@ -157,7 +157,7 @@ class GatheredModel:
         """See StagedModel: the memory is that of the recorded batches, which the thread that holds the device owns."""
         return self
 
-    def give_back(self, taken: Any) -> None:
+    def give_back(self, staging: GatheredModel) -> None:
         """See StagedModel."""
 
     @property

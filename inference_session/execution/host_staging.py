@@ -66,7 +66,7 @@ class HostStagedModel:
         except IndexError:
             return HostStaging(self._spec, self._lookups, self._dense, self._rows, self._new_form())
 
-    def give_back(self, staging: Any) -> None:
+    def give_back(self, staging: HostStaging) -> None:
         """See StagedModel."""
         self._free.append(staging)
 

@@ -18,7 +18,7 @@ from inference_session.execution.host_staging import stage_on_host
 from inference_session.execution.network import Network, check_network, check_outputs
 from inference_session.execution.ranking_staging import stage_ranking
 from inference_session.execution.replicas import DeviceThread, Replica, Replicas
-from inference_session.execution.staged_batch import StagedModel
+from inference_session.execution.staged_batch import AnyStagedModel
 from inference_session.model_spec import DENSE_FILE, KEYS_FILE, RANKING_FILE, RANKING_KEYS_FILE, ModelSpec
 from inference_session.requests.batch import RequestLayout
 from inference_session.requests.layouts import layout_of
@@ -130,7 +130,7 @@ def _create_engine(path: Path, config: SessionConfig, thread: DeviceThread, vect
 
 def _stage(
     spec: ModelSpec, config: SessionConfig, layout: RequestLayout, network: Network, ranking: Network
-) -> StagedModel | None:
+) -> AnyStagedModel | None:
     """The fast path on the networks' device; None: this model has none."""
     stage = partial(_stage_network, layout)
     if spec.ranking is None:
@@ -139,7 +139,7 @@ def _stage(
     return stage_ranking(spec, network, ranking if has_other else None, stage)
 
 
-def _stage_network(layout: RequestLayout, spec: ModelSpec, network: Network) -> StagedModel | None:
+def _stage_network(layout: RequestLayout, spec: ModelSpec, network: Network) -> AnyStagedModel | None:
     if network.rows.device is HOST:
         return stage_on_host(spec, layout, network)
     # Imported where needed: the reader of HugeCTR's requests takes half a second to load.

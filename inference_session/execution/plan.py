@@ -360,7 +360,7 @@ class ExecutionPlans:
             if self._lookups.is_ragged(batch):
                 return RaggedPlan(device, plan, lookup, network, staged=staged, used=device.mark())
             lookup.num_keys = plan.place_keys(segments, trial)
-            lookup.repeat = self._rows.prepare(segments).repeated(address_of(lookup.num_unknown))
+            lookup.repeat = self._rows.repeated(lookup)
             lookup.addresses = lookup.find_addresses()
         return RecordedPlan(device, lookup, network, [*trial.staged, *staged], plan.outputs)
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from inference_session.device.base import Device
 from inference_session.execution.network import Network
-from inference_session.execution.staged_batch import Arrays, StagedBatch, StagedModel, Staging
+from inference_session.execution.staged_batch import AnyStagedModel, Arrays, StagedBatch, Staging
 from inference_session.model_spec import ModelSpec
 from inference_session.requests.ranking_layout import exceeds
 
@@ -27,8 +26,8 @@ class RankingStagedModel:
         spec: ModelSpec,
         device: Device,
         *,
-        repeating: StagedModel | None,
-        ranking: StagedModel | None,
+        repeating: AnyStagedModel | None,
+        ranking: AnyStagedModel | None,
     ) -> None:
         """Stage requests by these models; None: `run_many` takes requests of that kind.
 
@@ -48,11 +47,11 @@ class RankingStagedModel:
         """See StagedModel."""
         return RankingStaging(self)
 
-    def give_back(self, staging: Any) -> None:
+    def give_back(self, staging: RankingStaging) -> None:
         """See StagedModel."""
         staging.give_back()
 
-    def of(self, arrays: Arrays) -> StagedModel | None:
+    def of(self, arrays: Arrays) -> AnyStagedModel | None:
         """The model for requests of the first one's kind; others that differ from it, a Staging refuses."""
         try:
             num_contexts, num_samples = len(arrays[self._context_input]), len(arrays[self._candidate_input])
@@ -73,7 +72,7 @@ class RankingStaging:
 
     def __init__(self, model: RankingStagedModel) -> None:
         self._model = model
-        self._taken: tuple[StagedModel, Staging] | None = None
+        self._taken: tuple[AnyStagedModel, Staging] | None = None
 
     @property
     def held(self) -> AbstractContextManager[object]:
@@ -85,7 +84,7 @@ class RankingStaging:
         model = self._model.of(arrays)
         if model is None:
             return None
-        staging = model.take()
+        staging: Staging = model.take()
         self._taken = model, staging
         return staging.fill(arrays, num_requests, outputs)
 
@@ -100,7 +99,7 @@ def stage_ranking(
     spec: ModelSpec,
     network: Network,
     ranking: Network | None,
-    stage: Callable[[ModelSpec, Network], StagedModel | None],
+    stage: Callable[[ModelSpec, Network], AnyStagedModel | None],
 ) -> RankingStagedModel | None:
     """The object that stages requests to a model with context inputs; None: there is none.
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,11 +58,19 @@ class Staging(Protocol):
         """
 
 
-class StagedModel(Protocol):
+OwnStaging = TypeVar("OwnStaging", bound=Staging)
+"""The kind of memory that a StagedModel gives, and takes back."""
+
+
+class StagedModel(Protocol[OwnStaging]):
     """The fast path of a model on one device. Safe to use from several threads, each with its own Staging."""
 
-    def take(self) -> Staging:
+    def take(self) -> OwnStaging:
         """Memory for one batch."""
 
-    def give_back(self, staging: Any) -> None:
+    def give_back(self, staging: OwnStaging) -> None:
         """Return what `take` gave, so that another batch may use it."""
+
+
+AnyStagedModel: TypeAlias = "StagedModel[Any]"
+"""One whose callers do not know which kind of memory it gives."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,6 +81,16 @@ SEGMENT = np.dtype(
 )
 
 
+class PreparedLookup(Protocol):
+    """What a device keeps for look-ups whose segments have the same shapes (kernels/cuda/launch.py)."""
+
+    takes_segments: bool
+    """Whether `run` may be given other segments than those that it was made of."""
+
+    def run(self, segments: NDArray[np.void], *, num_unknown_address: int, seed: int) -> None:
+        """Launch the look-up of these segments."""
+
+
 @dataclass(slots=True)
 class Lookup:
     """One look-up in all tables of a model. The code that fills it keeps alive what its segments lead to."""
@@ -91,8 +101,8 @@ class Lookup:
     """Keys of each segment."""
     num_unknown: NDArray[np.int64]
     """Zeros at first; receives the keys of each segment that were answered with the default vector."""
-    prepared: Any = None
-    """What a device keeps for look-ups whose segments have these shapes; None: nothing."""
+    prepared: PreparedLookup | None = None
+    """None: the device keeps nothing for look-ups of these shapes."""
     repeat: Callable[[], None] | None = None
     """Launches this look-up once more, over whatever is in its memory by then; None: it is not one that is repeated."""
     missing_positions: NDArray[np.int64] | None = None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.kernels.cpu.lookup import BoundLookups
-from inference_session.kernels.records import Lookup
+from inference_session.kernels.records import Lookup, PreparedLookup
 from inference_session.platform.memory import available_bytes, map_pages
 from inference_session.rows.base import Rows
 from inference_session.rows.hot_keys import HotKeys
@@ -38,9 +37,13 @@ class FileRows(Rows):
         if changes is not None:
             self.writer = changes
 
-    def prepare(self, segments: NDArray[np.void]) -> Any:
+    def prepare(self, segments: NDArray[np.void]) -> PreparedLookup | None:
         """See Rows."""
         return self._tables.prepare(segments)
+
+    def repeated(self, lookup: Lookup) -> Callable[[], None]:
+        """See Rows."""
+        return self._tables.repeated(lookup)
 
     def bound_lookups(self) -> BoundLookups | None:
         """See Rows."""

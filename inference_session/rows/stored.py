@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +13,7 @@ from inference_session.device.host import HOST
 from inference_session.embedding_cache.base import EmbeddingCache, Misses
 from inference_session.embedding_cache.missing_rows import MissingRows
 from inference_session.kernels.cpu.lookup import NO_POSITIONS
-from inference_session.kernels.records import Lookup
+from inference_session.kernels.records import Lookup, PreparedLookup
 from inference_session.model_spec import TableSpec
 from inference_session.parameter_server.base import FetchRequest
 from inference_session.parameter_server.server import ParameterServer
@@ -70,7 +69,7 @@ class StoredRows(Rows):
         self._late = LateInserts(self._insert_late, max(cache.inserts_at_once, 1)) if is_late else None
         self.writer = self._writer = writer or StoredWriter(specs, [cache], server)
 
-    def prepare(self, segments: NDArray[np.void]) -> Any:
+    def prepare(self, segments: NDArray[np.void]) -> PreparedLookup | None:
         """See Rows."""
         return self.cache.prepare(segments)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from inference_session.device.base import Device
 from inference_session.errors import InvalidRequestError
 from inference_session.kernels.cpu.lookup import BoundLookups
-from inference_session.kernels.records import Lookup
+from inference_session.kernels.records import Lookup, PreparedLookup
 
 RowBatch: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
 """Keys [n], and their vectors [n, embedding_dim]."""
@@ -67,9 +67,13 @@ class RowReader(ABC):
     is_launched = False
     """Whether a look-up is one launch on the device, which needs no work on the host after it and may be repeated."""
 
-    def prepare(self, segments: NDArray[np.void]) -> Any:  # noqa: ARG002
+    def prepare(self, segments: NDArray[np.void]) -> PreparedLookup | None:  # noqa: ARG002
         """What `look_up` needs for SEGMENT records of these shapes, made once (Lookup.prepared)."""
         return None
+
+    def repeated(self, lookup: Lookup) -> Callable[[], None]:
+        """A function that launches this look-up each time, over what is in its memory by then; where `is_launched`."""
+        raise NotImplementedError(f"{self!r} launches nothing")
 
     def bound_lookups(self) -> BoundLookups | None:
         """An object that binds look-ups to their records, for one thread at a time; None: `look_up` must be called."""

@@ -101,6 +101,10 @@ class CudaTables(DeviceTables):
                 scratch=self._scratch,
             )
 
+    def repeated(self, lookup: Lookup) -> Callable[[], None]:
+        """See DeviceTables."""
+        return self.prepare(lookup.segments).repeated(address_of(lookup.num_unknown))
+
     def look_up(self, lookup: Lookup) -> None:
         """See DeviceTables: launched, not waited for."""
         if self._records is None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from inference_session.dense_engine.base import BoundRun, DenseEngine
 from inference_session.kernels.records import Lookup
@@ -18,16 +17,10 @@ class LaunchedTables(HostTables):
 
     is_launched = True
 
-    def prepare(self, segments: NDArray[np.void]) -> Any:
+    def repeated(self, lookup: Lookup) -> Callable[[], None]:
         """See DeviceTables."""
-        tables = self
-
-        class Launch:
-            def repeated(self, num_unknown_address: int) -> Callable[[], None]:
-                lookup = Lookup(segments.copy(), np.zeros(1, np.int64), np.zeros(len(segments), np.int64))
-                return lambda: HostTables.look_up(tables, lookup)
-
-        return Launch()
+        copy = Lookup(lookup.segments.copy(), np.zeros(1, np.int64), np.zeros(len(lookup.segments), np.int64))
+        return lambda: HostTables.look_up(self, copy)
 
     def look_up(self, lookup: Lookup) -> None:
         """See DeviceTables."""
