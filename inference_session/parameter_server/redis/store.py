@@ -7,7 +7,6 @@ before the first reply is read, so that the servers look up while we copy (clien
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, pairwise
@@ -24,6 +23,7 @@ from inference_session.parameter_server.redis.client import BYTES_PER_BATCH, Red
 from inference_session.parameter_server.redis.commands import Read, Write, WriteAbsent, set_times
 from inference_session.parameter_server.redis.connection import Deadline, RedisConnection, WrongTypeError
 from inference_session.parameter_server.redis.overflow import Eviction, Overflow, num_uses
+from inference_session.parameter_server.redis.partitionings import Partitionings
 from inference_session.parameter_server.redis.replies import compile_kernels
 from inference_session.tables.base import SCAN_BYTES, RowBatch, check_fetch
 from inference_session.urls.store_url import DEFAULT_TIMEOUT_MS, StoreUrl
@@ -32,12 +32,7 @@ DEFAULT_CONNECTIONS = 1
 """Connections to one server that a call uses side by side. A server of one thread gains nothing by a second one, and
 the call has two sockets to wait for; calls of several threads have connections of their own anyway."""
 _MAX_CONNECTIONS = 1024
-_MAX_PARTITIONS = 1 << 16
-"""Far above any real use: their names are laid out in memory, and a mistyped number could fill it."""
 _PROBE_FIELDS = 32
-_PROBE_INTERVAL_S = 2.0
-_MAX_MISPLACED = 0.1
-"""The accepted fraction of misplaced keys when a table's partitioning is inferred: others may write to our hashes."""
 _GLOB = re.compile(r"[*?\[\]^\\-]")
 """Characters that mean something in a pattern of Redis."""
 
@@ -60,16 +55,7 @@ class RedisStore(BoundStore):
         self.namespace = namespace
         super().__init__(embedding_dims)
         self._has_one_connection = not url.is_cluster and url.count("connections", DEFAULT_CONNECTIONS) == 1
-        self._partitionings: dict[str, layout.Partitioning] = {}
-        self._certain: set[str] = set()
-        """Tables whose rows fit only one partitioning."""
-        if "partitions" in url.options:
-            given = layout.Partitioning(url.count("partitions", layout.DEFAULT_PARTITIONS, _MAX_PARTITIONS))
-            self._partitionings = dict.fromkeys(embedding_dims, given)
-            self._certain = set(embedding_dims)
-        self._doubtful: set[str] = set()
-        """Tables without a known partitioning in which keys were not found."""
-        self._next_probe = 0.0
+        self._partitionings = Partitionings(url, namespace, embedding_dims, self._samples)
         self._overflow = Overflow.of(url)
         self.client = RedisClient(
             url, timeout_ms, num_connections=url.count("connections", DEFAULT_CONNECTIONS, _MAX_CONNECTIONS)
@@ -102,7 +88,7 @@ class RedisStore(BoundStore):
         reads = [r for request, hits in zip(requests, found, strict=True) for r in self._reads(request, hits)]
         self.client.run(reads, self._read_rows)
         missed = {request.table for request, hits in zip(requests, found, strict=True) if not hits.all()}
-        self._doubtful |= missed - self._certain
+        self._partitionings.doubt(missed)
         return found
 
     def scan(self, table: str) -> Iterator[RowBatch]:
@@ -215,19 +201,13 @@ class RedisStore(BoundStore):
         """See EmbeddingStore. Asks every node that has rows; others may have filled it since the last check."""
         self._refuse_if_closed()
         self.client.ping()
-        if "partitions" not in self.url.options:
-            self._certain.clear()
-            self._doubtful, self._next_probe = set(self._partitionings), 0.0
+        self._partitionings.doubt_all()
 
     def refresh(self) -> None:
         """See EmbeddingStore. Infers the partitioning of tables again that had too few rows before."""
         self._refuse_if_closed()
         self.client.refresh()
-        if self._doubtful and time.monotonic() >= self._next_probe:
-            self._next_probe = time.monotonic() + _PROBE_INTERVAL_S
-            doubtful, self._doubtful = self._doubtful, set()
-            for table in doubtful:
-                self._probe(table)
+        self._partitionings.infer_doubtful()
 
     def incarnation(self) -> str:
         """See EmbeddingStore. A process that was started again may come from an old snapshot, a replica that became
@@ -265,23 +245,7 @@ class RedisStore(BoundStore):
 
     def _partitioning(self, table: str) -> layout.Partitioning:
         self.embedding_dim(table)
-        return self._partitionings.get(table) or self._probe(table)
-
-    def _probe(self, table: str) -> layout.Partitioning:
-        """Infer the partitioning from rows; where several fit, the one in use stays if it is among them."""
-        tag = self.namespace.tag(table)
-        samples = self._samples(table)
-        fitting = layout.fitting_partitionings(samples) or layout.fitting_partitionings(samples, _MAX_MISPLACED)
-        if not fitting:
-            raise StoreError(
-                f"table {tag!r} in {str(self.url)!r}: its rows match no number of partitions up to"
-                f" {layout.MAX_PROBED_PARTITIONS}; add ?partitions=N to the URL if you know it"
-            )
-        if len(fitting) == 1:
-            self._certain.add(table)
-        used = self._partitionings.get(table)
-        partitioning = self._partitionings[table] = used if used in fitting else fitting[0]
-        return partitioning
+        return self._partitionings.of(table)
 
     def _samples(self, table: str) -> dict[int, list[bytes]]:
         """Some keys of each partition that has any."""
