@@ -13,7 +13,7 @@ from click.shell_completion import CompletionItem
 from hotrow import __version__
 from hotrow.formatting import printable
 from hotrow.interrupts import raise_after_imports
-from hotrow.output import prepare_standard_streams
+from hotrow.output import drop_refused_output, prepare_standard_streams
 from inference_session.errors import HotrowError
 
 _SECTIONS = {
@@ -99,7 +99,8 @@ def main() -> None:
     try:
         cli(prog_name="hotrow")
     except (HotrowError, OSError) as error:
-        click.echo(f"hotrow: {printable(_in_one_line(error))}", err=True)
+        text = _in_one_line(error) if drop_refused_output() else f"standard output: {_in_one_line(error)}"
+        click.echo(f"hotrow: {printable(text)}", err=True)
         sys.exit(1)
 
 
@@ -112,6 +113,6 @@ def _show_what_takes_long() -> None:
 
 
 def _in_one_line(error: HotrowError | OSError) -> str:
-    if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)

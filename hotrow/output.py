@@ -36,6 +36,19 @@ def prepare_standard_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def drop_refused_output() -> bool:
+    """Drop what standard output does not take, for instance because its disk is full; returns whether it took all.
+
+    Otherwise Python writes it again when it ends, and reports that error in lines of its own.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
+
+
 def output_console() -> Console:
     """Standard output for tables, which are as wide as their content, but no wider than a terminal."""
     from rich.console import Console  # loaded where it is needed: not every command shows tables

@@ -70,6 +70,13 @@ def test_streams_may_be_closed(version_dir: Path, redirection: str, command: str
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.parametrize("command", ["inspect", "inspect --json", "size"])
+def test_output_to_a_full_disk_is_an_error_of_one_line(version_dir: Path, command: str) -> None:
+    """Python itself does not try to write the rest once more."""
+    done = _run(*command.split(), version_dir, redirection="> /dev/full", PYTHONUNBUFFERED="")
+    assert (done.returncode, done.stderr) == (1, b"hotrow: standard output: No space left on device\n")
+
+
 def test_no_file_takes_the_number_of_a_closed_stream() -> None:
     """Libraries print to these numbers whatever file they are."""
     program = (
