@@ -22,12 +22,15 @@ from inference_session.update_stream.kafka_client import (
     TopicPartition,
     assign,
     create_client,
+    interruptible,
 )
 from inference_session.update_stream.topics import announcement_topic
 from inference_session.urls.kafka_url import KafkaUrl
 
 KEY = b"version"
 BROKER_S = 10.0
+_CONSUME_S = 0.5
+"""How long the client library waits for a message at once: meanwhile it handles no signal, such as Ctrl-C."""
 
 _log = logging.getLogger(__name__)
 
@@ -88,15 +91,18 @@ class Announcements:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        # An interrupted call may still use the consumer. It has joined no group, so nobody waits for it to leave.
+        if kind is None or issubclass(kind, Exception):
+            self.close()
 
     def _find(self) -> _Announcement | None:
         """The last announcement that is a version; None: none was ever announced. Then follow new messages."""
-        topic = self._consumer.list_topics(timeout=BROKER_S).topics.get(self.topic)
+        topic = interruptible(lambda: self._consumer.list_topics(timeout=BROKER_S)).topics.get(self.topic)
         if topic is None or topic.error is not None:
             assign(self._consumer, [])
             return None
-        low, high = self._consumer.get_watermark_offsets(TopicPartition(self.topic, 0), timeout=BROKER_S)
+        partition = TopicPartition(self.topic, 0)
+        low, high = interruptible(lambda: self._consumer.get_watermark_offsets(partition, timeout=BROKER_S))
         found, refused = None, None
         for begin in _begins(low, high):
             found, refused = self._read_from(begin)
@@ -121,7 +127,7 @@ class Announcements:
         found, refused = None, None
         deadline = time.monotonic() + BROKER_S
         while time.monotonic() < deadline:
-            for message in self._consumer.consume(1, max(deadline - time.monotonic(), 0.0)):
+            for message in self._consumer.consume(1, _CONSUME_S):
                 error = message.error()
                 if error is not None and error.code() == KafkaError._PARTITION_EOF:
                     return found, refused

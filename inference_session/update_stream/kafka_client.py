@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -38,6 +39,7 @@ __all__ = [
     "TopicPartition",
     "assign",
     "create_client",
+    "interruptible",
     "learn_leaders",
     "topic_ids",
 ]
@@ -46,6 +48,7 @@ _LEARN_S = 1.0
 """How long the brokers may take to name leaders: after this time, a client asks for them by itself."""
 
 Client = TypeVar("Client")
+Answer = TypeVar("Answer")
 
 
 def create_client(
@@ -63,6 +66,31 @@ def create_client(
         raise ConfigurationError(
             f"the Kafka client rejects the settings of {str(url)!r}: {error.args[0].str()}"
         ) from error
+
+
+def interruptible(call: Callable[[], Answer]) -> Answer:
+    """What a call of the client library returns or raises, where it may wait long: the library itself handles no
+    signal, such as Ctrl-C, while it waits.
+
+    If a signal's handler raises, the call goes on in a thread of its own. Its client must not be closed then.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return call()  # Python handles signals in the main thread
+    answers: list[Answer] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            answers.append(call())
+        except BaseException as error:  # noqa: BLE001  it is the caller's
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="hotrow-kafka-call", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors.pop()
+    return answers.pop()
 
 
 def assign(consumer: Consumer, partitions: Sequence[TopicPartition]) -> None:

@@ -24,6 +24,7 @@ from inference_session.update_stream.kafka_client import (
     NewTopic,
     Producer,
     create_client,
+    interruptible,
     learn_leaders,
 )
 from inference_session.update_stream.topics import PREFIXES, announcement_topic, topic_name
@@ -241,7 +242,7 @@ class Publisher:
     def _topics(self) -> dict[str, int]:
         """All topics, with the number of their partitions."""
         try:
-            topics = self._admin.list_topics(timeout=self._timeout_s).topics
+            topics = interruptible(lambda: self._admin.list_topics(timeout=self._timeout_s)).topics
         except KafkaException as error:
             raise UnavailableError(
                 f"no Kafka broker answers at {self._where()} within {self._timeout_s:g} s: {error.args[0].str()}"

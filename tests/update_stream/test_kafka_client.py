@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tests.testing.broker import Broker
+from tests.testing.servers import PATIENCE_S
 
 ASSIGN_OFTEN = """
 import sys
@@ -30,3 +33,44 @@ def test_changes_in_quick_succession_do_not_end_the_process(broker: Broker) -> N
     done = subprocess.run([sys.executable, "-c", ASSIGN_OFTEN, broker.url], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
+
+
+ASK_A_SILENT_BROKER = """
+import os, signal, socket, sys, threading, time
+from inference_session.update_stream import announcements
+from inference_session.update_stream.publisher import Publisher
+patience_s = announcements.BROKER_S = float(sys.argv[2])
+
+def waits():
+    return any(thread.name == "hotrow-kafka-call" for thread in threading.enumerate())
+
+def interrupt():
+    while not waits():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+def ask():
+    if sys.argv[1] == "publisher":
+        Publisher(url, "ctr", timeout_s=patience_s)
+    else:
+        with announcements.Announcements(announcements.KafkaUrl.parse(url), "ctr") as announced:
+            announced.newest(0.0)
+
+listener = socket.create_server(("127.0.0.1", 0))
+url = f"kafka://127.0.0.1:{listener.getsockname()[1]}"
+threading.Thread(target=interrupt, daemon=True).start()
+try:
+    ask()
+except KeyboardInterrupt:
+    print("waits", waits())
+"""
+"""Presses Ctrl-C while a client waits for an answer, and says whether the client library still waits after that."""
+
+
+@pytest.mark.parametrize("kind", ["publisher", "announcements"])
+def test_interrupts_are_not_held_up_by_brokers_that_do_not_answer(kind: str) -> None:
+    """The client library handles no signal until its timeout."""
+    command = [sys.executable, "-c", ASK_A_SILENT_BROKER, kind, str(PATIENCE_S)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "waits True\n", "")
