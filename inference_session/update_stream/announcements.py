@@ -29,8 +29,7 @@ from inference_session.urls.kafka_url import KafkaUrl
 
 KEY = b"version"
 BROKER_S = 10.0
-_CONSUME_S = 0.5
-"""How long the client library waits for a message at once: meanwhile it handles no signal, such as Ctrl-C."""
+_POLL_S = 0.05
 
 _log = logging.getLogger(__name__)
 
@@ -126,24 +125,35 @@ class Announcements:
         assign(self._consumer, [TopicPartition(self.topic, 0, begin)])
         found, refused = None, None
         deadline = time.monotonic() + BROKER_S
-        while time.monotonic() < deadline:
-            for message in self._consumer.consume(1, _CONSUME_S):
-                error = message.error()
-                if error is not None and error.code() == KafkaError._PARTITION_EOF:
-                    return found, refused
-                if error is not None:
-                    raise KafkaException(error)
-                read = _Announcement(message.offset(), message.timestamp()[1], _version(message))
-                found, refused = (found, read) if read.version is None else (read, refused)
+        while (message := self._next(deadline)) is not None:
+            error = message.error()
+            if error is not None and error.code() == KafkaError._PARTITION_EOF:
+                return found, refused
+            if error is not None:
+                raise KafkaException(error)
+            read = _Announcement(message.offset(), message.timestamp()[1], _version(message))
+            found, refused = (found, read) if read.version is None else (read, refused)
         raise UnavailableError(f"topic {self.topic!r} at {self._url} cannot be read within {BROKER_S:g} s")
 
     def _wait(self, timeout_s: float) -> bool:
         """Wait for a message; returns whether one came. With nothing assigned, the consumer waits as well."""
         deadline = time.monotonic() + timeout_s
-        while (left_s := deadline - time.monotonic()) > 0:
-            if any(not message.error() for message in self._consumer.consume(1, left_s)):
+        while (message := self._next(deadline)) is not None:
+            if not message.error():
                 return True
         return False
+
+    def _next(self, deadline: float) -> Any | None:
+        """The next message, or event; None: none has come by this time.
+
+        The client library would wait by the time of day: if that is set back by an hour, for an hour. It would also
+        handle no signal meanwhile.
+        """
+        while not (messages := self._consumer.consume(1, 0.0)):
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(_POLL_S)
+        return messages[0]
 
 
 def _begins(low: int, high: int) -> Iterator[int]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+
 import confluent_kafka
 import pytest
 
 from inference_session.errors import UnavailableError
 from inference_session.update_stream import Publisher
+from inference_session.update_stream import announcements as announcements_module
 from inference_session.update_stream.announcements import Announcements
 from inference_session.urls.kafka_url import KafkaUrl
 from tests.testing.broker import Broker
+from tests.testing.clocks import ConsumerWhileSetBack
 from tests.testing.servers import wait_until
 from tests.testing.small_version import SmallVersion
 from tests.testing.streamed_rows import FIRST_THAT_ABORTS
@@ -46,6 +51,23 @@ def test_the_last_announcement_counts_and_is_told_once(broker: Broker, small: Sm
         await_version(announcements, 7)
         with follow(broker, small) as later:
             assert later.newest(0.1) == 7
+
+
+def test_a_clock_that_is_set_back_delays_nothing(
+    broker: Broker, small: SmallVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing new is found at once, and what is announced then is found."""
+    create, is_over = announcements_module.create_client, threading.Event()
+    monkeypatch.setattr(
+        announcements_module, "create_client", lambda *args: ConsumerWhileSetBack(create(*args), is_over)
+    )
+    with contextlib.ExitStack() as ending, follow(broker, small) as announcements:
+        ending.callback(is_over.set)
+        announce(broker, small, 5)
+        await_version(announcements, 5)
+        assert announcements.newest(0.1) is None
+        announce(broker, small, 6)
+        await_version(announcements, 6)
 
 
 @pytest.mark.parametrize("num_refused", [1, 5, 40])

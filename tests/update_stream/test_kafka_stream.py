@@ -28,6 +28,7 @@ from inference_session.update_stream.encodings import encode_batch
 from inference_session.versions import VersionManager
 from tests.testing import small_model
 from tests.testing.broker import Broker
+from tests.testing.clocks import ConsumerWhileSetBack
 from tests.testing.proxy import Network, Proxy
 from tests.testing.servers import PATIENCE_MS, PATIENCE_S, RedisServer, wait_until
 from tests.testing.small_version import SmallVersion
@@ -380,32 +381,12 @@ def test_a_table_that_is_pushed_while_it_is_served_gets_its_updates_again(broker
             assert session.stats()["updates"]["replays"] == 2
 
 
-class SetBack:
-    """A client library's consumer while the time of day was set back: it waits for an hour, or for all it may return.
-
-    The hour lasts until the test ends.
-    """
-
-    def __init__(self, consumer: confluent_kafka.Consumer, is_over: threading.Event) -> None:
-        self._consumer, self._is_over = consumer, is_over
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._consumer, name)
-
-    def consume(self, num_messages: int, timeout: float) -> list[confluent_kafka.Message]:
-        """Messages that have arrived; with a timeout, as many as are wanted."""
-        messages = self._consumer.consume(num_messages, 0.0)
-        while timeout and len(messages) < num_messages and not self._is_over.wait(0.01):
-            messages += self._consumer.consume(num_messages - len(messages), 0.0)
-        return messages
-
-
 def test_a_clock_that_is_set_back_delays_nothing(
     broker: Broker, small: SmallVersion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows are applied one by one, updates can be held, and the stream ends, whatever the time of day."""
     create, is_over = kafka_stream.create_consumer, threading.Event()
-    monkeypatch.setattr(kafka_stream, "create_consumer", lambda *args: SetBack(create(*args), is_over))
+    monkeypatch.setattr(kafka_stream, "create_consumer", lambda *args: ConsumerWhileSetBack(create(*args), is_over))
     with Publisher(broker.url, small.model) as publisher, contextlib.ExitStack() as ending:
         session = ending.enter_context(InferenceSession.open(small.directory, update_stream=broker.url))
         ending.callback(is_over.set)
