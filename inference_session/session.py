@@ -463,8 +463,10 @@ class InferenceSession:
             if arrays := self._fast_path.arrays_of([batch.request] * number):
                 for _ in range(2):
                     self._fast_path.run_on(replica, arrays, number, outputs, unmarked, num_requests=number)
-        if answers and self.layout.has_network and (difference := self.layout.outputs.difference(answers[0])):
-            raise ModelFormatError(f"{self.directory / SESSION_FILE}: {difference}")
+        if answers and self.layout.has_network:
+            if difference := self.layout.outputs.difference(answers[0]):
+                raise ModelFormatError(f"{self.directory / SESSION_FILE}: {difference}")
+            self.layout.outputs.learn_sizes(answers[0])
 
     def _count_into(self, stats: SessionStats, recorder: KeyRecorder | None) -> None:
         """Count requests in `stats`, and record their keys."""

@@ -64,6 +64,8 @@ class Outputs:
         self._has_predictions = bool(spec.label_outputs) and PREDICTIONS not in self._specs
         self.names = (*self._specs, PREDICTIONS) if self._has_predictions else tuple(self._specs)
         self._known: dict[tuple[str, ...] | None, RequestedOutputs] = {}
+        self._sizes = {tensor.name: tensor.shape[1:] for tensor in spec.outputs}
+        """The sizes of a sample's part of each output; -1 where no answer has shown an open one."""
 
     def resolve(self, wanted: Sequence[str] | None) -> Sequence[str]:
         """The requested outputs, all of them for None; InvalidRequestError for an unknown name."""
@@ -156,6 +158,10 @@ class Outputs:
             return f"field 'labels' has {self._num_labels} names, but the predictions have {num_columns} columns"
         return None
 
+    def learn_sizes(self, answer: Answer) -> None:
+        """Take sizes that session.json leaves open from an answer of all outputs, for answers without samples."""
+        self._sizes = {name: answer[name].shape[1:] for name in self._sizes}
+
     def of_no_samples(self, wanted: Sequence[str]) -> Answer:
         """The answer to a request without samples, which networks often cannot compute."""
         return {name: self._empty(name) for name in wanted}
@@ -163,8 +169,7 @@ class Outputs:
     def _empty(self, name: str) -> NDArray[Any]:
         if name not in self._specs:
             return np.empty((0, self._num_labels), np.float32)
-        spec = self._specs[name]
-        return np.empty((0, *(max(size, 0) for size in spec.shape[1:])), np.dtype(spec.dtype))
+        return np.empty((0, *(max(size, 0) for size in self._sizes[name])), np.dtype(self._specs[name].dtype))
 
 
 def _is_of(sizes: Sequence[int], shape: Sequence[int]) -> bool:

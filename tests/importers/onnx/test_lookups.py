@@ -522,6 +522,19 @@ def test_predictions_of_no_samples(tmp_path: Path) -> None:
     with InferenceSession.open(report.version_dir) as session:
         assert session.predict({"ids": KEYS[0]}).shape == (2, 4)
         assert session.predict({"ids": KEYS[0, :0]}).shape == (0, 4)
+        assert session.run({"ids": KEYS[0, :0]}, ["y"])["y"].shape == (0, 4)
+
+
+def test_keys_stay_what_they_are_where_the_graph_makes_them_int32(tmp_path: Path) -> None:
+    """ONNX Runtime takes their low 32 bits, and so the row of another key."""
+    model = model_of("g (int64[n] ids) => (float[n, 4] y) { k = Cast<to=6>(ids) y = Gather(t, k) }", {"t": table()})
+
+    report = import_model(tmp_path, model)
+
+    with InferenceSession.open(report.version_dir) as session:
+        found = session.run({"ids": np.array([3, 3 + 2**32, -1])}, ["y"])["y"]
+        np.testing.assert_array_equal(found, [table()[3], np.zeros(4), table()[-1]])
+        assert session.stats()["tables"]["t"]["default_vectors"] == 1
 
 
 SEVEN = """g (int64[n] ids) => (float[n, 4] y, float[{length}] z) {{
