@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from inference_session.dense_engine.base import BoundRun
-from inference_session.dense_engine.onnx import VALUE_ERRORS, OnnxEngine, bound_run, refused
+from inference_session.dense_engine.onnx import VALUE_ERRORS, OnnxEngine, bound_results, bound_run, refused
 from inference_session.device.cuda import CudaDevice
 from inference_session.device.cuda_memory import check_room, memory_ran_out
 from inference_session.device.discovery import PROVIDER, unusable_network
@@ -353,7 +353,7 @@ class CudaEngine(OnnxEngine):
         for name in outputs:
             binding.bind_output(name, "cpu")
         _run(session, binding, self._plain)
-        results: list[np.ndarray[Any, Any]] = binding.copy_outputs_to_cpu()
+        results = bound_results(binding)
         for name, array in zip(outputs, results, strict=True):
             if array.shape == shapes.get(name) and array.ndim and len(array) > 1:
                 self._trusted.add(name)

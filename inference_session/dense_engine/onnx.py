@@ -164,7 +164,7 @@ class OnnxBoundRun(BoundRun):
 
     def _results_of_first_run(self) -> list[np.ndarray[Any, Any]]:
         # Arrays of ONNX Runtime's may lie in the memory of the inputs, which the next run overwrites.
-        found = [array.copy() for array in self._binding.copy_outputs_to_cpu()]
+        found = [array.copy() for array in bound_results(self._binding)]
         if not self._may_bind_results or not all(array.size and array.dtype != object for array in found):
             self._bind_outputs()  # else the next run would write over arrays that a caller still holds
             return found
@@ -184,6 +184,12 @@ def bound_run(session: Any, binding: Any, options: Any) -> Callable[[], None]:
     except AttributeError:
         run, bound = session.run_with_iobinding, binding
     return functools.partial(run, bound, options)
+
+
+def bound_results(binding: Any) -> list[np.ndarray[Any, Any]]:
+    """The outputs of a run, which are bound to host memory. Those of numbers may be ONNX Runtime's own memory."""
+    # ONNX Runtime's `copy_outputs_to_cpu` ends the process if an output holds strings.
+    return [value.numpy() for value in binding.get_outputs()]
 
 
 def refused(error: Exception) -> InvalidRequestError:

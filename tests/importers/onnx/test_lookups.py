@@ -680,3 +680,11 @@ def test_nodes_may_come_in_any_order(tmp_path: Path) -> None:
     report = check(tmp_path, model_of(graph, {"w": table()}), {"keys": np.array([1, 2, 400])})
 
     assert [found.name for found in report.tables] == ["w"]
+
+
+def test_outputs_of_strings(tmp_path: Path) -> None:
+    """A model of numbers may answer strings, such as the names of items."""
+    graph = """m (int64[b, 2] keys) => (string[b, 2] name, float[b, 2, 4] y) {
+        name = Gather(names, keys)  y = Gather(w, keys) }"""
+    names = np.array([f"item {i}" for i in range(1000)], object)
+    check(tmp_path, model_of(graph, {"w": table(), "names": names}), {"keys": KEYS}, {"keys": KEYS[:1]})
