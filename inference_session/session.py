@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -419,6 +419,12 @@ class InferenceSession:
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
             warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=1)
+
+    def __reduce__(self) -> NoReturn:
+        # A copy would share what the first `close` closes.
+        raise TypeError(
+            f"an InferenceSession can be neither copied nor pickled: open {str(self.directory)!r} where it is used"
+        )
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"

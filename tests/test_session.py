@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
+import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from operator import getitem
@@ -366,6 +368,13 @@ def test_what_is_no_text_is_refused(tmp_path: Path, word: object) -> None:
 
         with pytest.raises(InvalidRequestError, match="input 'word' holds a value that is not a UTF-8 string:"):
             session.run({**known, "word": np.array([["né"], [word]], object)})
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_session_is_not_copied(version: tuple[Path, small_model.Arrays], copied: Callable[[Any], Any]) -> None:
+    """Neither for another process nor in this one; the error says what to do."""
+    with InferenceSession.open(version[0]) as session, pytest.raises(TypeError, match="open '"):
+        copied(session)
 
 
 def test_a_closed_session_says_so(version: tuple[Path, small_model.Arrays]) -> None:
