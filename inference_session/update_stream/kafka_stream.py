@@ -1,10 +1,6 @@
 """The consumer's side of an update stream: messages from Kafka to the rows of one session, in order per key.
 
-    discover    topics of this model's tables, every second: new ones from where their rows are durable up to, else
-                from the oldest message; ones that are not there are left, and go on from there when they come back
-    prove       that a topic is still the one of which messages were applied (positions.py), where one is followed that
-                was applied before, when a connection ends or brokers do not answer, and where a partition ends too
-                early
+    discover    topics of this model's tables, every second (followed_partitions.py)
     consume     a few messages at once, of all partitions
     decode      by table; messages that cannot be applied are set aside, counted, and logged once per reason
     apply       to every tier and the cache; while a store is down, it retries: nothing is dropped
@@ -23,12 +19,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import groupby
 from typing import Any
@@ -36,22 +31,18 @@ from typing import Any
 from inference_session.errors import StoreError, UnavailableError
 from inference_session.model_spec import TableSpec
 from inference_session.platform.pacing import Rests
+from inference_session.update_stream.followed_partitions import FollowedPartitions
 from inference_session.update_stream.kafka_client import (
-    OFFSET_BEGINNING,
-    AdminClient,
     Consumer,
     KafkaError,
     KafkaException,
     Message,
     TopicPartition,
-    assign,
     create_client,
-    topic_ids,
 )
 from inference_session.update_stream.message_batch import MessageBatch
-from inference_session.update_stream.positions import AppliedPartitions, LastMessage, Partition, Positions
+from inference_session.update_stream.positions import AppliedPartitions, Partition
 from inference_session.update_stream.stream_stats import StreamSnapshot, StreamStats
-from inference_session.update_stream.topics import table_of
 from inference_session.update_stream.update_applier import UpdateApplier, WritableRows
 from inference_session.urls.kafka_url import KafkaUrl
 
@@ -64,9 +55,6 @@ TAKES = 8
 """How often messages are taken before they are applied: stores write rows faster in larger batches."""
 _POLL_S = 0.05
 _SAVE_S = 1.0
-BROKER_S = 2.0
-"""How long a question to the brokers may take."""
-_BEGINNING: int = OFFSET_BEGINNING
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 _CLOSE_S = 10.0
 _HELD_POLL_S = 0.005
@@ -81,8 +69,6 @@ class KafkaUpdateStream:
 
     _hold: threading.Event | None = None
     """Set once the thread applies nothing more; None: the stream is not held."""
-    _is_beginning = True
-    """Whether the partitions that there were at the beginning are not all known yet."""
     _save_at = _discover_at = 0.0
     _num_at_once = 1
     _has_more = False
@@ -112,13 +98,9 @@ class KafkaUpdateStream:
             since: messages published before are passed over; by their own time, as not all brokers can search by it.
             allow_non_finite: whether rows with NaN or infinite elements are applied.
         """
-        self._model, self._filter = model, re.compile(topic_filter)
+        self._url, self._model = url, model
         self._since_ms = 0 if since is None else int(since.timestamp() * 1000)
-        self._positions = Positions()
-        self._behind: set[Partition] = set()
-        """The partitions among them whose end has not been seen yet."""
-        self._rests, self._stats = Rests(), StreamStats(model)
-        self._current, self._closing = threading.Event(), threading.Event()
+        self._rests, self._stats, self._closing = Rests(), StreamStats(model), threading.Event()
         self._updates = UpdateApplier(
             model,
             tables,
@@ -133,7 +115,9 @@ class KafkaUpdateStream:
         """Set where a connection has ended: on the next one, topics may be others."""
         group = f"hotrow.{model}.{version}.{socket.gethostname()}"
         self._consumer = create_consumer(url, group, self._lost_broker)
-        self._url, self._admin = url, create_client(AdminClient, url)
+        self._followed = FollowedPartitions(
+            url, model, topic_filter, self._consumer, updates=self._updates, stats=self._stats
+        )
         self._thread = threading.Thread(target=self._work, name="hotrow-update-stream", daemon=True)
         self._thread.start()
 
@@ -142,7 +126,7 @@ class KafkaUpdateStream:
 
         Does not wait for brokers that cannot be reached.
         """
-        return self._current.wait(timeout_s)
+        return self._followed.is_current.wait(timeout_s)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[AppliedPartitions]:
@@ -155,7 +139,7 @@ class KafkaUpdateStream:
         try:
             if not hold.wait(_HOLD_S):
                 raise UnavailableError(f"{self!r} is still applying messages after {_HOLD_S:g} s; try again")
-            yield self._positions.followed_applied()
+            yield self._followed.positions.followed_applied()
         finally:
             self._hold = None
 
@@ -164,15 +148,14 @@ class KafkaUpdateStream:
         `timeout_s`. Does not wait for topics that this stream's filter leaves out, or that were created again.
         """
         end = time.monotonic() + timeout_s
-        ours = {one: how_far for one, how_far in wanted.items() if self._is_ours(one[0])}
-        while not self._positions.include(ours):
+        while not self._followed.include(wanted):
             if time.monotonic() > end or self._closing.wait(_HELD_POLL_S):
                 return False
         return True
 
     def stats(self) -> StreamSnapshot:
         """What has been done so far."""
-        return self._stats.snapshot(sorted(self._positions.topics))
+        return self._stats.snapshot(sorted(self._followed.positions.topics))
 
     def close(self) -> None:
         """Stop applying updates, and save how far they were applied. May be called more than once."""
@@ -193,6 +176,7 @@ class KafkaUpdateStream:
             # It refers to the rows, which refer to this object. While it does, only the garbage collector would free
             # their memory and the mapped files.
             del self._updates
+            self._followed.release_rows()
             self._consumer.close()
 
     def _may_go_on(self) -> bool:
@@ -206,7 +190,7 @@ class KafkaUpdateStream:
 
     def _wait_for_stores(self) -> None:
         """Called between attempts to write what the stores have refused; no attempt is made while held."""
-        self._measure_lag()
+        self._followed.measure_lag()
         self._may_go_on()
 
     def _survive(self, work: Callable[[], None]) -> None:
@@ -221,116 +205,23 @@ class KafkaUpdateStream:
         except Exception as error:  # noqa: BLE001 - any error is logged, and the same messages come again
             self._stats.fail(f"{type(error).__name__}: {error}")
             _log.exception("the update stream of model %r failed and is trying again", self._model)
-            self._suspect(self._positions.followed)
+            self._followed.suspect_all()
             self._closing.wait(LONGEST_PAUSE_S)
 
     def _step(self) -> None:
         if time.monotonic() >= self._discover_at:
-            self._discover()
+            self._followed.discover()
             self._discover_at = time.monotonic() + DISCOVERY_S
-        if not self._positions.are_assigned:
-            self._assign()
+        self._followed.assign()
         by_topic, oldest_ms, ends = self._consume()
         if by_topic:
             self._rests.rest()
             self._apply_all(by_topic, oldest_ms)
         if ends:
-            self._reach(ends)
-        self._note_ends(ends)
+            self._followed.reach(ends)
+        self._followed.note_ends(ends)
         if time.monotonic() >= self._save_at:
             self._save()
-
-    def _discover(self) -> None:
-        """Follow the topics that there are now."""
-        try:
-            listed = self._consumer.list_topics(timeout=BROKER_S).topics
-            topics = {name: listed[name] for name in listed if self._is_ours(name)}
-            changed = self._identify(topics)
-        except KafkaException as error:
-            self._stats.fail(f"no broker answers at {self._url}: {error.args[0].str()}")
-            # The consumer may reach the brokers before they answer the next question, and they may have lost topics.
-            self._suspect(self._positions.followed - self._positions.unproved)
-            if error.args[0].code() != KafkaError._TIMED_OUT:  # wait for a broker that is up but busy
-                self._current.set()
-            return
-        self._stats.recover()
-        # A topic with an error exists, but its partitions are not listed.
-        told = {(name, p) for name, topic in topics.items() if topic.error is None for p in topic.partitions}
-        followed = set(self._positions.followed)
-        there = {one for one in followed if one in told or (one[0] in topics and topics[one[0]].error is not None)}
-        self._leave(followed - there)
-        self._suspect({one for one in there if one[0] in changed} | self._cut(there))
-        self._refute_cut(there)
-        self._follow(told - followed)
-        if self._is_beginning:
-            self._behind |= told - followed
-            self._is_beginning = any(topic.error is not None for topic in topics.values())
-        self._note_ends(followed - there)
-        self._measure_lag()
-
-    def _is_ours(self, topic: str) -> bool:
-        return table_of(topic, self._model) is not None and self._filter.search(topic) is not None
-
-    def _identify(self, topics: Collection[str]) -> set[str]:
-        """Learn the ids of topics; returns those whose id has changed. An id that is not given now stays as it was."""
-        known = self._positions.topic_ids
-        found = topic_ids(self._admin, topics, BROKER_S)
-        self._positions.topic_ids = {**known, **found}
-        return {topic for topic in found.keys() & known.keys() if found[topic] != known[topic]}
-
-    def _cut(self, partitions: set[Partition]) -> set[Partition]:
-        """Partitions that end before their applied position and are not being proved already."""
-        return {one for one in partitions - self._positions.unproved if self._ends_early(one)}
-
-    def _refute_cut(self, partitions: set[Partition]) -> None:
-        """Read those again that wait for proof by a message after their end, for which some brokers send nothing."""
-        for one in sorted(partitions & self._positions.unproved):
-            if self._positions.is_unproved(one) and self._ends_early(one):
-                self._note_doubt(one, self._positions.examine(one, None, self._end(one)))
-
-    def _ends_early(self, one: Partition) -> bool:
-        return 0 <= self._end(one) < self._positions.offset(one)
-
-    def _leave(self, partitions: Collection[Partition]) -> None:
-        for topic, partition in sorted(partitions):
-            _log.warning(
-                "topic %r, partition %d, does not exist any more; its rows stay, and reading resumes when it is back",
-                topic,
-                partition,
-            )
-            self._positions.leave((topic, partition))
-
-    def _suspect(self, partitions: Collection[Partition]) -> None:
-        for one in sorted(partitions):
-            self._note_doubt(one, self._positions.suspect(one))
-
-    def _follow(self, partitions: Collection[Partition]) -> None:
-        any_saved = False
-        for one in sorted(partitions):
-            applied = left = self._positions.left(one)
-            if left is None:
-                applied = self._updates.saved(*one)
-                any_saved |= applied is not None
-            _log.info("reading topic %r, partition %d, applied: %s", *one, applied)
-            self._note_doubt(one, self._positions.follow(one, applied))
-        if any_saved:
-            self._updates.renew_cached()
-
-    def _note_doubt(self, one: Partition, doubt: str | None) -> None:
-        """Report a partition that is read again."""
-        if doubt is not None:
-            _log.warning(
-                "topic %r, partition %d, is read again from its oldest message, so rows may be older until that is"
-                " done: %s",
-                *one,
-                doubt,
-            )
-            self._stats.count_replay()
-            self._updates.forget_saved(one[0])
-
-    def _assign(self) -> None:
-        begins = self._positions.assign()
-        assign(self._consumer, [TopicPartition(*one, _BEGINNING if at is None else at) for one, at in begins.items()])
 
     def _consume(self) -> tuple[dict[str, MessageBatch], int, dict[Partition, int]]:
         """Messages by topic; the time in ms at which the oldest was published; where partitions have their end."""
@@ -340,9 +231,9 @@ class KafkaUpdateStream:
         for consumed in self._take():
             if self._lost_broker.is_set():  # all that came with this is read again, after the last message applied
                 self._lost_broker.clear()
-                self._suspect(self._positions.followed)
-            if not self._positions.are_proved:
-                consumed = [message for message in consumed if self._is_new(message)]  # noqa: PLW2901
+                self._followed.suspect_all()
+            if not self._followed.positions.are_proved:
+                consumed = [message for message in consumed if self._followed.is_new(message)]  # noqa: PLW2901
             whole = [message for message in consumed if not message.error()]
             for topic, group in groupby(whole, Message.topic):
                 messages = list(group)
@@ -351,16 +242,6 @@ class KafkaUpdateStream:
             if len(whole) < len(consumed):
                 ends.update(self._ends_among([message for message in consumed if message.error()]))
         return by_topic, min(oldest_ms, default=0), ends
-
-    def _is_new(self, message: Any) -> bool:
-        """Whether a message, or a partition's end event, is to be applied; the first of a partition proves it."""
-        one, offset, error = (message.topic() or "", message.partition() or 0), message.offset() or 0, message.error()
-        if error is not None and error.code() != KafkaError._PARTITION_EOF:
-            return True
-        if self._positions.is_unproved(one):
-            found = None if error is not None else LastMessage.of(message)
-            self._note_doubt(one, self._positions.examine(one, found, offset))
-        return self._positions.is_new(one, offset)
 
     def _ends_among(self, failed: Iterable[Any]) -> Iterator[tuple[Partition, int]]:
         """The ends of partitions, from end events among the messages; other events report failures."""
@@ -400,37 +281,13 @@ class KafkaUpdateStream:
     def _apply_all(self, by_topic: Mapping[str, MessageBatch], oldest_ms: int) -> None:
         self._stats.begin(oldest_ms / 1000 if oldest_ms > 0 else time.time())
         for topic, messages in by_topic.items():
-            topic_id = self._positions.topic_ids.get(topic, "")
+            topic_id = self._followed.positions.topic_ids.get(topic, "")
             self._updates.apply(topic, topic_id, messages)
             # Not the client's own count, which includes the end of a partition as a message.
             for partition, last in messages.reached.items():
-                self._positions.apply((topic, partition), last)
+                self._followed.positions.apply((topic, partition), last)
         self._stats.end(sum(messages.num_messages for messages in by_topic.values()))
-        self._measure_lag()
-
-    def _reach(self, ends: Mapping[Partition, int]) -> None:
-        """Count offsets between the last message and the end as read: marks of transactions, or compacted messages."""
-        for one, end in ends.items():
-            self._positions.reach(one, end)
-        self._measure_lag()
-
-    def _note_ends(self, ends: Iterable[Partition]) -> None:
-        self._behind.difference_update(ends)
-        if not self._is_beginning and not self._behind:
-            self._current.set()
-
-    def _measure_lag(self) -> None:
-        """Count the messages that partitions have beyond those applied, as the brokers reported last."""
-        positions = self._positions
-        self._stats.lag(sum(max(self._end(one) - positions.offset(one), 0) for one in positions.followed))
-
-    def _end(self, one: Partition) -> int:
-        """A partition's end as the brokers reported it last; below 0: they never did."""
-        try:
-            end: int = self._consumer.get_watermark_offsets(TopicPartition(*one), cached=True)[1]
-        except KafkaException:  # the client library does not know the partition yet
-            return -1
-        return end
+        self._followed.measure_lag()
 
     def _save(self) -> None:
         """Store next to the rows how far updates have been applied, and commit that to the brokers."""
@@ -438,7 +295,7 @@ class KafkaUpdateStream:
         # A store that takes no notes takes no rows either: the failed write of rows is reported.
         with contextlib.suppress(UnavailableError, StoreError):
             self._replay_pushed()
-            applied = self._positions.applied()
+            applied = self._followed.positions.applied()
             if self._updates.save(applied):
                 reached = [TopicPartition(*one, how_far.offset) for one, how_far in applied.items() if how_far]
                 if reached:
@@ -447,10 +304,10 @@ class KafkaUpdateStream:
     def _replay_pushed(self) -> None:
         """Read the updates of tables again that were pushed meanwhile: the push has replaced their rows."""
         pushed = self._updates.pushed_tables()
-        for one in sorted(self._positions.followed) if pushed else ():
-            if self._updates.table_of(one[0]) in pushed and self._positions.offset(one):
-                self._positions.restart(one)
-                self._note_doubt(one, "its table was pushed again")
+        positions = self._followed.positions
+        for one in sorted(positions.followed) if pushed else ():
+            if self._updates.table_of(one[0]) in pushed and positions.offset(one):
+                self._followed.restart(one, "its table was pushed again")
 
 
 def create_consumer(url: KafkaUrl, group: str, lost_broker: threading.Event) -> Consumer:

@@ -23,7 +23,7 @@ from inference_session.model_spec import TABLES_FOLDER
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.rows import fetch
-from inference_session.update_stream import Publisher, kafka_stream, update_applier
+from inference_session.update_stream import Publisher, followed_partitions, kafka_stream, update_applier
 from inference_session.update_stream.encodings import encode_batch
 from inference_session.versions import VersionManager
 from tests.testing import small_model
@@ -124,7 +124,7 @@ def test_updates_never_tear_or_hide_rows(broker: Broker, small: SmallVersion) ->
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Brokers, and other writers of a store, may take as long as a busy machine needs."""
-    monkeypatch.setattr(kafka_stream, "BROKER_S", PATIENCE_S / 2)
+    monkeypatch.setattr(followed_partitions, "BROKER_S", PATIENCE_S / 2)
     monkeypatch.setattr(update_applier, "FOLLOW_S", PATIENCE_S / 2)
 
 

@@ -1,0 +1,222 @@
+"""Which partitions an update stream follows, and from where it reads them.
+
+discover    topics of the model's tables: new ones from where their rows are durable up to, else from the oldest
+message; ones that are not there are left, and go on from there when they come back
+prove       that a topic is still the one of which messages were applied (positions.py), where one is followed that
+was applied before, when a connection ends or brokers do not answer, and where a partition ends too
+early
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from inference_session.update_stream.kafka_client import (
+    OFFSET_BEGINNING,
+    AdminClient,
+    Consumer,
+    KafkaError,
+    KafkaException,
+    TopicPartition,
+    assign,
+    create_client,
+    topic_ids,
+)
+from inference_session.update_stream.positions import AppliedPartitions, LastMessage, Partition, Positions
+from inference_session.update_stream.stream_stats import StreamStats
+from inference_session.update_stream.topics import table_of
+from inference_session.update_stream.update_applier import UpdateApplier
+from inference_session.urls.kafka_url import KafkaUrl
+
+BROKER_S = 2.0
+"""How long a question to the brokers may take."""
+_BEGINNING: int = OFFSET_BEGINNING
+
+_log = logging.getLogger(__name__)
+
+
+class FollowedPartitions:
+    """The partitions of a model's topics. Used by the stream's thread only, unless a method says otherwise."""
+
+    def __init__(
+        self,
+        url: KafkaUrl,
+        model: str,
+        topic_filter: str,
+        consumer: Consumer,
+        *,
+        updates: UpdateApplier,
+        stats: StreamStats,
+    ) -> None:
+        """Follow no topic until `discover`.
+
+        Args:
+            url: the brokers.
+            model: name of the model, which is in the topics' names.
+            topic_filter: see KafkaUpdateStream.
+            consumer: reads the partitions; the caller closes it.
+            updates: knows how far rows that outlive this process have been updated.
+            stats: where failures and the lag are counted.
+        """
+        self._url, self._model, self._filter = url, model, re.compile(topic_filter)
+        self._consumer, self._admin = consumer, create_client(AdminClient, url)
+        self._updates, self._stats = updates, stats
+        self.positions = Positions()
+        """How far the partitions are applied."""
+        self.is_current = threading.Event()
+        """Set once all messages are applied that the topics had at the beginning, or no broker can be reached."""
+        self._behind: set[Partition] = set()
+        """The partitions among them whose end has not been seen yet."""
+        self._is_beginning = True
+        """Whether the partitions that there were at the beginning are not all known yet."""
+
+    def include(self, wanted: AppliedPartitions) -> bool:
+        """Whether all is applied that another stream has applied of topics that both follow. Any thread may ask."""
+        return self.positions.include({one: how_far for one, how_far in wanted.items() if self._is_ours(one[0])})
+
+    def release_rows(self) -> None:
+        """Refer no more to the rows; nothing else may be called after this but what any thread may."""
+        del self._updates
+
+    def discover(self) -> None:
+        """Follow the topics that there are now."""
+        try:
+            listed = self._consumer.list_topics(timeout=BROKER_S).topics
+            topics = {name: listed[name] for name in listed if self._is_ours(name)}
+            changed = self._identify(topics)
+        except KafkaException as error:
+            self._stats.fail(f"no broker answers at {self._url}: {error.args[0].str()}")
+            # The consumer may reach the brokers before they answer the next question, and they may have lost topics.
+            self._suspect(self.positions.followed - self.positions.unproved)
+            if error.args[0].code() != KafkaError._TIMED_OUT:  # wait for a broker that is up but busy
+                self.is_current.set()
+            return
+        self._stats.recover()
+        # A topic with an error exists, but its partitions are not listed.
+        told = {(name, p) for name, topic in topics.items() if topic.error is None for p in topic.partitions}
+        followed = set(self.positions.followed)
+        there = {one for one in followed if one in told or (one[0] in topics and topics[one[0]].error is not None)}
+        self._leave(followed - there)
+        self._suspect({one for one in there if one[0] in changed} | self._cut(there))
+        self._refute_cut(there)
+        self._follow(told - followed)
+        if self._is_beginning:
+            self._behind |= told - followed
+            self._is_beginning = any(topic.error is not None for topic in topics.values())
+        self.note_ends(followed - there)
+        self.measure_lag()
+
+    def assign(self) -> None:
+        """Have the consumer read from where partitions are applied, if it does not yet."""
+        if self.positions.are_assigned:
+            return
+        begins = self.positions.assign()
+        assign(self._consumer, [TopicPartition(*one, _BEGINNING if at is None else at) for one, at in begins.items()])
+
+    def is_new(self, message: Any) -> bool:
+        """Whether a message, or a partition's end event, is to be applied; the first of a partition proves it."""
+        one, offset, error = (message.topic() or "", message.partition() or 0), message.offset() or 0, message.error()
+        if error is not None and error.code() != KafkaError._PARTITION_EOF:
+            return True
+        if self.positions.is_unproved(one):
+            found = None if error is not None else LastMessage.of(message)
+            self._note_doubt(one, self.positions.examine(one, found, offset))
+        return self.positions.is_new(one, offset)
+
+    def reach(self, ends: Mapping[Partition, int]) -> None:
+        """Count offsets between the last message and the end as read: marks of transactions, or compacted messages."""
+        for one, end in ends.items():
+            self.positions.reach(one, end)
+        self.measure_lag()
+
+    def note_ends(self, ends: Iterable[Partition]) -> None:
+        """These partitions have been read up to their ends, or do not exist any more."""
+        self._behind.difference_update(ends)
+        if not self._is_beginning and not self._behind:
+            self.is_current.set()
+
+    def suspect_all(self) -> None:
+        """Prove of all partitions that their topics are still the same."""
+        self._suspect(self.positions.followed)
+
+    def restart(self, one: Partition, reason: str) -> None:
+        """Read a partition again from its oldest message."""
+        self.positions.restart(one)
+        self._note_doubt(one, reason)
+
+    def measure_lag(self) -> None:
+        """Count the messages that partitions have beyond those applied, as the brokers reported last."""
+        positions = self.positions
+        self._stats.lag(sum(max(self._end(one) - positions.offset(one), 0) for one in positions.followed))
+
+    def _is_ours(self, topic: str) -> bool:
+        return table_of(topic, self._model) is not None and self._filter.search(topic) is not None
+
+    def _identify(self, topics: Collection[str]) -> set[str]:
+        """Learn the ids of topics; returns those whose id has changed. An id that is not given now stays as it was."""
+        known = self.positions.topic_ids
+        found = topic_ids(self._admin, topics, BROKER_S)
+        self.positions.topic_ids = {**known, **found}
+        return {topic for topic in found.keys() & known.keys() if found[topic] != known[topic]}
+
+    def _leave(self, partitions: Collection[Partition]) -> None:
+        for topic, partition in sorted(partitions):
+            _log.warning(
+                "topic %r, partition %d, does not exist any more; its rows stay, and reading resumes when it is back",
+                topic,
+                partition,
+            )
+            self.positions.leave((topic, partition))
+
+    def _follow(self, partitions: Collection[Partition]) -> None:
+        any_saved = False
+        for one in sorted(partitions):
+            applied = left = self.positions.left(one)
+            if left is None:
+                applied = self._updates.saved(*one)
+                any_saved |= applied is not None
+            _log.info("reading topic %r, partition %d, applied: %s", *one, applied)
+            self._note_doubt(one, self.positions.follow(one, applied))
+        if any_saved:
+            self._updates.renew_cached()
+
+    def _suspect(self, partitions: Collection[Partition]) -> None:
+        for one in sorted(partitions):
+            self._note_doubt(one, self.positions.suspect(one))
+
+    def _note_doubt(self, one: Partition, doubt: str | None) -> None:
+        """Report a partition that is read again."""
+        if doubt is not None:
+            _log.warning(
+                "topic %r, partition %d, is read again from its oldest message, so rows may be older until that is"
+                " done: %s",
+                *one,
+                doubt,
+            )
+            self._stats.count_replay()
+            self._updates.forget_saved(one[0])
+
+    def _cut(self, partitions: set[Partition]) -> set[Partition]:
+        """Partitions that end before their applied position and are not being proved already."""
+        return {one for one in partitions - self.positions.unproved if self._ends_early(one)}
+
+    def _refute_cut(self, partitions: set[Partition]) -> None:
+        """Read those again that wait for proof by a message after their end, for which some brokers send nothing."""
+        for one in sorted(partitions & self.positions.unproved):
+            if self.positions.is_unproved(one) and self._ends_early(one):
+                self._note_doubt(one, self.positions.examine(one, None, self._end(one)))
+
+    def _ends_early(self, one: Partition) -> bool:
+        return 0 <= self._end(one) < self.positions.offset(one)
+
+    def _end(self, one: Partition) -> int:
+        """A partition's end as the brokers reported it last; below 0: they never did."""
+        try:
+            end: int = self._consumer.get_watermark_offsets(TopicPartition(*one), cached=True)[1]
+        except KafkaException:  # the client library does not know the partition yet
+            return -1
+        return end
