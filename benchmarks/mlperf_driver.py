@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import queue
 import re
 import tempfile
@@ -69,6 +68,13 @@ def measure(run: Run, samples: Samples, *, batch_pairs: int, seconds: float, ser
     return _result(summary, tested.batch_times, is_server=server_qps is not None)
 
 
+class _Issued(NamedTuple):
+    """Samples that LoadGen has issued: what it calls each of them, and their numbers."""
+
+    responses: list[int]
+    indices: list[int]
+
+
 class _SystemUnderTest:
     """Takes samples as LoadGen issues them; threads answer them in batches of what is waiting.
 
@@ -77,7 +83,7 @@ class _SystemUnderTest:
 
     def __init__(self, run: Run, samples: Samples, batch_pairs: int) -> None:
         self._run, self._samples, self._batch_pairs = run, samples, batch_pairs
-        self._waiting: queue.SimpleQueue[list[tuple[int, int]] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[_Issued | None] = queue.SimpleQueue()
         self._free = threading.Semaphore(_NUM_WORKERS)
         self._failure: BaseException | None = None
         self.batch_times: list[float] = []
@@ -89,62 +95,62 @@ class _SystemUnderTest:
         logs.log_output.copy_summary_to_stdout = False
         taker = threading.Thread(target=self._take_all)
         taker.start()
-        tested = loadgen.ConstructSUT(self._issue, _nothing)
+        tested = loadgen.ConstructFastSUT(self._issue, _nothing)
         library = loadgen.ConstructQSL(len(self._samples), len(self._samples), _nothing, _nothing)
         try:
             loadgen.StartTestWithLogSettings(tested, library, settings, logs)
         finally:
             loadgen.DestroyQSL(library)
-            loadgen.DestroySUT(tested)
+            loadgen.DestroyFastSUT(tested)
             self._waiting.put(None)
             taker.join()
         if self._failure is not None:
             raise self._failure
 
-    def _issue(self, queries: Any) -> None:
-        self._waiting.put([(query.id, query.index) for query in queries])
+    def _issue(self, responses: list[int], indices: list[int]) -> None:
+        self._waiting.put(_Issued(responses, indices))
 
     def _take_all(self) -> None:
         with ThreadPoolExecutor(_NUM_WORKERS) as workers:
             while (issued := self._waiting.get()) is not None:
                 self._free.acquire()
-                issued += self._also_waiting(len(issued))
+                self._add_waiting(issued)
                 self._free.release()
-                indices, begin = np.array([index for _, index in issued]), 0
-                for batch in self._samples.batches(indices, self._batch_pairs):
+                responses, begin = np.array(issued.responses, np.uint64), 0
+                for batch in self._samples.batches(np.array(issued.indices), self._batch_pairs):
                     self._free.acquire()
-                    workers.submit(self._answer, issued[begin : begin + len(batch)], batch.tolist())
+                    workers.submit(self._answer, responses[begin : begin + len(batch)], batch)
                     begin += len(batch)
 
-    def _also_waiting(self, num_taken: int) -> list[tuple[int, int]]:
-        """Samples issued meanwhile that fit into the same batch."""
-        more: list[tuple[int, int]] = []
+    def _add_waiting(self, taken: _Issued) -> None:
+        """Add samples issued meanwhile that fit into the same batch."""
         most = self._batch_pairs / self._samples.counts.mean()
-        while not self._waiting.empty() and num_taken + len(more) < most:
+        while not self._waiting.empty() and len(taken.indices) < most:
             issued = self._waiting.get()
             if issued is None:
                 self._waiting.put(None)
                 break
-            more += issued
-        return more
+            taken.responses.extend(issued.responses)
+            taken.indices.extend(issued.indices)
 
-    def _answer(self, issued: list[tuple[int, int]], batch: list[int]) -> None:
+    def _answer(self, responses: NDArray[np.uint64], batch: NDArray[np.int64]) -> None:
         started = time.perf_counter()
         try:
-            answers = self._run(batch) if self._failure is None else None
+            answers = self._run(batch.tolist()) if self._failure is None else None
         except Exception as error:  # noqa: BLE001  LoadGen waits for an answer to each sample, whatever happens
             self._failure, answers = error, None
         self.batch_times.append(time.perf_counter() - started)
         self._free.release()
-        data = array.array("B", b"" if answers is None else answers.tobytes())
-        address, size = data.buffer_info()
-        ends = 4 * np.cumsum(self._samples.counts[batch])
-        begins = ends - 4 * self._samples.counts[batch]
-        responses = [
-            loadgen.QuerySampleResponse(number, address + first, last - first if size else 0)
-            for (number, _), first, last in zip(issued, begins.tolist(), ends.tolist(), strict=True)
-        ]
-        loadgen.QuerySamplesComplete(responses)
+        _complete(responses, self._samples.counts[batch], answers)
+
+
+def _complete(responses: NDArray[np.uint64], counts: NDArray[np.int64], answers: NDArray[np.float32] | None) -> None:
+    """Give LoadGen the answers of these samples, of `counts` pairs each; without answers, empty ones."""
+    sizes = counts * (0 if answers is None else answers.itemsize)
+    begins = np.cumsum(sizes) - sizes + (0 if answers is None else answers.ctypes.data)
+    parts = map(np.ndarray.tolist, (responses, begins, sizes))
+    # One call of the constructor per sample is most of what a batch costs the driver.
+    loadgen.QuerySamplesComplete([*map(loadgen.QuerySampleResponse, *parts)])
 
 
 def _settings(seconds: float, expected: float, *, is_server: bool) -> Any:

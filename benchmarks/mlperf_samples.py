@@ -53,10 +53,11 @@ class Samples:
 
     def batches(self, samples: NDArray[np.int64], most_pairs: int) -> list[NDArray[np.int64]]:
         """Samples in batches of at most this many pairs, at least one sample each."""
-        batches, begin, pairs = [], 0, 0
-        for i, count in enumerate(self.counts[samples].tolist()):
-            if i > begin and pairs + count > most_pairs:
-                batches.append(samples[begin:i])
-                begin, pairs = i, 0
-            pairs += count
-        return [*batches, samples[begin:]] if len(samples) else []
+        ends = np.cumsum(self.counts[samples])
+        batches, begin = [], 0
+        while begin < len(samples):
+            before = ends[begin - 1] if begin else 0
+            end = max(begin + 1, int(np.searchsorted(ends, before + most_pairs, "right")))
+            batches.append(samples[begin:end])
+            begin = end
+        return batches
