@@ -63,7 +63,8 @@ class FastPath:
         if not arrays and len(requests) == 1 and self._spec.is_divided:
             arrays = split_by_context(self._spec, requests[0].inputs, self._layout.max_elements)
             num_parts = len(arrays or ()) // len(self._input_names)
-        if not arrays:
+        # Arrays on a GPU are no NumPy arrays: to be refused by compiled code, they would wait for the device.
+        if not arrays or type(arrays[0]) is not np.ndarray:
             return None
         joined = self.run(arrays, num_parts, requests[0].outputs, mark, len(requests))
         return None if joined is None else joined.split()

@@ -174,6 +174,22 @@ def test_memory_of_any_kind_is_read(directory: Path, plain: InferenceSession, fo
     assert_same(found.split()[0], plain.run(inputs))
 
 
+def test_only_numpy_arrays_take_memory(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And, on a GPU, the device: inputs that lie there would wait for the batch before only to be refused."""
+    inputs = staged_model.inputs(3, np.random.default_rng(4))
+    with InferenceSession.open(directory) as session:
+        model, taken = session.replicas.all[0].staged, []
+        assert model is not None
+        take = model.take
+        monkeypatch.setattr(model, "take", lambda: taken.append(None) or take())
+
+        found = session.run({name: array.tolist() for name, array in inputs.items()})
+
+        assert len(taken) == 1, "before the lists were converted"
+        assert_same(session.run(inputs), found)
+        assert len(taken) == 2
+
+
 class Kind(np.ndarray[Any, Any]):
     """A foreign subclass of arrays."""
 
