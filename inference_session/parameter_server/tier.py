@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -184,6 +185,7 @@ class Tier:
         try:
             act(self.store)
         except (UnavailableError, StoreError) as error:
+            _free_what_frames_hold(error)
             return error
         return None
 
@@ -266,3 +268,12 @@ class Tier:
                 touched=self.touched,
                 malformed=self.store.num_malformed,
             )
+
+
+def _free_what_frames_hold(error: BaseException | None) -> None:
+    """An error leads to the frames that it passed, and these to what they worked with, such as a RocksDB that the store
+    has replaced: it would stay open, and locked against the store itself, for as long as the error is kept.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -25,6 +25,8 @@ from inference_session.parameter_server.namespace import Namespace, StoredTable
 from inference_session.parameter_server.rocksdb import database
 from inference_session.parameter_server.rocksdb.database import translated
 from inference_session.parameter_server.rocksdb.store import RocksDbStore, list_rocksdb_tables
+from inference_session.parameter_server.server import ParameterServer
+from inference_session.parameter_server.tier import Tier
 from tests.testing.servers import wait_until
 from tests.testing.store_contract import (
     DIMS,
@@ -604,6 +606,32 @@ def test_writes_go_on_once_the_disk_takes_them_again(tmp_path: Path) -> None:
     A limit on the size of files, set in a separate process, stands for a disk that fails or a quota.
     """
     process = multiprocessing.get_context("spawn").Process(target=_write_beyond_a_limit, args=(tmp_path / "db",))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def _update_beyond_a_limit(path: Path) -> None:
+    """As a session does: the parameter server's errors lead to the store's frames, and nothing collects garbage."""
+    gc.disable()
+    keys, vectors = random_keys(2000), random_vectors(2000, 128)
+    open_store(path, writable=True).close()
+    with open_store(path, writable="later") as store:
+        server = ParameterServer([Tier("persistent", store, durable=True)])
+        server.insert("wide", keys[:1], vectors[:1])
+        for _ in range(2):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+            with pytest.raises(UnavailableError, match="File too large"):
+                server.insert("wide", keys, vectors)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            server.insert("wide", keys, -vectors)
+            assert_same_bits(fetch(store, "wide", keys)[1], -vectors)
+        server.close()
+
+
+def test_a_refused_update_does_not_keep_the_database_from_its_next_writer(tmp_path: Path) -> None:
+    """That is the same store, which has opened the database again."""
+    process = multiprocessing.get_context("spawn").Process(target=_update_beyond_a_limit, args=(tmp_path / "db",))
     process.start()
     process.join()
     assert process.exitcode == 0
