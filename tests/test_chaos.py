@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import redis
 from numpy.typing import NDArray
 
 from inference_session import InferenceSession
@@ -225,6 +226,30 @@ def test_a_redis_becomes_read_only(tmp_path: Path) -> None:
             wait_for_redis(session)
             rows.pass_on()
         rows.assert_settled()
+
+
+@pytest.mark.parametrize("is_promoted", [False, True], ids=["stays a replica", "becomes a master again"])
+def test_a_redis_takes_over_the_rows_of_another(tmp_path: Path, is_promoted: bool) -> None:
+    """Its process and connections stay, but its rows are older, as after a backup is loaded into it in this way."""
+    with RedisServer() as other, RedisServer() as server, opened(tmp_path, server.url, cache_bytes=0) as session:
+        with other.client() as backup, server.client() as client:
+            _replicate(backup, server)
+            backup.replicaof("NO", "ONE")
+            rows = WrittenRows(session)
+            before = outages(session)
+            _replicate(client, other)
+            if is_promoted:
+                client.replicaof("NO", "ONE")
+        wait_until(lambda: outages(session) > before, "the loss to be noticed")
+        rows.read(EVERY)
+        if is_promoted:
+            wait_until(lambda: is_up(session), "Redis to be used again")
+            rows.assert_settled()
+
+
+def _replicate(client: redis.Redis, master: RedisServer) -> None:
+    client.replicaof("127.0.0.1", master.port)
+    wait_until(lambda: client.info("replication").get("master_link_status") == "up", "the rows to be copied")
 
 
 def test_a_rocksdb_is_damaged(tmp_path: Path) -> None:

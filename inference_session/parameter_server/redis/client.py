@@ -11,6 +11,7 @@ from typing import Any
 from inference_session.errors import HotrowError, UnavailableError
 from inference_session.parameter_server.redis.commands import Call, Command, asking, refuse_misfit
 from inference_session.parameter_server.redis.connection import (
+    ORIGIN_COMMAND,
     RUN_ID_COMMAND,
     Address,
     ConnectionPool,
@@ -21,6 +22,7 @@ from inference_session.parameter_server.redis.connection import (
     RedisConnection,
     Reply,
     WrongTypeError,
+    origin_in,
     run_id_in,
 )
 from inference_session.parameter_server.redis.topology import Cluster, OneServer, Sentinel, Topology
@@ -118,14 +120,14 @@ class RedisClient:
         for address in self._topology.servers(deadline):
             self._ping(address, deadline)
 
-    def run_ids(self) -> str:
-        """Identifies the processes that have rows, as opposed to earlier or later ones."""
+    def incarnations(self) -> str:
+        """Identifies the processes that have rows, as opposed to earlier or later ones, and whose rows they have."""
         deadline = Deadline(self._timeout_ms)
-        return " ".join(sorted(self._run_id(address, deadline) for address in self._topology.servers(deadline)))
+        return " ".join(sorted(self._incarnation(address, deadline) for address in self._topology.servers(deadline)))
 
-    def trust(self, run_ids: str) -> None:
-        """Ask only these processes for rows, as `run_ids` gives them; empty: any."""
-        self._pool.trusted = frozenset(run_ids.split())
+    def trust(self, incarnations: str) -> None:
+        """Ask only these processes for rows, as `incarnations` gives them; empty: any."""
+        self._pool.trusted = frozenset(each.partition("/")[0] for each in incarnations.split())
 
     def close(self) -> None:
         """Close all connections; calls under way may fail."""
@@ -147,9 +149,10 @@ class RedisClient:
             if "MISCONF" not in str(error):
                 raise
 
-    def _run_id(self, address: Address, deadline: Deadline) -> str:
-        reply = self._ask(address, RUN_ID_COMMAND, deadline)
-        return run_id_in(reply)
+    def _incarnation(self, address: Address, deadline: Deadline) -> str:
+        run_id = run_id_in(self._ask(address, RUN_ID_COMMAND, deadline))
+        origin = origin_in(self._ask(address, ORIGIN_COMMAND, deadline))
+        return f"{run_id}/{origin}" if origin else run_id
 
     def _ask(
         self,

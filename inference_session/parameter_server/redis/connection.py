@@ -36,6 +36,7 @@ PASSING_CODES = frozenset(
 _TOO_MANY_CLIENTS = "ERR max number of clients"
 
 RUN_ID_COMMAND = ("INFO", "server")
+ORIGIN_COMMAND = ("INFO", "replication")
 
 Address = tuple[str, int]
 Reply: TypeAlias = "bytes | int | list[Reply] | HotrowError | None"
@@ -352,8 +353,21 @@ def _without_arguments(text: str) -> str:
 
 def run_id_in(reply: Reply) -> str:
     """The run id in what a server answers to RUN_ID_COMMAND."""
+    return _fields_in(reply).get("run_id", "")
+
+
+def origin_in(reply: Reply) -> str:
+    """Whose rows a server has, from its answer to ORIGIN_COMMAND: the id of the history that it follows as a replica,
+    or followed before it became a master; empty for one that was never a replica.
+    """
+    fields = _fields_in(reply)
+    origin = fields.get("master_replid" if fields.get("role") == "slave" else "master_replid2", "")
+    return origin if origin.strip("0") else ""  # zeros: none
+
+
+def _fields_in(reply: Reply) -> dict[str, str]:
     lines = reply.decode(errors="replace").splitlines() if isinstance(reply, bytes) else []
-    return next((line.partition(":")[2] for line in lines if line.startswith("run_id:")), "")
+    return {name: value for name, _, value in (line.partition(":") for line in lines)}
 
 
 class ConnectionPool:

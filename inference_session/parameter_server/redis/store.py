@@ -210,12 +210,13 @@ class RedisStore(BoundStore):
         self._partitionings.infer_doubtful()
 
     def incarnation(self) -> str:
-        """See EmbeddingStore. A process that was started again may come from an old snapshot, a replica that became
-        the master may lack the last writes. Never changes for a user without permission for `INFO`.
+        """See EmbeddingStore. A process that was started again may come from an old snapshot; a replica that became
+        the master, or a master that was made a replica of another, may lack the last writes. Never changes for a user
+        without permission for `INFO`.
         """
         self._refuse_if_closed()
         with suppress(StoreError):
-            return self.client.run_ids()
+            return self.client.incarnations()
         return ""
 
     def trust(self, incarnation: str) -> None:
