@@ -106,6 +106,18 @@ def _fused_inner_product(layer: Mapping[str, Any], x: Sequence[Array], weights: 
     return [y] * num_tops
 
 
+def _mlp(layer: Mapping[str, Any], x: Sequence[Array], weights: Weights) -> Array:
+    parameters, y = layer["mlp_param"], x[0]
+    widths = parameters["num_outputs"]
+    activations = parameters.get("activations") or [parameters.get("activation", "Relu")] * len(widths)
+    biases = parameters.get("biases") or [parameters.get("use_bias", True)] * len(widths)
+    for width, activation, has_bias in zip(widths, activations, biases, strict=True):
+        weight, bias = weights.take(y.shape[-1], width), weights.take(width)
+        y = y @ weight + bias * has_bias
+        y = np.maximum(y, 0.0) if activation == "Relu" else y
+    return y
+
+
 def _multi_cross(layer: Mapping[str, Any], x: Sequence[Array], weights: Weights) -> Array:
     y = x[0]
     for _ in range(layer["mc_param"]["num_layers"]):
@@ -195,6 +207,7 @@ def _fused_reshape_concat(layer: Mapping[str, Any], x: Sequence[Array], weights:
 _WITH_PARAMETERS: dict[str, Callable[[Mapping[str, Any], Sequence[Array], Weights], Array | list[Array]]] = {
     "InnerProduct": _inner_product,
     "FusedInnerProduct": _fused_inner_product,
+    "MLP": _mlp,
     "MultiCross": _multi_cross,
     "WeightMultiply": _weight_multiply,
     "BatchNorm": _batch_norm,

@@ -35,6 +35,7 @@ from hotrow.training.hugectr.enums import (
     PowerLaw_t,
     Regularizer_t,
     SourceType_t,
+    Tensor_t,
     TrainPSType_t,
     Update_t,
 )
@@ -50,6 +51,12 @@ from hotrow.training.hugectr.parameters import (
 )
 from hotrow.training.hugectr.schedule import LearningRateScheduler
 from hotrow.training.hugectr.tools import DataGenerator, DataGeneratorParams
+from hotrow.training.hugectr.tuning import (
+    AsyncParam,
+    DenseLayerComputeConfig,
+    DenseLayerSwitchs,
+    HybridEmbeddingParam,
+)
 from inference_session.errors import ConfigurationError, UnsupportedModelError
 from inference_session.importers.hugectr import data_source as data
 from inference_session.importers.hugectr.data_source import DataSource, DataSourceParams, DataSourceType_t
@@ -64,6 +71,7 @@ __all__ = [
     "Activation_t",
     "Alignment_t",
     "AllReduceAlgo",
+    "AsyncParam",
     "Check_t",
     "CommunicationType",
     "CreateOptimizer",
@@ -78,12 +86,15 @@ __all__ = [
     "DataSourceParams",
     "DataSourceType_t",
     "DenseLayer",
+    "DenseLayerComputeConfig",
+    "DenseLayerSwitchs",
     "DeviceLayout",
     "Distribution_t",
     "Embedding_t",
     "FcPosition_t",
     "GroupDenseLayer",
     "GroupLayer_t",
+    "HybridEmbeddingParam",
     "HybridEmbeddingType",
     "Initializer_t",
     "Input",
@@ -100,6 +111,7 @@ __all__ = [
     "Solver",
     "SourceType_t",
     "SparseEmbedding",
+    "Tensor_t",
     "TrainPSType_t",
     "Update_t",
     "data",
@@ -108,22 +120,28 @@ __all__ = [
     "tools",
 ]
 
+_JSON_INSTEAD = (
+    "it belongs to releases before 3.1. `hotrow train CONFIG.json` trains their configurations; in Python use "
+    "CreateSolver, Model and Model.construct_from_json(CONFIG.json, include_dense_network=True)"
+)
 _INSTEAD = {
-    "AsyncParam": "leave out async_param; the readers work in the background",
     "CreateETC": "tables grow in memory; larger ones train with TorchRec or hotrow.training.HashEmbedding",
     "CreateHMemCache": "tables grow in memory; larger ones train with TorchRec or hotrow.training.HashEmbedding",
+    "CreateMOS": "tables grow in memory; larger ones train with TorchRec or hotrow.training.HashEmbedding",
     "CreateMETC": "tables grow in memory; larger ones train with TorchRec or hotrow.training.HashEmbedding",
     "EmbeddingCollectionConfig": "use one SparseEmbedding for each table",
     "EmbeddingPlanner": "use one SparseEmbedding for each table",
     "EmbeddingTableConfig": "use one SparseEmbedding for each table",
-    "HybridEmbeddingParam": "use LocalizedSlotSparseEmbeddingHash, which computes the same",
+    "Session": _JSON_INSTEAD,
     "TrainingCallback": "write a loop over train() and eval(), the low-level API",
+    "get_learning_rate_scheduler": _JSON_INSTEAD,
+    "solver_parser_helper": _JSON_INSTEAD,
 }
 """Unsupported names of HugeCTR, and what to use in their place."""
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Model":
+    if name in ("Model", "ModelPerfExt"):  # the latter is that of the samples of DLRM in releases 3.3 to 3.7
         return _model_class()
     if name in _INSTEAD:
 

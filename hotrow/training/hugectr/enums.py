@@ -180,6 +180,13 @@ class MetricsRawType(Enum):
     Label = "Label"
 
 
+class Tensor_t(Enum):
+    """Which values of a tensor `check_out_tensor` returns."""
+
+    Train = "Train"
+    Evaluate = "Evaluate"
+
+
 class DeviceLayout(Enum):
     """Layout of devices; without effect."""
 

@@ -54,6 +54,14 @@ _FIELDS: Mapping[str, tuple[_Field, ...]] = {
         *_FULLY_CONNECTED,
     ),
     "InnerProduct": _FULLY_CONNECTED,
+    "MLP": (
+        _Field("num_outputs", ("mlp_param", "num_outputs")),
+        _Field("act_type", ("mlp_param", "activation"), Activation_t),
+        _Field("activations", ("mlp_param", "activations"), Activation_t),
+        _Field("use_bias", ("mlp_param", "use_bias")),
+        _Field("biases", ("mlp_param", "biases")),
+        *_initializers(("mlp_param",), "weight", "bias"),
+    ),
     "MultiCross": (
         _Field("num_layers", ("mc_param", "num_layers")),
         *_initializers(("mc_param",), "weight", "bias"),
@@ -139,12 +147,12 @@ def dense_document(layer: DenseLayer) -> Document:
     }
     for field in _fields_of(layer):
         value = getattr(layer, field.argument)
-        if value is Initializer_t.Default:
+        if value is Initializer_t.Default or value is None:
             continue
         owner = document
         for part in field.path[:-1]:
             owner = owner.setdefault(part, {})
-        owner[field.path[-1]] = value.value if isinstance(value, Enum) else _plain(value)
+        owner[field.path[-1]] = _plain(value)
     return document
 
 
@@ -170,6 +178,8 @@ def _fields_of(layer: DenseLayer) -> Sequence[_Field]:
 
 def _plain(value: Any) -> Any:
     """As JSON has it."""
+    if isinstance(value, Enum):
+        return value.value
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value
@@ -250,8 +260,15 @@ def read_dense(document: Mapping[str, Any]) -> DenseLayer:
         for name in (field.path[-1], *field.aliases):
             if name in owner:
                 value = owner[name]
-                setattr(layer, field.argument, _member(field.kind, value) if field.kind else value)
+                setattr(layer, field.argument, _given(field.kind, value))
     return layer
+
+
+def _given(kind: type[Enum] | None, value: Any) -> Any:
+    """An argument of DenseLayer, or a list with one for each layer of an MLP."""
+    if kind is None:
+        return value
+    return [_member(kind, each) for each in value] if isinstance(value, list) else _member(kind, value)
 
 
 def _part(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:

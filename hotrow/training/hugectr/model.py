@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.training.hugectr import snapshot
+from hotrow.training.hugectr.enums import DataReaderType_t, Embedding_t, Tensor_t
 from hotrow.training.hugectr.fitting import Fitting
 from hotrow.training.hugectr.graph_json import (
     data_document,
@@ -26,6 +27,7 @@ from hotrow.training.hugectr.network import TrainingNetwork
 from hotrow.training.hugectr.original_states import layout_of
 from hotrow.training.hugectr.parameters import (
     DataReaderParams,
+    DataReaderSparseParam,
     DenseLayer,
     GroupDenseLayer,
     Input,
@@ -33,10 +35,11 @@ from hotrow.training.hugectr.parameters import (
     Solver,
     SparseEmbedding,
     is_from,
+    member,
 )
 from hotrow.training.hugectr.processes import join_processes
 from hotrow.training.hugectr.readers.batches import DataReader
-from hotrow.training.hugectr.readers.block import Block, RecordShape
+from hotrow.training.hugectr.readers.block import Block, RecordShape, SparseInput
 from hotrow.training.hugectr.readers.sources import Source
 from hotrow.training.hugectr.schedule import LearningRateScheduler
 from hotrow.training.hugectr.summary import summary_text
@@ -295,6 +298,25 @@ class Model:
                 with Path(name).open("a", encoding="ascii") as file:
                     np.savetxt(file, numbers.reshape(1, -1), fmt="%.9g", newline=" ")
 
+    def check_out_tensor(self, tensor_name: str, tensor_type: Tensor_t) -> NDArray[np.float32]:
+        """What a layer, an embedding or the dense input is for the batch that was evaluated last, float32 [samples, …].
+
+        Raises:
+            ConfigurationError: no such tensor; or no batch was evaluated.
+            UnsupportedModelError: `Tensor_t.Train`, for which HugeCTR gives gradients.
+        """
+        trainer = self._compiled("check_out_tensor")
+        if member(Tensor_t, tensor_type, "Model.check_out_tensor", "tensor_type") is Tensor_t.Train:
+            raise UnsupportedModelError(
+                "Model.check_out_tensor: Tensor_t.Train is not supported; gradients of weights are not kept. Call "
+                "Model.eval, and use Tensor_t.Evaluate"
+            )
+        if tensor_name not in (names := trainer.network.translated.tensors):
+            raise ConfigurationError(
+                f"Model.check_out_tensor: no tensor {tensor_name!r}; there are {', '.join(map(repr, names))}"
+            )
+        return trainer.evaluated(tensor_name)
+
     def save_params_to_files(
         self,
         prefix: str,
@@ -421,12 +443,32 @@ class Model:
         shape = RecordShape(
             sum(data.label_dims),
             data.dense_dim,
-            tuple(item.sparse_input() for item in data.data_reader_sparse_param_array),
+            tuple(self._sparse_input(item) for item in data.data_reader_sparse_param_array),
             8 if self._solver.i64_input_key else 4,
         )
         place = params.source[0] if train else params.eval_source
         count = params.num_samples if train else params.eval_num_samples
         return Source(place, params, shape, count, self._data_source)
+
+    def _sparse_input(self, item: DataReaderSparseParam) -> SparseInput:
+        """What readers need; keys that a HybridSparseEmbedding reads count per slot."""
+        readers = [embedding for embedding in self._design.embeddings if embedding.bottom_name == item.top_name]
+        hybrid = [embedding for embedding in readers if embedding.embedding_type is Embedding_t.HybridSparseEmbedding]
+        is_raw_async = self._reader_params.data_reader_type is DataReaderType_t.RawAsync
+        if len(hybrid) != (len(readers) if is_raw_async else 0):
+            raise ConfigurationError(
+                f"the sparse input {item.top_name!r}: HybridSparseEmbedding and RawAsync are used together, in HugeCTR "
+                "too; else use LocalizedSlotSparseEmbeddingHash and DataReaderType_t.Raw, whose keys differ over slots"
+            )
+        if not hybrid:
+            return item.sparse_input()
+        sizes = tuple(hybrid[0].slot_size_array)
+        if len(sizes) != item.slot_num:
+            raise ConfigurationError(
+                f"SparseEmbedding {hybrid[0].sparse_embedding_name!r}: {len(sizes)} numbers in slot_size_array for the "
+                f"{item.slot_num} slots of {item.top_name!r}"
+            )
+        return replace(item.sparse_input(), slot_sizes=sizes)
 
     def _reader(self, source: Source, batch_size: int) -> DataReader:
         staging, repeats = self.trainer.staging, self._solver.repeat_dataset

@@ -24,6 +24,7 @@ _TRUNCATION = 0.87962566103423978
 _OWNERS = {
     "InnerProduct": "fc_param",
     "FusedInnerProduct": "fc_param",
+    "MLP": "mlp_param",
     "MultiCross": "mc_param",
     "BatchNorm": "bn_param",
 }
@@ -73,6 +74,8 @@ class FirstWeights:
 
 
 def _default(layer: Layer, what: str) -> str:
+    if layer.type == "MLP":
+        return "Uniform"
     if layer.type in ("InnerProduct", "FusedInnerProduct"):
         return "XavierNorm" if what == "weight" else "Normal"
     if what == "weight":
@@ -110,6 +113,14 @@ class TrainingNetwork(nn.Module):
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inputs of the losses: logits, float32 or less precise [samples, columns], by the label's name."""
+        return self.logits(self.values(inputs))
+
+    def logits(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inputs of the losses among all values."""
+        return {name: values[source] for name, (source, _) in self._activations.items()}
+
+    def values(self, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Everything that the graph computes, by its name there."""
         values: dict[str, Any] = dict(inputs)
         values.update(self._parameters)
         values.update(self._buffers)
@@ -119,7 +130,7 @@ class TrainingNetwork(nn.Module):
                 values[targets[0]] = made
             else:
                 values.update(zip(targets, made, strict=True))
-        return {name: values[source] for name, (source, _) in self._activations.items()}
+        return values
 
     @property
     def weights(self) -> list[nn.Parameter]:

@@ -96,8 +96,9 @@ def _elu(attributes: Attributes, _constants: Constants) -> Function:
     return lambda x: functional.elu(x, alpha)
 
 
-def _gemm(_attributes: Attributes, _constants: Constants) -> Function:
-    return lambda x, weight, bias: torch.addmm(bias, x, weight)
+def _gemm(attributes: Attributes, _constants: Constants) -> Function:
+    beta = attributes.get("beta", 1.0)
+    return lambda x, weight, bias: torch.addmm(bias, x, weight, beta=beta)
 
 
 def scalar(array: NDArray[Any]) -> float:

@@ -43,6 +43,8 @@ _SOLVER_INSTEAD = {
     "training_callbacks": "write a loop over train() and eval(), the low-level API",
 }
 """Unsupported arguments of the solver, and what to use in their place."""
+_OF_MLP: Mapping[str, Any] = {"num_outputs": None, "use_bias": True, "activations": None, "biases": None}
+"""Arguments of the layer MLP, of later releases, and their defaults."""
 Member = TypeVar("Member", bound=Enum)
 
 
@@ -52,7 +54,8 @@ class Solver:
 
     Without effect, as they change no result: enable_tf32_compute, use_algorithm_search, use_cuda_graph,
     async_mlp_wgrad, overlap_*, device_layout, use_holistic_cuda_graph, use_overlapped_pipeline, all_reduce_algo,
-    grouped_all_reduce, num_iterations_statistics, is_dlrm; and of later releases: *_iteration_overlap, perf_logging.
+    grouped_all_reduce, num_iterations_statistics, is_dlrm; and of later releases: eval_overlap,
+    *_iteration_overlap, perf_logging.
     """
 
     model_name: str = ""
@@ -91,6 +94,7 @@ class Solver:
     kafka_brockers: str = ""
     data_source_params: DataSourceParams | None = field(default=None, kw_only=True)
     drop_incomplete_batch: bool = field(default=True, kw_only=True)
+    eval_overlap: bool = field(default=False, kw_only=True)
     train_intra_iteration_overlap: bool = field(default=False, kw_only=True)
     train_inter_iteration_overlap: bool = field(default=False, kw_only=True)
     eval_intra_iteration_overlap: bool = field(default=False, kw_only=True)
@@ -180,11 +184,6 @@ class DataReaderParams:
             check_type = Check_t.Non  # as some of HugeCTR's samples leave it out: Parquet files have no checksums
         _check_given("DataReaderParams", eval_source=eval_source, check_type=check_type)
         self.data_reader_type = member(DataReaderType_t, data_reader_type, "DataReaderParams", "data_reader_type")
-        if self.data_reader_type is DataReaderType_t.RawAsync:
-            raise UnsupportedModelError(
-                "DataReaderParams: data_reader_type RawAsync is not supported; use DataReaderType_t.Raw, which reads "
-                "the same files in the background"
-            )
         self.source = [source] if isinstance(source, str) else list(source)
         if any([keyset] if isinstance(keyset, str) else keyset):
             raise UnsupportedModelError(
@@ -286,11 +285,6 @@ class SparseEmbedding:
         names = ("embedding_vec_size", "combiner", "sparse_embedding_name", "bottom_name")
         _check_given("SparseEmbedding", **{name: getattr(self, name) for name in names})
         self.embedding_type = member(Embedding_t, self.embedding_type, "SparseEmbedding", "embedding_type")
-        if self.embedding_type is Embedding_t.HybridSparseEmbedding:
-            raise UnsupportedModelError(
-                f"SparseEmbedding {self.sparse_embedding_name!r}: HybridSparseEmbedding is not supported; use "
-                "LocalizedSlotSparseEmbeddingHash, which computes the same"
-            )
         _check(self.combiner in ("sum", "mean"), "SparseEmbedding", "combiner", self.combiner, "'sum', 'mean'")
         for name, lowest in (("workspace_size_per_gpu_in_mb", 0), ("embedding_vec_size", 1)):
             value = getattr(self, name)
@@ -337,10 +331,17 @@ class DenseLayer:
         act_type: Activation_t = Activation_t.Relu,
         **later: Any,
     ) -> None:
-        """`lambda`, which no call in Python can spell as a name, may be given as `**{"lambda": 0.1}`."""
+        """`lambda`, which no call in Python can spell as a name, may be given as `**{"lambda": 0.1}`.
+
+        `compute_config` and `dense_layer_switches` of later releases change no result.
+        """
         values = {name: value for name, value in locals().items() if name not in ("self", "later", "__class__")}
         values["lambda_"], values["shape"] = later.pop("lambda", lambda_), later.pop("shape", ())
         values["layer_type"] = member(Layer_t, layer_type, "DenseLayer", "layer_type")
+        for name in ("compute_config", "dense_layer_switches"):
+            later.pop(name, None)
+        for name, default in _OF_MLP.items():
+            values[name] = later.pop(name, default) if layer_type is Layer_t.MLP else default
         vars(self).update(values)
         self.bottom_names: list[str] = _names(bottom_names)
         self.top_names: list[str] = _names(top_names)
@@ -350,7 +351,7 @@ class DenseLayer:
         if later:
             raise UnsupportedModelError(
                 f"DenseLayer {kind} (top_names {self.top_names}): the arguments {sorted(later)} are not supported; "
-                "those of release 3.4 are, and shape of Reshape"
+                "those of release 3.4 are, shape of Reshape, and those of MLP"
             )
 
 

@@ -20,6 +20,7 @@ from hotrow.training.hugectr.optimizers import Rule, dense_rule
 from hotrow.training.hugectr.parameters import OptParamsPy, Solver
 from hotrow.training.hugectr.processes import Processes
 from hotrow.training.hugectr.readers.block import Block
+from inference_session.errors import ConfigurationError
 from inference_session.importers.hugectr.graph import Graph
 
 
@@ -93,6 +94,8 @@ class Trainer:
             for i, (item, own) in enumerate(zip(graph.embeddings, table_params, strict=True))
         ]
         self._loss = torch.zeros((), device=processes.device)
+        self._evaluated: tuple[Mapping[str, Tensor], int] | None = None
+        """All tensors of the batch that was evaluated last, as HugeCTR keeps them, and its samples."""
 
     @property
     def is_dense_trainable(self) -> bool:
@@ -130,18 +133,39 @@ class Trainer:
     def evaluate(self, block: Block) -> tuple[NDArray[np.float32], float]:
         """Predictions, [samples, columns of all labels], and the loss."""
         self._set_mode(is_training=False)
+        self._evaluated = None
         batch = self.staging.take(block)
-        tensors = {self._graph.dense_name: batch.dense}
         with torch.no_grad():
-            for table, bags in self._lookups(batch):
-                tensors[table.name] = _pooled(table, *table.find(bags), bags, batch)
+            tensors = self._found(batch)
             with self._precision():
-                logits = self.network(tensors)
+                values = self.network.values(tensors)
+            self._evaluated = values, len(block)
+            logits = self.network.logits(values)
             loss = self._total_loss(logits, self._labels(batch))
             self.processes.average([loss])
             found = self.network.predictions(logits)
         joined = torch.cat([found[label.name] for label in self.network.translated.outputs], dim=1)
         return self.processes.gathered(joined, len(block)).cpu().numpy(), float(loss)
+
+    def evaluated(self, name: str) -> NDArray[np.float32]:
+        """What a tensor of the graph was for the batch that was evaluated last, float32 [samples, …].
+
+        Raises:
+            ConfigurationError: no batch was evaluated.
+        """
+        if self._evaluated is None:
+            raise ConfigurationError("no batch was evaluated; call Model.eval before Model.check_out_tensor")
+        values, num_samples = self._evaluated
+        tensor = self.network.translated.tensors[name]
+        by_sample = values[tensor.name].float().reshape(-1, tensor.num_elements)
+        return self.processes.gathered(by_sample, num_samples).cpu().numpy().reshape(-1, *tensor.dims)
+
+    def _found(self, batch: Batch) -> dict[str, Tensor]:
+        """The inputs of the dense network, for evaluation."""
+        tensors = {self._graph.dense_name: batch.dense}
+        for table, bags in self._lookups(batch):
+            tensors[table.name] = _pooled(table, *table.find(bags), bags, batch)
+        return tensors
 
     def _learn(self, touched: Sequence[tuple[EmbeddingTable, BatchRows]], lr: float) -> None:
         rows = [(table, each) for table, each in touched if each.vectors.grad is not None]

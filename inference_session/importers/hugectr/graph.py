@@ -18,6 +18,7 @@ MAX_ELEMENTS = 1 << 24
 EMBEDDING_LAYERS = frozenset(
     {
         "DistributedSlotSparseEmbeddingHash",
+        "HybridSparseEmbedding",
         "LocalizedSlotSparseEmbeddingHash",
         "LocalizedSlotSparseEmbeddingOneHot",
     }

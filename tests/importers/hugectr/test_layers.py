@@ -43,6 +43,19 @@ LAYERS: dict[str, tuple[str, Callable[[GraphMaker], str]]] = {
     "multiply": ("ElementwiseMultiply", lambda g: g.add("ElementwiseMultiply", ["dense"] * 3)),
     "fm_order2": ("FmOrder2", lambda g: g.add("FmOrder2", _flat(g, "emb"), out_dim=6)),
     "fm_order2_one_slot": ("FmOrder2", lambda g: g.add("FmOrder2", "dense", out_dim=6)),
+    "mlp": ("MLP", lambda g: g.add("MLP", "dense", mlp_param={"num_outputs": [5, 4, 3]})),
+    "mlp_of_different_layers": (
+        "MLP",
+        lambda g: g.add(
+            "MLP",
+            ["dense", "emb"],
+            mlp_param={"num_outputs": [5, 4], "activations": ["None", "Relu"], "biases": [True, False]},
+        ),
+    ),
+    "mlp_without_biases": (
+        "MLP",
+        lambda g: g.add("MLP", "dense", mlp_param={"num_outputs": [5], "activation": "None", "use_bias": False}),
+    ),
     "fused_inner": ("FusedInnerProduct", lambda g: g.add("FusedInnerProduct", "dense", fc_param={"num_output": 5})),
     "fused_reshape": (
         "FusedReshapeConcat",
@@ -227,6 +240,10 @@ WRONG: list[tuple[str, list[str], dict[str, Any], str]] = [
     ("InnerProduct", ["dense"], {"fc_param": {"num_output": 0}}, "num_output"),
     ("InnerProduct", ["dense"], {"fc_param": {"num_output": "4"}}, "found '4'; allowed: whole numbers"),
     ("InnerProduct", ["dense"], {"fc_param": 5}, "expected an object, found 5"),
+    ("MLP", ["emb"], {"mlp_param": {"num_outputs": [3]}}, "2 dimensions, found [samples, 4, 6]"),
+    ("MLP", ["dense"], {"mlp_param": {"num_outputs": []}}, "at least one layer is required"),
+    ("MLP", ["dense"], {"mlp_param": {"num_outputs": [3, 2], "biases": [True]}}, "found [True]; a list of 2"),
+    ("MLP", ["dense"], {"mlp_param": {"num_outputs": [3], "activations": "Relu"}}, "found 'Relu'; a list of 1"),
     ("FmOrder2", ["dense"], {"out_dim": 5}, "not a multiple of 5"),
     ("Reshape", ["dense"], {"selected": [0]}, "3 dimensions, found [samples, 6]"),
     ("Reshape", ["emb"], {"selected": [9]}, "slot 9 is beyond the 4 slots"),
@@ -295,6 +312,8 @@ REFUSED: list[tuple[str, list[str], dict[str, Any], str]] = [
     ("Softmax", ["dense", "dense"], {}, "mask"),
     ("Softmax", ["dense"], {"factor": 0.5}, "factor"),
     ("FusedInnerProduct", ["dense"], {"activation": "Tanh", "fc_param": {"num_output": 1}}, "'Tanh'"),
+    ("MLP", ["dense"], {"mlp_param": {"num_outputs": [1], "activation": "Tanh"}}, "activation 'Tanh' is not supported"),
+    ("MLP", ["dense"], {"mlp_param": {"num_outputs": [1], "use_bias": 1}}, "use_bias 1 is not supported"),
 ]
 
 

@@ -165,6 +165,7 @@ _GROWTHS: list[Callable[[RandomGraph], str]] = [
     lambda g: g.maker.add("ELU", g.any(), elu_param={"alpha": g.number(1, 3) / 2}),
     lambda g: g.maker.add("ElementwiseMultiply", (g.like(g.any()) * 2)[:2]),
     lambda g: g.fm_order2(),
+    lambda g: g.maker.add("MLP", g.of_rank(2), mlp_param={"num_outputs": [g.number(1, 8), g.number(1, 8)]}),
     lambda g: g.maker.add("FusedInnerProduct", g.any(), fc_param={"num_output": g.number(1, 8)}),
     lambda g: g.fused_reshape_concat(),
     lambda g: g.maker.add("FusedReshapeConcatGeneral", ["emb1", "emb1"]),

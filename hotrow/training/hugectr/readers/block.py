@@ -20,6 +20,8 @@ class SparseInput:
     nnz_per_slot: tuple[int, ...]
     """The most keys in a slot, or their number where the length is fixed; one element per slot."""
     is_fixed_length: bool
+    slot_sizes: tuple[int, ...] = ()
+    """Where keys of a Raw file count per slot: how many each slot has. A slot's keys begin behind those before it."""
 
 
 @dataclass(frozen=True)

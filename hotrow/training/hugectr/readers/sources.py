@@ -38,7 +38,7 @@ class Source:
             ModelFormatError: a file is not what its format promises; names file and record or row group.
             OSError: a file cannot be read.
         """
-        if self.params.data_reader_type is DataReaderType_t.Raw:
+        if self.params.data_reader_type in (DataReaderType_t.Raw, DataReaderType_t.RawAsync):
             yield from read_raw(
                 self._local(self.place), self.shape, self.num_samples,
                 float_label_dense=self.params.float_label_dense, num_wanted=num_wanted,

@@ -23,6 +23,7 @@ _EMITTERS: dict[str, Emitter] = {
     "FusedReshapeConcatGeneral": reshaping.fused_reshape_concat_general,
     "InnerProduct": trained.inner_product,
     "Interaction": crossing.interaction,
+    "MLP": trained.mlp,
     "MatrixMultiply": crossing.matrix_multiply,
     "MultiCross": trained.multi_cross,
     "PReLU_Dice": elementwise.prelu_dice,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from inference_session.importers.hugectr.graph import Layer
+from inference_session.importers.hugectr.graph import Layer, shown
 from inference_session.importers.hugectr.layers.base import Builder, Tensor, only, require_rank
 
 
@@ -38,6 +39,40 @@ def _fully_connected(build: Builder, layer: Layer, x: Tensor) -> Tensor:
     else:
         name = build.node("Add", build.node("MatMul", x.name, weight), bias)
     return Tensor(name, (*x.dims[:-1], num_outputs), x.rows)
+
+
+def mlp(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Fully connected layers, each with its ReLU or without. The file has a bias also where a layer uses none.
+
+    A second bottom, of `Interaction`, is read by training only.
+    """
+    if not bottoms:
+        layer.fail("needs a tensor, found none", "bottom")
+    x = bottoms[0]
+    require_rank(layer, x, 2)
+    widths = layer.wholes("mlp_param", "num_outputs", low=1)
+    if not widths:
+        layer.fail("at least one layer is required", "mlp_param", "num_outputs")
+    activations = _by_layer(layer, len(widths), "activation", "activations", ("Relu", "None"))
+    biases = _by_layer(layer, len(widths), "use_bias", "biases", (True, False))
+    name, num_inputs = x.name, x.dims[0]
+    for width, activation, has_bias in zip(widths, activations, biases, strict=True):
+        weight = build.parameter(layer, "weight", num_inputs, width)
+        bias = build.parameter(layer, "bias", width)
+        name = build.node("Gemm", name, weight, bias, **({} if has_bias else {"beta": 0.0}))
+        name, num_inputs = build.node("Relu", name) if activation == "Relu" else name, width
+    return [Tensor(name, (num_inputs,), x.rows)]
+
+
+def _by_layer(layer: Layer, count: int, one: str, each: str, allowed: Sequence[Any]) -> list[Any]:
+    """A parameter of each layer of an MLP: `each` lists them, or `one` holds for all; the first allowed by default."""
+    parameters = layer.parameters["mlp_param"]
+    found = parameters.get(each) or [parameters.get(one, allowed[0])] * count
+    if not isinstance(found, list) or len(found) != count:
+        layer.fail(f"found {shown(found)}; a list of {count} is required", "mlp_param", each)
+    if wrong := [value for value in found if type(value) is not type(allowed[0]) or value not in allowed]:
+        layer.refuse(f"{one} {shown(wrong[0])} is not supported; allowed: {', '.join(map(repr, allowed))}")
+    return found
 
 
 def multi_cross(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:

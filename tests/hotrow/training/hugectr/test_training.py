@@ -373,21 +373,14 @@ def test_names_order_and_defaults_are_those_of_release_3_4() -> None:
         (lambda: hugectr.CreateSolver(training_callbacks=[1]), "training_callbacks is not supported; write a loop"),
         (lambda: hugectr.CreateETC([], []), "CreateETC is not supported: .*TorchRec"),
         (lambda: hugectr.EmbeddingTableConfig("a"), "EmbeddingTableConfig is not supported: use one SparseEmbedding"),
-        (
-            lambda: hugectr.DataReaderParams(
-                DataReaderType_t.RawAsync, "a", eval_source="b", check_type=hugectr.Check_t.Non
-            ),
-            "RawAsync is not supported; use DataReaderType_t.Raw",
-        ),
+        (lambda: hugectr.AsyncParam(1, 1, multi_hot_reader=True), "multi_hot_reader is not supported.*SparseEmbedding"),
         (
             lambda: DenseLayer(Layer_t.InnerProduct, ["a"], ["b"], num_outputs=[1]),
             r"InnerProduct .*\['num_outputs'\] are not supported",
         ),
         (lambda: hugectr.DataReaderSparseParam("a", [1, 2], True, 3), "2 numbers in nnz_per_slot for 3 slots"),
-        (
-            lambda: hugectr.SparseEmbedding(hugectr.Embedding_t.HybridSparseEmbedding, 1, 1, "sum", "a", "b"),
-            "HybridSparseEmbedding is not supported; use LocalizedSlot",
-        ),
+        (hugectr.Session, r"Session is not supported: .*hotrow train CONFIG\.json"),
+        (hugectr.CreateMOS, "CreateMOS is not supported: .*TorchRec"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(call: Any, message: str) -> None:
@@ -804,3 +797,104 @@ def test_what_samples_of_later_releases_give_and_leave_out() -> None:
     assert hugectr.DataReaderParams(DataReaderType_t.Parquet, "a", eval_source="b").check_type is hugectr.Check_t.Non
     with pytest.raises(TypeError, match="lacks check_type"):
         hugectr.DataReaderParams(DataReaderType_t.Norm, "a", eval_source="b")
+
+
+def hybrid_model(folder: Path, sizes: list[int], reader: DataReaderType_t = DataReaderType_t.RawAsync) -> Model:
+    """As HugeCTR's samples of DLRM, on files whose keys count per slot."""
+    params = hugectr.DataReaderParams(
+        reader, [str(folder / "train.txt")], eval_source=str(folder / "eval.txt"), check_type=hugectr.Check_t.Non,
+        num_samples=400, eval_num_samples=200, slot_size_array=sizes,
+        async_param=hugectr.AsyncParam(32, 4, 716800, 2, 512, True, hugectr.Alignment_t.Non),
+    )  # fmt: skip
+    solver = hugectr.CreateSolver(
+        batchsize=100, batchsize_eval=200, max_eval_batches=1, eval_overlap=True, is_dlrm=True
+    )
+    model = Model(solver, params, hugectr.CreateOptimizer(Optimizer_t.SGD))
+    model.add(hugectr.Input(1, "label", 2, "dense", [hugectr.DataReaderSparseParam("data", 1, True, 3)]))
+    link = hugectr.HybridEmbeddingParam(
+        2, -1, 0.02, 1.3e11, 1.9e11, 1.0, True, True, hugectr.CommunicationType.NVLink_SingleNode,
+        hugectr.HybridEmbeddingType.Distributed,
+    )  # fmt: skip
+    model.add(
+        hugectr.SparseEmbedding(
+            hugectr.Embedding_t.HybridSparseEmbedding, 1, 4, "sum", "table", "data", sizes, hybrid_embedding_param=link
+        )
+    )
+    config = hugectr.DenseLayerComputeConfig(async_wgrad=True, fuse_wb=False)
+    layer(model, Layer_t.MLP, "dense", "mlp1", num_outputs=[8, 4], compute_config=config)
+    layer(model, Layer_t.Interaction, "mlp1 table", "interaction interaction_grad")
+    layer(
+        model, Layer_t.MLP, "interaction interaction_grad", "mlp2", num_outputs=[8, 1], use_bias=False,
+        activations=[hugectr.Activation_t.Relu, hugectr.Activation_t.Non],
+    )  # fmt: skip
+    binary(model, "mlp2")
+    return model
+
+
+def test_keys_of_hybrid_embeddings_count_per_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HugeCTR adds the sizes of the slots before it; two slots with the same numbers have different rows."""
+    monkeypatch.chdir(tmp_path)
+    random, sizes = np.random.default_rng(5), [7, 11, 5]
+    for name, count in (("train.txt", 400), ("eval.txt", 200)):
+        keys = [random.integers(0, size, (count, 1)) for size in sizes]
+        labels, dense = random.integers(0, 2, (count, 1)), random.integers(0, 9, (count, 2))
+        parts = [part.astype(np.float32) for part in (labels, dense)]
+        hugectr.tools.write_raw(tmp_path / name, *parts, keys, is_float=False)
+    model = hybrid_model(tmp_path, sizes)
+    model.compile()
+    unused = [model.trainer.weights[i].detach().clone() for i in (-1, -3)]
+    model.fit(max_iter=21, display=10, eval_interval=20, snapshot=20, snapshot_prefix="dlrm")
+
+    stored = np.fromfile("dlrm0_sparse_20.model/key", np.int64)
+    assert sorted(stored.tolist()) == list(range(sum(sizes)))
+    assert [tuple(w.shape) for w in model.trainer.weights][-4:] == [(4 + 6 + 1, 8), (8,), (8, 1), (1,)]
+    assert all(torch.equal(model.trainer.weights[i], bias) for i, bias in zip((-1, -3), unused, strict=True))
+    model.graph_to_json("dlrm.json")
+    again = hybrid_model(tmp_path, sizes)
+    again.graph_to_json("again.json")
+    assert Path("again.json").read_text() == Path("dlrm.json").read_text()
+    rebuilt = Model(model._solver, model._reader_params, model._opt_params)
+    rebuilt.construct_from_json("dlrm.json", include_dense_network=True)
+    rebuilt.graph_to_json("rebuilt.json")
+    assert Path("rebuilt.json").read_text() == Path("dlrm.json").read_text()
+
+
+def test_values_of_layers_are_those_of_the_last_evaluation(small: Path) -> None:
+    model = make_model(SMALL, small)
+    model.start_data_reading()
+    for _ in range(3):
+        model.train()
+    with pytest.raises(ConfigurationError, match=r"no batch was evaluated; call Model\.eval"):
+        model.check_out_tensor("fc1", hugectr.Tensor_t.Evaluate)
+    assert model.eval()
+    tensors = model.trainer.network.translated.tensors
+    for name, tensor in tensors.items():
+        assert model.check_out_tensor(name, hugectr.Tensor_t.Evaluate).shape[1:] == tensor.dims, name
+    (name,) = {loss.bottom_names[0] for loss in model._design.layers if loss.layer_type.value.endswith("Loss")}
+    logits = model.check_out_tensor(tensor_name=name, tensor_type=hugectr.Tensor_t.Evaluate)
+    assert model._last_eval is not None
+    np.testing.assert_allclose(1 / (1 + np.exp(-logits)), model._last_eval[0], atol=1e-6)
+    with pytest.raises(ConfigurationError, match="no tensor 'loss'; there are 'dense'"):
+        model.check_out_tensor("loss", hugectr.Tensor_t.Evaluate)
+    with pytest.raises(UnsupportedModelError, match=r"Tensor_t\.Train is not supported"):
+        model.check_out_tensor(name, hugectr.Tensor_t.Train)
+    model.train()
+    np.testing.assert_array_equal(model.check_out_tensor(name, hugectr.Tensor_t.Evaluate), logits)
+
+
+def test_misuse_of_hybrid_embeddings_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="'data': HybridSparseEmbedding and RawAsync are used together"):
+        hybrid_model(tmp_path, [7, 11, 5], DataReaderType_t.Raw).compile()
+    with pytest.raises(ConfigurationError, match="'table': 2 numbers in slot_size_array for the 3 slots of 'data'"):
+        hybrid_model(tmp_path, [7, 11]).compile()
+    keys = [np.zeros((4, 1), np.int64), np.array([[0], [0], [11], [0]]), np.zeros((4, 1), np.int64)]
+    hugectr.tools.write_raw(
+        tmp_path / "train.txt", np.zeros((4, 1), np.float32), np.zeros((4, 2), np.float32), keys, is_float=False
+    )
+    model = hybrid_model(tmp_path, [7, 11, 5])
+    model._reader_params.num_samples = 0
+    model.compile()
+    reader = model.get_data_reader_train()
+    reader.start()
+    with pytest.raises(ModelFormatError, match=r"record 2: key 11 in column 1 of 'data'; .* allows less than 11"):
+        reader.next_batch()
