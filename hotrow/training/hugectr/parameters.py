@@ -338,20 +338,24 @@ class DenseLayer:
         values = {name: value for name, value in locals().items() if name not in ("self", "later", "__class__")}
         values["lambda_"], values["shape"] = later.pop("lambda", lambda_), later.pop("shape", ())
         values["layer_type"] = member(Layer_t, layer_type, "DenseLayer", "layer_type")
-        for name in ("compute_config", "dense_layer_switches"):
-            later.pop(name, None)
-        for name, default in _OF_MLP.items():
-            values[name] = later.pop(name, default) if layer_type is Layer_t.MLP else default
         vars(self).update(values)
         self.bottom_names: list[str] = _names(bottom_names)
         self.top_names: list[str] = _names(top_names)
         kind = self.layer_type.value
         if kind not in LOSS_LAYERS and (reason := reason_against(kind)):
             raise UnsupportedModelError(f"DenseLayer {kind} (top_names {self.top_names}) is not supported: {reason}")
+        self._take_later(later)
+
+    def _take_later(self, later: dict[str, Any]) -> None:
+        """Arguments of later releases; what is not supported is refused by name."""
+        for name in ("compute_config", "dense_layer_switches"):
+            later.pop(name, None)
+        for name, default in _OF_MLP.items():
+            setattr(self, name, later.pop(name, default) if self.layer_type is Layer_t.MLP else default)
         if later:
             raise UnsupportedModelError(
-                f"DenseLayer {kind} (top_names {self.top_names}): the arguments {sorted(later)} are not supported; "
-                "those of release 3.4 are, shape of Reshape, and those of MLP"
+                f"DenseLayer {self.layer_type.value} (top_names {self.top_names}): the arguments "
+                f"{sorted(later)} are not supported; those of release 3.4 are, shape of Reshape, and those of MLP"
             )
 
 
