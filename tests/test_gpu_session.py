@@ -145,9 +145,9 @@ def test_each_request_gets_the_outputs_it_asked_for(regular: Regular) -> None:
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The CUDA graph of each run of a network, as it comes; "-1": none."""
     from inference_session.dense_engine import cuda as cuda_engine
+    from inference_session.dense_engine.onnx import bound_run
 
     graphs: list[str] = []
-    bound_run = cuda_engine.bound_run
 
     def noted(session: Any, binding: Any, options: Any) -> Callable[[], None]:
         graphs.append(options.get_run_config_entry("gpu_graph_id"))

@@ -415,7 +415,7 @@ def expected(look: Look, known: Known) -> NDArray[np.float64]:
         elif not len(vectors):
             rows.append(np.zeros(len(default)))
         else:
-            pool = {PoolingCode.SUM: np.sum, PoolingCode.MEAN: np.mean, PoolingCode.MAX: np.max}[look.pooling]
+            pool: Any = {PoolingCode.SUM: np.sum, PoolingCode.MEAN: np.mean, PoolingCode.MAX: np.max}[look.pooling]
             rows.append(pool(vectors, axis=0))
     return np.array(rows).reshape(look.shape)
 

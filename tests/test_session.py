@@ -302,7 +302,7 @@ def test_an_index_of_other_keys_is_built_anew(position: int, tmp_path: Path) -> 
     keys = tables["hashed/key"].copy()
     keys[position] = 777_000
     keys.tofile(tmp_path / "1" / "tables" / "hashed" / "key")
-    small_model.manifest.write_manifest(tmp_path / "1")
+    write_manifest(tmp_path / "1")
 
     with InferenceSession.open(tmp_path / "1", verify="sizes") as session:
         np.testing.assert_array_equal(session.lookup("hashed", keys), tables["hashed"])

@@ -116,7 +116,7 @@ class _Soak:
 
     def _begin(self) -> Operator:
         expectations = Expectations(Writer.STREAM)
-        faults = Faults(None, Journal(), expectations)  # type: ignore[arg-type]  it starts none
+        faults = Faults(None, Journal(), expectations)  # type: ignore[arg-type]  # it starts none
         operator = Operator(
             PLAN, self._folder, stores=self._stores, target=self._target, expectations=expectations, faults=faults
         )

@@ -27,11 +27,11 @@ LAYERS = {
 
 def weights(num_layers: int) -> dict[str, NDArray[np.float32]]:
     rng = np.random.default_rng(0)
-    arrays = {}
+    arrays: dict[str, NDArray[np.float32]] = {}
     for i in range(num_layers):
-        arrays[f"V{i}"] = rng.standard_normal((WIDTH, RANK), np.float32) / 5
-        arrays[f"W{i}"] = rng.standard_normal((RANK, WIDTH), np.float32) / 3
-        arrays[f"Wt{i}"] = np.ascontiguousarray(arrays[f"W{i}"].T)
+        arrays[f"V{i}"] = rng.standard_normal((WIDTH, RANK), np.float32) / np.float32(5)
+        arrays[f"W{i}"] = rng.standard_normal((RANK, WIDTH), np.float32) / np.float32(3)
+        arrays[f"Wt{i}"] = np.ascontiguousarray(arrays[f"W{i}"].T, np.float32)
         arrays[f"b{i}"] = rng.standard_normal(WIDTH, np.float32)
     return arrays
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -189,7 +190,8 @@ def test_a_row_is_not_written_to_while_it_may_be_read() -> None:
 def test_no_write_waits_for_a_compiler() -> None:
     """Arrays that are read-only, unaligned, strided or of another type run through the code that exists already."""
     cache = cache_of(8, dim=2)
-    compiled = [len(kernel.signatures) for kernel in (cpu_cache.write_rows, cpu_cache.erase_rows)]
+    kernels: list[Any] = [cpu_cache.write_rows, cpu_cache.erase_rows]
+    compiled = [len(kernel.signatures) for kernel in kernels]
     memory = b"-" + np.arange(4, dtype=np.int64).tobytes()
     keys = np.frombuffer(memory, np.int64, offset=1)
     vectors = np.frombuffer(memory + bytes(3), np.float32, 8, offset=1).reshape(4, 2)
@@ -198,7 +200,7 @@ def test_no_write_waits_for_a_compiler() -> None:
     cache.erase("t", keys[:2].astype(np.int8))
 
     assert sorted(cache.dump("t").tolist()) == [2, 3]
-    assert [len(kernel.signatures) for kernel in (cpu_cache.write_rows, cpu_cache.erase_rows)] == compiled
+    assert [len(kernel.signatures) for kernel in kernels] == compiled
 
 
 def test_a_thread_does_not_wait_for_itself() -> None:

@@ -262,8 +262,8 @@ def test_sizes_that_have_to_agree(directory: Path) -> None:
     first, second = staged_model.inputs(2, rng, length=3), staged_model.inputs(2, rng, length=4)
     with InferenceSession.open(directory) as session:
         assert session.run_arrays(arrays_of([first, second]), 2) is None
-        answers = session.run_many([Request(first), Request(second)])
-        assert [answer["alone_out"].shape[1] for answer in answers] == [3, 4]  # type: ignore[call-overload]
+        answers: list[Any] = session.run_many([Request(first), Request(second)])
+        assert [answer["alone_out"].shape[1] for answer in answers] == [3, 4]
 
 
 def test_batches_that_are_too_large_take_the_plain_way(
@@ -380,9 +380,9 @@ def test_networks_may_refuse_values(tmp_path: Path) -> None:
     version = import_model(tmp_path, model_of(graph, {"emb": table(), "few": few})).version_dir
     good, bad = ({"ids": np.array([[1]]), "at": np.array([at])} for at in (2, 3))
     with InferenceSession.open(version) as session:
-        answers = session.run_many([Request(good), Request(bad)])
+        answers: list[Any] = session.run_many([Request(good), Request(bad)])
         assert isinstance(answers[1], InvalidRequestError)
-        np.testing.assert_allclose(answers[0]["y"], table()[[1]] + few[[2]])  # type: ignore[call-overload]
+        np.testing.assert_allclose(answers[0]["y"], table()[[1]] + few[[2]])
 
 
 def test_outputs_whose_shapes_follow_from_values(tmp_path: Path) -> None:

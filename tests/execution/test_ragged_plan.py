@@ -135,7 +135,7 @@ def draw(rng: np.random.Generator, samples: int, longest: int) -> tuple[Inputs, 
     by_sample = [bags[table][s * w : (s + 1) * w] for s in range(samples) for table, w in enumerate(SLOTS)]
     keys = [key for part in by_sample for bag in part for key in bag]
     offsets = [n for of_table in bags for n in (0, *itertools.accumulate(map(len, of_table)))]
-    inputs = {
+    inputs: Inputs = {
         "DES": rng.random((1, 2 * samples), np.float32),
         "CATCOLUMN": np.array(keys, np.int64)[None],
         "ROWINDEX": np.array(offsets, np.int32)[None],

@@ -19,7 +19,8 @@ import click
 import onnxruntime
 
 from tests.fuzz.mutator import Mutator
-from tests.fuzz.targets import TARGETS, Target
+from tests.fuzz.target import Target
+from tests.fuzz.targets import TARGETS
 
 HANG_S = 60.0
 """A reader that takes longer on one file hangs, also on a slow machine."""

@@ -205,7 +205,7 @@ def _name_node(folder: Path) -> str:
     """Starts one that lives until the process ends; returns its address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("NameNode", (_NameNode,), {"folder": folder}))
     Thread(target=server.serve_forever, daemon=True).start()
-    hdfs_source.PAUSES_S = (0.0,)  # what may pass does not, here
+    hdfs_source.PAUSES_S = (0.0,)  # type: ignore[assignment]  # what may pass does not, here
     return f"127.0.0.1:{server.server_port}"
 
 
@@ -394,8 +394,9 @@ TARGETS = {
         _metrics, lambda f: MetricsPage.parse((f / "page").read_bytes().decode("utf-8")), errors=(ValueError,)
     ),
 }
+TRAINING_TARGETS: dict[str, Target] = {}
 if find_spec("torch"):
-    from tests.fuzz.training_targets import TARGETS as TRAINING_TARGETS
-else:
-    TRAINING_TARGETS = {}
+    from tests.fuzz import training_targets
+
+    TRAINING_TARGETS.update(training_targets.TARGETS)
 TARGETS |= TRAINING_TARGETS

@@ -26,6 +26,7 @@ from tests.testing import small_model
 from tests.testing.hugectr_source import Source
 from tests.testing.triton_models import write_ctr
 from triton_backend.launcher import installation
+from triton_backend.launcher.reaper import SHARED_MEMORY
 
 _ANY_PORTS = (0, 0, 0)
 
@@ -74,7 +75,7 @@ def test_no_server_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     """Neither on PATH nor in the wheel: the fix installs one."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(installation, "INSTALLED", tmp_path)
-    monkeypatch.setattr(installation.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
     (finding,) = _findings("tritonserver")
 
@@ -103,7 +104,7 @@ def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Less than is needed is reported with the flags of containers."""
     monkeypatch.setattr(machine_checks, "LEAST_SHARED_BYTES", 1 << 60)
 
-    finding = _findings(str(machine_checks.SHARED_MEMORY))[0]
+    finding = _findings(str(SHARED_MEMORY))[0]
 
     assert finding.level != "ok"
     assert "--shm-size" in finding.fix
@@ -113,17 +114,17 @@ def test_shared_memory_of_servers_that_are_gone() -> None:
     """A file that names a process which has ended is named, one of a process that runs is not."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    left = machine_checks.SHARED_MEMORY / f"hotrow_{ended.pid}_test"
-    used = machine_checks.SHARED_MEMORY / f"hotrow_{os.getpid()}_test"
+    left = SHARED_MEMORY / f"hotrow_{ended.pid}_test"
+    used = SHARED_MEMORY / f"hotrow_{os.getpid()}_test"
     left.touch()
     used.touch()
     try:
-        fixes = " ".join(finding.fix for finding in _findings(str(machine_checks.SHARED_MEMORY)))
+        fixes = " ".join(finding.fix for finding in _findings(str(SHARED_MEMORY)))
     finally:
         left.unlink()
         used.unlink()
 
-    assert f"rm {machine_checks.SHARED_MEMORY}/hotrow_" in fixes
+    assert f"rm {SHARED_MEMORY}/hotrow_" in fixes
     assert f"hotrow_{ended.pid}_*" in fixes
     assert f"hotrow_{os.getpid()}_" not in fixes
 

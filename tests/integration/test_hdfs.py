@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,7 +65,7 @@ def test_an_onnx_model_with_external_data_is_imported(remote: str, tmp_path: Pat
     run("import", "onnx", f"{remote}/model.onnx", "--name", "m", "--repository", str(tmp_path / "r"))
 
     assert not [file for file in cache.rglob("*") if file.is_file() and file.name != "lock"]
-    expected = ReferenceEvaluator(two_lookups()).run(None, {"keys": KEYS})
+    expected: Any = ReferenceEvaluator(two_lookups()).run(None, {"keys": KEYS})
     with InferenceSession.open(tmp_path / "r" / "m" / "1", verify="full") as session:
         np.testing.assert_allclose(session.run({"keys": KEYS})["y"], expected[0], rtol=1e-6)
 

@@ -176,7 +176,7 @@ def test_a_load_that_is_under_way_when_a_process_is_lost_is_not_undone(serve: Se
 
     with ThreadPoolExecutor(1) as thread:
         load = thread.submit(hotrow, "load", "ctr", "--version", "1", "--url", served.grpc)
-        wait_until(lambda: load.done() or served.stubs("ctr", 1), "the load to begin")
+        wait_until(lambda: load.done() or bool(served.stubs("ctr", 1)), "the load to begin")
         with suppress(psutil.NoSuchProcess):  # the load has been faster
             lost.suspend()
     assert load.result().returncode == 0

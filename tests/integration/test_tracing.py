@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,11 +32,12 @@ pytestmark = pytest.mark.triton
 @pytest.fixture
 def collector() -> Iterator[ThreadingHTTPServer]:
     """Collects spans in its attribute `spans`."""
+    spans: list[Span] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            server.spans += _of_json(body) if "json" in self.headers["Content-Type"] else _of_protobuf(body)
+            spans.extend(_of_json(body) if "json" in self.headers["Content-Type"] else _of_protobuf(body))
             self.send_response(200)
             self.end_headers()
 
@@ -43,7 +45,7 @@ def collector() -> Iterator[ThreadingHTTPServer]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.spans = []  # type: ignore[attr-defined]
+    server.spans = spans  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -84,7 +86,7 @@ def test_stages_are_shown_below_tritons_spans(
     settings += [f"opentelemetry,url={url}/v1/traces", "opentelemetry,bsp_schedule_delay=100"]
     flags = [flag for setting in settings for flag in ("--trace-config", setting)]
     served = serve(tmp_path / "repository", "--", *flags)
-    arrays = {"ids": np.ones((2, 3), np.int64), "dense": np.ones((2, 2), np.float32)}
+    arrays: dict[str, Any] = {"ids": np.ones((2, 3), np.int64), "dense": np.ones((2, 2), np.float32)}
     tensors = []
     for (name, array), datatype in zip(arrays.items(), ("INT64", "FP32"), strict=True):
         tensors.append(grpc_client.InferInput(name, list(array.shape), datatype))

@@ -199,7 +199,7 @@ def test_a_version_is_tested_beside_the_one_that_serves(server: Served, model: s
     """Blue and green: both are loaded, recorded requests tell how far they are apart, then one of them serves."""
     url = ("--url", server.grpc)
     requests = tmp_path / "requests.jsonl"
-    tensors = {"ids": ("INT64", IDS), "dense": ("FP32", DENSE)}
+    tensors: dict[str, tuple[str, Any]] = {"ids": ("INT64", IDS), "dense": ("FP32", DENSE)}
     inputs = [
         {"name": name, "datatype": datatype, "shape": array.shape, "data": array.tolist()}
         for name, (datatype, array) in tensors.items()

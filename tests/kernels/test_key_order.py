@@ -81,7 +81,7 @@ def test_answers_do_not_depend_on_the_order(
         (2, rng.choice([-5, 7, 2999, 3000], (1500, 2))),
         (1, rng.integers(0, 10, (1, 1))),
     ]
-    answers = []
+    answers: list[Any] = []
     monkeypatch.setattr(records, "_LEAST_ORDERED_KEYS", 1)
     monkeypatch.setattr(records, "_LEAST_ORDERED_BYTES", 1)
     monkeypatch.setattr(records, "_LEAST_REGION_BYTES", rows_per_region * dim * 4)

@@ -48,6 +48,7 @@ def test_large_outputs(tmp_path: Path, is_hashed: bool, dim: int, offset: int) -
 def test_vectors_at_line(shape: tuple[int, int]) -> None:
     """Memory for vectors begins at a cache line, and has its full size."""
     array = vectors_at_line(*shape)
-    assert (array.shape, array.dtype) == (shape, np.float32)
+    assert array.shape == shape
+    assert array.dtype == np.float32
     assert address_of(array) % LINE_BYTES == 0
     array[:] = 1

@@ -110,7 +110,7 @@ class NoThreads(ThreadPoolExecutor):
 
 def test_the_caller_runs_what_no_thread_can() -> None:
     """Each part once."""
-    ran = []
+    ran: list[int] = []
     with NoThreads(1) as threads:
         run_parts(ran.append, 5, threads)
 

@@ -81,13 +81,15 @@ def test_another_web_server(body: bytes) -> None:
         create_source(f"hdfs://127.0.0.1:{port}/a").stat("")
 
 
+_LENGTHS: tuple[Any, ...] = (-1, "5", [], 1.5, 2**63)
+"""What no file can have."""
 FILE = {"pathSuffix": "b", "type": "FILE", "length": 5, "modificationTime": 1}
 
 
 @pytest.mark.parametrize(
     "child",
     [{"pathSuffix": name} for name in ("../b", "..", "c/d", "", "a", None)]
-    + [{"length": length} for length in (-1, "5", [], 1.5, 2**63)],
+    + [{"length": length} for length in _LENGTHS],
     ids=str,
 )
 def test_a_folder_holds_plain_files(child: dict[str, object]) -> None:

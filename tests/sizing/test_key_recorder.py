@@ -16,7 +16,7 @@ from tests.testing.triton_models import write_ctr
 
 
 def _recorded(folder: Path, num_tables: int = 3) -> dict[str, KeySample]:
-    samples = {}
+    samples: dict[str, KeySample] = {}
     for part in read_recording(folder):
         assert part.table is not None
         sample = samples.setdefault(part.table, KeySample(10**6))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from inference_session.errors import (
     StoreError,
     TableNotFoundError,
 )
-from inference_session.model_spec import ModelSpec, TableSpec
+from inference_session.model_spec import ModelSpec, TableSpec, VectorType
 from inference_session.parameter_server.file_store import TableFileStore
 from inference_session.tables.table_file import (
     TableFile,
@@ -163,7 +164,9 @@ def test_vectors_are_stored_as_asked(dtype: str, size: int, tmp_path: Path) -> N
         ([np.full((7, 3), np.inf)], None, "int8", "NaN, infinite or beyond 1.7e\\+38"),
     ],
 )
-def test_what_cannot_be_stored_is_refused(vectors: list, keys: list | None, dtype: str, message: str, tmp_path) -> None:
+def test_what_cannot_be_stored_is_refused(
+    vectors: Any, keys: Any, dtype: VectorType, message: str, tmp_path: Path
+) -> None:
     """Unequal rows, foreign keys and elements out of range are errors that say so."""
     with pytest.raises(ModelFormatError, match=message):
         write_table(tmp_path, vectors, keys=keys, dtype=dtype)  # type: ignore[arg-type]

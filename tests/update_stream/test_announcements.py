@@ -12,6 +12,7 @@ from inference_session.errors import UnavailableError
 from inference_session.update_stream import Publisher
 from inference_session.update_stream import announcements as announcements_module
 from inference_session.update_stream.announcements import Announcements
+from inference_session.update_stream.kafka_client import create_client
 from inference_session.urls.kafka_url import KafkaUrl
 from tests.testing.broker import Broker
 from tests.testing.clocks import ConsumerWhileSetBack
@@ -57,7 +58,7 @@ def test_a_clock_that_is_set_back_delays_nothing(
     broker: Broker, small: SmallVersion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing new is found at once, and what is announced then is found."""
-    create, is_over = announcements_module.create_client, threading.Event()
+    create, is_over = create_client, threading.Event()
     monkeypatch.setattr(
         announcements_module, "create_client", lambda *args: ConsumerWhileSetBack(create(*args), is_over)
     )

@@ -17,7 +17,8 @@ from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnavailableError
 from inference_session.importers.onnx import import_onnx
 from inference_session.model_spec import ModelSpec
-from inference_session.version_directory import manifest, publishing
+from inference_session.platform.progress import Progress
+from inference_session.version_directory import manifest
 from inference_session.version_directory.publishing import publish_version
 from tests.testing import small_model
 from tests.testing.onnx_models import model_of, table
@@ -124,7 +125,7 @@ def test_a_file_of_an_earlier_version_that_cannot_be_read_is_not_shared(
     unreadable = first / "tables" / "hashed" / "key"
     sha256_of = manifest.sha256_of
 
-    def fail(path: Path, progress: publishing.Progress | None = None) -> str:
+    def fail(path: Path, progress: Progress | None = None) -> str:
         if same_file(path, unreadable):
             raise OSError(errno.EIO, "Input/output error")
         return sha256_of(path, progress)
@@ -320,7 +321,7 @@ def test_a_file_that_the_manifest_leaves_out_is_not_left_behind(folder: Path, re
 
 def test_a_full_disk_is_told_beforehand(folder: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes needed and the bytes free are compared before anything is copied."""
-    monkeypatch.setattr(publishing.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10})())
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10})())
 
     with pytest.raises(UnavailableError, match=r"needs \d+ bytes, but only 10 are free"):
         publish_version(folder, repository, "ctr")

@@ -13,6 +13,7 @@ import pytest
 from inference_session import InferenceSession
 from inference_session.errors import ModelFormatError
 from inference_session.importers.onnx import import_onnx
+from inference_session.platform.progress import Progress
 from inference_session.platform.user_cache import state_folder
 from inference_session.version_directory import manifest
 from inference_session.version_directory.publishing import publish_version
@@ -101,7 +102,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     sha256_of = manifest.sha256_of
 
-    def record(path: Path, progress: manifest.Progress | None = None) -> str:
+    def record(path: Path, progress: Progress | None = None) -> str:
         names.append(path.name)
         return sha256_of(path, progress)
 

@@ -22,6 +22,7 @@ import pytest
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError
 from inference_session.model_spec import ModelSpec, RankingSpec, TableSpec
+from inference_session.version_directory.manifest import write_manifest
 from inference_session.versions import VersionManager
 from inference_session.versions.version_manager import check_same
 from tests.testing import small_model
@@ -170,7 +171,7 @@ def test_content_for_other_requests_is_refused(directory: Path) -> None:
         shutil.copytree(directory, beside)
         text = session_json.read_text(encoding="utf-8").replace('"click"', '"clicks"')
         (beside / "session.json").write_text(text, encoding="utf-8")
-        small_model.manifest.write_manifest(beside)
+        write_manifest(beside)
         exchange(beside, directory)
 
         with pytest.raises(HotrowError):
@@ -189,7 +190,7 @@ def test_other_labels_are_refused(directory: Path) -> None:
         (beside / "session.json").write_text(
             text.replace('"labels": [\n  "click"', '"labels": [\n  "tap"'), encoding="utf-8"
         )
-        small_model.manifest.write_manifest(beside)
+        write_manifest(beside)
         exchange(beside, directory)
 
         with pytest.raises(ConfigurationError, match=r"'labels' of the new content is .*'tap'.*a new version"):
@@ -315,7 +316,7 @@ def retrain(directory: Path, *, labels: tuple[str, ...] = small_model.SPEC.label
     network = onnx.load(beside / "dense.onnx")
     network.producer_name = "another training"
     onnx.save(network, beside / "dense.onnx")
-    small_model.manifest.write_manifest(beside)
+    write_manifest(beside)
     exchange(beside, directory)
 
 

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from torch import nn  # noqa: E402
+from torch import autograd, nn  # noqa: E402
 
 from hotrow import training  # noqa: E402
 from hotrow.training.key_index import DeviceIndex, HashIndex, SortedIndex, distinct  # noqa: E402
@@ -115,7 +115,7 @@ def test_bags_are_those_of_torch(mode: str, weighted: Any, bags: list[list[int]]
             twin.weight[padding + 3] = 0
     keys = _int64([key for part in bags for key in part])
     offsets = _int64([sum(map(len, bags[:number])) for number in range(len(bags))])
-    weights = [torch.rand(len(keys), requires_grad=weighted == "learned")] if weighted else [None]
+    weights: list[Any] = [torch.rand(len(keys), requires_grad=weighted == "learned")] if weighted else [None]
     weights.append(weights[0].detach().clone().requires_grad_() if weighted else None)
 
     found, expected = bag(keys, offsets, weights[0]), twin(keys + 3, offsets, weights[1])
@@ -175,7 +175,7 @@ def test_a_backward_that_failed_leaves_nothing_behind() -> None:
     """The next one learns its own gradients only."""
     embedding = training.HashEmbedding(DIM, optimizer=training.SGD(1.0))
 
-    class Failing(torch.autograd.Function):
+    class Failing(autograd.Function):
         @staticmethod
         def forward(ctx: Any, vectors: Any) -> Any:
             return vectors.clone()

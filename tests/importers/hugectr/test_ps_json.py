@@ -168,7 +168,8 @@ def test_every_spelling_of_a_choice_is_understood(
 ) -> None:
     """Case, spaces and dashes do not count, and every alias is known."""
     parsed = read(changed(WDL, block, value={field: spelling}), tmp_path)
-    store = {"volatile_db": parsed.volatile, "persistent_db": parsed.persistent, "update_source": parsed.updates}[block]
+    stores = {"volatile_db": parsed.volatile, "persistent_db": parsed.persistent, "update_source": parsed.updates}
+    store: Any = stores[block]
 
     assert kind in (store.kind, getattr(store, "eviction_policy", None))
 
@@ -366,7 +367,7 @@ def test_every_field_of_the_reference_is_known(tmp_path: Path) -> None:
             embedding_cache_type use_static_table enable_pagelock fp8_quant use_context_stream
             use_hctr_cache_implementation thread_pool_size init_ec fuse_embedding_table""",
     }
-    kinds = {
+    kinds: dict[str, Any] = {
         "volatile_db": VolatileStore,
         "persistent_db": PersistentStore,
         "update_source": UpdateSource,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from inference_session import InferenceSession
 from inference_session.errors import InvalidRequestError
-from tests.testing.onnx_evaluation import run_network
-from tests.testing.onnx_models import Arrays, check, import_model, model_of, table
+from tests.testing.onnx_evaluation import Arrays, run_network
+from tests.testing.onnx_models import check, import_model, model_of, table
 
 LOOP = """m (int64[l] keys, int64[b] begins, int64[b] ends) => (float[n, 4] y) {
     s = Shape(ends)  zero = Constant<value = int64 {0}>()  n = Gather(s, zero)  TRUE

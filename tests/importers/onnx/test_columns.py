@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from inference_session import InferenceSession
-from tests.testing.onnx_models import check, model_of, run_network, table
+from tests.testing.onnx_evaluation import run_network
+from tests.testing.onnx_models import check, model_of, table
 
 IDS = np.array([[0, 1, 5, 7], [999, -1, 5, 3], [-1000, 7, 500, 2]], np.int64)
 TABLES = {"w": table(), "u": table(1500, 3, seed=1)}

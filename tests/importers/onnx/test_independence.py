@@ -279,7 +279,7 @@ def write(path: Path, body: str) -> None:
 def requests() -> list[Arrays]:
     """Requests of which each would change the others' answers: wide, extreme, negative and zero values."""
     rng = np.random.default_rng(3)
-    made = []
+    made: list[Arrays] = []
     for num_samples, scale in ((1, 1), (2, 0), (3, -7), (1, 1e5), (40, 1), (2, 60), (1, -1e4), (5, 1)):
         keys = rng.integers(2, 998, (num_samples, 4))
         made.append(
@@ -348,7 +348,7 @@ def test_running_statistics_change_no_other_constant(tmp_path: Path) -> None:
     constants |= {"two": np.array([2], np.float32), "old_var": np.array([2], np.float32), "w": table()}
     onnx.save(model_of(text, constants, opset=17), tmp_path / "model.onnx")
     report = import_onnx(tmp_path / "model.onnx", tmp_path / "repository", "m")
-    inputs = {"id": np.arange(6), "x": np.linspace(-3, 8, 6, dtype=np.float32)[:, None]}
+    inputs: Arrays = {"id": np.arange(6), "x": np.linspace(-3, 8, 6, dtype=np.float32)[:, None]}
     x = inputs["x"].astype(np.float64)
     wanted = 2 * constants["w"][:6] + (x - x.mean()) / np.sqrt(x.var() + 1e-5) + 0.5
     with InferenceSession.open(report.version_dir) as session:

@@ -16,6 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from inference_session import InferenceSession
 from inference_session.errors import HotrowError, InvalidRequestError, ModelFormatError
 from inference_session.importers.onnx import import_onnx, importer
+from inference_session.importers.onnx.carve import carve
 from inference_session.importers.onnx.graph import bodies
 from tests.testing.example_models import ExampleModels
 from tests.testing.onnx_evaluation import evaluate
@@ -598,7 +599,6 @@ def test_sizes_of_one_name_that_need_not_be_equal(tmp_path: Path) -> None:
 
 def test_a_model_that_is_taken_apart_wrongly_is_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a mistake of the importer a model has no tables, but right answers: here, look-ups swap their keys."""
-    carve = importer.carve
 
     def carve_wrongly(*args: Any, **options: Any) -> Any:
         carved = carve(*args, **options)

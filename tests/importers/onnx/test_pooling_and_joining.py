@@ -11,7 +11,8 @@ import pytest
 from inference_session import InferenceSession
 from inference_session.errors import InvalidRequestError
 from inference_session.importers.onnx import ImportReport
-from tests.testing.onnx_models import Arrays, check, import_model, model_of, table
+from tests.testing.onnx_evaluation import Arrays
+from tests.testing.onnx_models import check, import_model, model_of, table
 
 KEYS = np.array([[0, 1, 5], [999, -1, 5], [-1000, 7, 5]], np.int64)
 WEIGHTS = np.array([[0, 1, 2], [0.5, -1, 0], [3, 0, 0]], np.float32)

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from hotrow.command_line import cli
 from inference_session import InferenceSession, Request
 from inference_session.errors import ConfigurationError, HotrowError
-from inference_session.importers.onnx import ImportReport, ranking
+from inference_session.importers.onnx import ImportReport, ranking, ranking_times
 from inference_session.importers.onnx.ranking_times import Times
 from inference_session.model_spec import CANDIDATES, RANKING_FILE
 from tests.testing.onnx_evaluation import run_network
@@ -107,7 +107,7 @@ def test_both_networks_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         found.append(real(*arguments))
         return found[-1]
 
-    real = ranking.measure
+    real = ranking_times.measure
     monkeypatch.setattr(ranking, "measure", measure)
     imported(tmp_path)
     assert found[0] is not None

@@ -140,18 +140,18 @@ def test_rows_that_are_read_are_touched(server: RedisServer) -> None:
             name = layout.times_name(store.namespace.tag("user"), partition)
             client.hset(name, mapping=dict.fromkeys(client.hkeys(name), (1000).to_bytes(8, "little")))
         tiers = [Tier("volatile", store, volatile=True, touches=True), Tier("persistent", MemoryStore(DIMS))]
-        server = ParameterServer(tiers)
+        parameter_server = ParameterServer(tiers)
         asked = np.concatenate([KEYS[:10], keys_of(4321)])
-        with server.frozen():  # the background has to wait
-            fetch_any(server, [FetchRequest("user", asked, np.empty((11, 4), np.float32))])
-        server.erase("user", KEYS[:2])
+        with parameter_server.frozen():  # the background has to wait
+            fetch_any(parameter_server, [FetchRequest("user", asked, np.empty((11, 4), np.float32))])
+        parameter_server.erase("user", KEYS[:2])
 
-        wait_until(lambda: server.stats().tiers["volatile"].touched > 0, "rows to be touched")
+        wait_until(lambda: parameter_server.stats().tiers["volatile"].touched > 0, "rows to be touched")
 
         times = {key: int.from_bytes(mark, "little") for key, mark in marks(store, client).items()}
         assert set(times) == set(KEYS[2:20].tolist())
         assert [times[key] > 1000 for key in KEYS[2:20].tolist()] == [True] * 8 + [False] * 10
-        server.close()
+        parameter_server.close()
 
 
 def test_a_redis_that_takes_no_writes_is_read_all_the_same(server: RedisServer) -> None:

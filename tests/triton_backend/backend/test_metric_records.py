@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from triton_backend.backend import metric_records
+from triton_backend.backend.heartbeat import FOLDER_VARIABLE
 from triton_backend.backend.metric_records import NUM_KEPT, MetricKey, delete_old, locked, write
 
 
@@ -90,6 +91,6 @@ def test_a_record_that_was_half_written_is_passed_over(records: Path) -> None:
 
 def test_nothing_is_recorded_under_a_server_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no folder for it."""
-    monkeypatch.delenv(metric_records.FOLDER_VARIABLE, raising=False)
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
 
     assert metric_records.folder() is None

@@ -96,7 +96,7 @@ def _compare(folder: Path, one: str, two: str, *, atol: float) -> None:
             np.testing.assert_allclose(first, second, atol=atol)
     texts = [np.loadtxt(folder / f"{prefix}_predictions") for prefix in (one, two)]
     assert texts[0].shape == (200,)
-    np.testing.assert_allclose(*texts, atol=5 * atol)
+    np.testing.assert_allclose(texts[0], texts[1], atol=5 * atol)
     losses = [float((folder / f"{prefix}_loss").read_text()) for prefix in (one, two)]
     assert losses[0] == pytest.approx(losses[1], abs=5 * atol)
 

@@ -35,7 +35,7 @@ from hotrow.training.hugectr.metrics import Metrics, auc
 from hotrow.training.hugectr.optimizers import dense_rule
 from hotrow.training.hugectr.processes import Processes
 from hotrow.training.hugectr.readers.block import Bags, Block
-from hotrow.training.key_index import SortedIndex
+from hotrow.training.key_index import SortedIndex, create_index
 from hotrow.training.row_access import add_up
 from inference_session.errors import ConfigurationError, ModelFormatError, UnsupportedModelError
 from tests.testing.hugectr_training_samples import SAMPLES, Sample, binary, layer, losses, make_data, make_model
@@ -174,7 +174,7 @@ def test_an_index_may_give_rows_in_any_order(monkeypatch: pytest.MonkeyPatch) ->
     """As that of a GPU does: loaded rows, new rows and states still belong to their keys."""
     found = []
     keys, vectors = np.array([9, 2, 7, 2]), np.arange(8, dtype=np.float32).reshape(4, 2)
-    for create in (embedding.create_index, SortedIndex):
+    for create in (create_index, SortedIndex):
         monkeypatch.setattr(embedding, "create_index", create)
         table = EmbeddingTable("t", 2, "sum", optimizer(Optimizer_t.AdaGrad))
         table.load(keys, vectors)
