@@ -14,7 +14,6 @@ from inference_session.parameter_server.redis.connection import (
     ORIGIN_COMMAND,
     RUN_ID_COMMAND,
     Address,
-    ConnectionPool,
     Deadline,
     DisconnectedError,
     Login,
@@ -25,6 +24,7 @@ from inference_session.parameter_server.redis.connection import (
     origin_in,
     run_id_in,
 )
+from inference_session.parameter_server.redis.connection_pool import ConnectionPool
 from inference_session.parameter_server.redis.topology import Cluster, OneServer, Sentinel, Topology
 from inference_session.urls.store_url import StoreUrl
 
