@@ -148,13 +148,13 @@ class GpuEmbeddingCache(EmbeddingCache):
     def dump(self, table: str) -> NDArray[np.int64]:
         """See EmbeddingCache."""
         self._check(table)
-        return np.concatenate([np.empty(0, np.int64), *(keys for keys, _ in self._held(table))])
+        return np.concatenate([np.empty(0, np.int64), *(keys for keys, _ in self._cached(table))])
 
     def hottest(self, table: str) -> NDArray[np.int64]:
         """See EmbeddingCache: the rows with the highest marks come first."""
         self._check(table)
-        held = [(np.empty(0, np.int64), np.empty(0, np.uint8)), *self._held(table)]
-        keys, marks = map(np.concatenate, zip(*held, strict=True))
+        cached = [(np.empty(0, np.int64), np.empty(0, np.uint8)), *self._cached(table)]
+        keys, marks = map(np.concatenate, zip(*cached, strict=True))
         hottest: NDArray[np.int64] = keys[np.argsort(np.uint8(255) - marks, kind="stable")]
         return hottest
 
@@ -248,7 +248,7 @@ class GpuEmbeddingCache(EmbeddingCache):
             has_room = record["cached"]["num_buckets"] > 0
             yield gpu.Writer(index, int(record["events_address"])) if has_room else None
 
-    def _held(self, table: str) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8]]]:
+    def _cached(self, table: str) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8]]]:
         """Keys and marks of the rows that are cached, some buckets at a time: a row never leaves its bucket."""
         index = self._records[self._positions[table]]["cached"]
         num_buckets = int(index["num_buckets"])
@@ -259,8 +259,8 @@ class GpuEmbeddingCache(EmbeddingCache):
                 tags = self._read(index["tags_address"], *buckets, BUCKET_BYTES, np.uint8)[:, :SLOTS]
                 marks = self._read(index["marks_address"], *buckets, BUCKET_BYTES, np.uint8)[:, :SLOTS]
                 keys = self._read(index["keys_address"], *buckets, SLOTS, np.int64)
-            held = (tags != _FREE) & (tags != _BUSY)
-            yield keys[held], marks[held]
+            cached = (tags != _FREE) & (tags != _BUSY)
+            yield keys[cached], marks[cached]
             self._rests.rest()
 
     def _read(self, address: np.int64, begin: int, num_buckets: int, per_bucket: int, dtype: Any) -> NDArray[Any]:

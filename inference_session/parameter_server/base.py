@@ -114,8 +114,8 @@ class EmbeddingStore(ABC):
         Another writer's row of the same moment may be replaced, unless the store says otherwise.
         """
         keys, first = np.unique(keys, return_index=True)
-        held = self.fetch(table, keys, np.empty((len(keys), self.embedding_dim(table)), np.float32))
-        self.insert(table, keys[~held], vectors[first][~held])
+        found = self.fetch(table, keys, np.empty((len(keys), self.embedding_dim(table)), np.float32))
+        self.insert(table, keys[~found], vectors[first][~found])
 
     @abstractmethod
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:

@@ -124,9 +124,9 @@ class DeletableFiles(EmbeddingStore):
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
         """See EmbeddingStore."""
-        held = self._files.fetch(table, keys, np.empty((len(keys), self.embedding_dim(table)), np.float32))
-        if held.any():
-            self._store.insert(table + ERASED_SUFFIX, keys[held], np.ones((int(held.sum()), 1), np.float32))
+        found = self._files.fetch(table, keys, np.empty((len(keys), self.embedding_dim(table)), np.float32))
+        if found.any():
+            self._store.insert(table + ERASED_SUFFIX, keys[found], np.ones((int(found.sum()), 1), np.float32))
             self._any_erased[table] = True
 
     def refresh(self) -> None:

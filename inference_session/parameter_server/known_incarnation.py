@@ -27,15 +27,15 @@ class KnownIncarnation:
         self._lock = threading.Lock()  # held until `_text` says what the note says
         self._text: str | None = None
         """What it says, as far as this process knows; None: nothing was ever written."""
-        self._news: str | None = None
+        self._unread: str | None = None
         """What others have noted and no caller has read yet."""
 
     def read(self) -> str | None:
         """What others have noted since this was last called; None also if the note cannot be read."""
         with self._lock:
             self._look()
-            news, self._news = self._news, None
-            return news
+            unread, self._unread = self._unread, None
+            return unread
 
     def save(self, incarnation: str) -> None:
         """Note that this incarnation has all rows that were written.
@@ -57,7 +57,7 @@ class KnownIncarnation:
             with contextlib.suppress(HotrowError):
                 text = self._durable.note(NOTE_TABLE)
                 if text is not None and text != self._text:
-                    self._text = self._news = text
+                    self._text = self._unread = text
 
     def save_that_writes_are_missing(self) -> None:
         """Note that no incarnation has all rows. Errors as of `save`."""

@@ -310,7 +310,7 @@ class ParameterServer:
         with self._writes.lock:
             try:
                 for tier in reversed(self.tiers if tiers is None else tiers):
-                    error = self._write_to(tier, table, keys, write, is_news=tiers is None)
+                    error = self._write_to(tier, table, keys, write, written_below=tiers is None)
                     if error is not None:
                         failures[tier] = error
             finally:
@@ -331,10 +331,10 @@ class ParameterServer:
         keys: NDArray[np.int64],
         write: Callable[[EmbeddingStore], None],
         *,
-        is_news: bool,
+        written_below: bool,
     ) -> HotrowError | None:
         """Write to one tier, if it takes writes. If a volatile tier refuses this one, it drops its rows of these keys,
-        and the error is returned. `is_news`: the tiers below have just taken the same write.
+        and the error is returned. `written_below`: the tiers below have just taken the same write.
         """
         if not tier.store.supports_writes:
             return None
@@ -344,11 +344,11 @@ class ParameterServer:
                 raise error
             return None
         error = tier.learn_incarnation()
-        if is_news and error is None and tier.incarnation and tier.failure is None:
+        if written_below and error is None and tier.incarnation and tier.failure is None:
             self._known.save(tier.incarnation)
         if error := error or tier.attempt(write):
             tier.miss_write(table, keys, error)
-            if is_news and tier.unwritten:
+            if written_below and tier.unwritten:
                 self._known.save_that_writes_are_missing()
         return error
 

@@ -148,10 +148,10 @@ class Tier:
             self.failures += 1
             self.last_error = str(error)
             self.is_suspect = not is_out
-            is_news = self.failure is None if is_out else self._is_new(str(error))
-            if is_out and is_news:
+            is_new = self.failure is None if is_out else self._is_new(str(error))
+            if is_out and is_new:
                 self.begin_outage(str(error))
-        if is_news:
+        if is_new:
             _log.warning("tier %s of the parameter server failed: %s", self.name, error)
 
     def _is_new(self, failure: str) -> bool:
@@ -199,7 +199,7 @@ class Tier:
             self.store.trust(incarnation)
         self.incarnation = incarnation
 
-    def write_if_welcome(self, act: Callable[[EmbeddingStore], None]) -> bool:
+    def write_optional(self, act: Callable[[EmbeddingStore], None]) -> bool:
         """Make an optional write. A tier that refuses it, being read-only or full, may still be read: it is
         not left out, only not written to for a while, unless it turns out to be down.
         """
@@ -211,10 +211,10 @@ class Tier:
             self.report(down)
             return False
         with self._lock:
-            is_news = error is not None and not self.paused_until
+            is_new = error is not None and not self.paused_until
             self.failures += error is not None
             self.paused_until = 0.0 if error is None else time.monotonic() + PAUSE_S
-        if is_news:
+        if is_new:
             _log.warning("tier %s of the parameter server does not accept rows at the moment: %s", self.name, error)
         return error is None
 

@@ -71,7 +71,7 @@ class Upkeep:
     def look_after_all(self) -> None:
         """Bring tiers back that answer again, and let those in use see what others have written."""
         for tier in self._tiers:
-            self._survive(partial(self._look_after, tier))
+            self._try(partial(self._look_after, tier))
 
     def close(self) -> None:
         """End the work. May be called twice."""
@@ -86,12 +86,12 @@ class Upkeep:
         rest_s = TURN_INTERVAL_S
         while not self._closing.wait(rest_s):
             started_s = time.thread_time()
-            self._survive(self._take_turn)
+            self._try(self._take_turn)
             if time.monotonic() >= next_round:
-                self._survive(self._take_round)
+                self._try(self._take_round)
                 next_round = time.monotonic() + ROUND_INTERVAL_S
             rest_s = max(TURN_INTERVAL_S, rest_after(time.thread_time() - started_s))
-        self._survive(lambda: self.drop_outdated(self.promotions.take_unverified()))
+        self._try(lambda: self.drop_outdated(self.promotions.take_unverified()))
         self.promotions.discard()
 
     def _take_round(self) -> None:
@@ -102,14 +102,14 @@ class Upkeep:
     def _take_turn(self) -> None:
         """Do a small piece of what requests have queued, and see what others have written since."""
         promotions = self.promotions.take()
-        self._survive(lambda: self._insert(promotions))
+        self._try(lambda: self._insert(promotions))
         self.promotions.finish(len(promotions))
-        self._survive(lambda: self._touch(self.touches.take()))
+        self._try(lambda: self._touch(self.touches.take()))
         for tier in self._tiers:
             if tier.is_returning or (tier.store.lags and tier.failure is None):
-                self._survive(partial(self._look_after, tier))
+                self._try(partial(self._look_after, tier))
 
-    def _survive(self, work: Callable[[], None]) -> None:
+    def _try(self, work: Callable[[], None]) -> None:
         """Do a piece of work; an error in it must not end later work."""
         try:
             work()
@@ -133,7 +133,7 @@ class Upkeep:
 
     @staticmethod
     def _insert_into(tier: Tier, promotion: Promotion) -> bool:
-        inserted = tier.write_if_welcome(
+        inserted = tier.write_optional(
             lambda store: store.insert_absent(promotion.table, promotion.keys, promotion.vectors)
         )
         tier.promoted += len(promotion.keys) if inserted else 0
@@ -150,7 +150,7 @@ class Upkeep:
                 keys[touch.tier, touch.table].append(touch.keys[~written])
             for (tier, table), parts in keys.items():
                 used = np.concatenate(parts)
-                touched = tier.write_if_welcome(lambda store, t=table, k=used: store.touch(t, k))  # type: ignore[misc]
+                touched = tier.write_optional(lambda store, t=table, k=used: store.touch(t, k))  # type: ignore[misc]
                 tier.touched += len(used) if touched else 0
 
     def drop_outdated(self, inserted: Sequence[UnverifiedPromotion]) -> None:
@@ -209,12 +209,12 @@ class Upkeep:
         while time.monotonic() < end and not self._closing.wait(_REST_S):
             with self._writes.lock:
                 if not tier.unwritten:
-                    self._say_that_it_has_all(tier)
+                    self._note_that_it_has_all(tier)
                     return tier.end_outage()
                 tier.drop_some_unwritten()
         return None
 
-    def _say_that_it_has_all(self, tier: Tier) -> None:
+    def _note_that_it_has_all(self, tier: Tier) -> None:
         """Save a note for sessions that are opened later, if this one writes.
 
         Raises:

@@ -58,7 +58,7 @@ class FileRows(Rows):
         if self.changes is None:
             yield from self._files[table].scan()
             return
-        updated, vectors, deleted = self.changes.tables[table].held()
+        updated, vectors, deleted = self.changes.tables[table].all_rows()
         yield updated[~deleted], vectors[~deleted]
         for keys, rows in self._files[table].scan():
             unchanged = ~np.isin(keys, updated)

@@ -64,9 +64,9 @@ class LateInserts:
                     return
                 missing = [self._waiting.popleft() for _ in range(min(self._at_once, len(self._waiting)))]
                 self._busy = True
-            self._survive(missing)
+            self._try(missing)
 
-    def _survive(self, missing: Sequence[MissingRows]) -> None:
+    def _try(self, missing: Sequence[MissingRows]) -> None:
         """Insert; an error must not end later inserts. A tier that is down is logged elsewhere."""
         try:
             self._insert(missing)

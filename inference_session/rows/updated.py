@@ -91,18 +91,18 @@ class TableWriter(RowWriter):
         """
         with contextlib.ExitStack() as puts:
             for tables in reversed(self._copies):
-                puts.callback(tables.put, self._numbers[folder], updated, self.tables[folder].held)
+                puts.callback(tables.put, self._numbers[folder], updated, self.tables[folder].all_rows)
 
     def _publish(self, folder: str) -> None:
         """Make later look-ups find the changed rows of a table. Must be called while holding `_writing`."""
         table, t, state = self.tables[folder], self._numbers[folder], self._state
         deleted_address = table.arrays.deleted.ctypes.data if table.any_deleted else 0
-        if state.held[t] is table.arrays and state.deleted_addresses[t] == deleted_address:
+        if state.arrays[t] is table.arrays and state.deleted_addresses[t] == deleted_address:
             return
         records, addresses = state.records.copy(), state.deleted_addresses.copy()
         records[t] = table.record(self._records[t]["default_address"], len(self.specs) + t)
         addresses[t] = deleted_address
-        self._state = _UpdatedState(records, addresses, (*state.held[:t], table.arrays, *state.held[t + 1 :]))
+        self._state = _UpdatedState(records, addresses, (*state.arrays[:t], table.arrays, *state.arrays[t + 1 :]))
 
 
 class UpdatedTables(DeviceTables):
@@ -135,5 +135,5 @@ class _UpdatedState(NamedTuple):
     """TABLE records to begin with, then those of the files behind them."""
     deleted_addresses: NDArray[np.int64]
     """By table, of UpdatedArrays.deleted; 0: nothing has been deleted."""
-    held: tuple[UpdatedArrays | None, ...]
+    arrays: tuple[UpdatedArrays | None, ...]
     """The arrays that the records point to."""

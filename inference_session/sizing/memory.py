@@ -15,7 +15,7 @@ from inference_session.model_spec import (
 )
 from inference_session.tables.table_index import index_bytes
 
-Place = Literal["page cache", "process", "device", "shared memory"]
+MemoryKind = Literal["page cache", "process", "device", "shared memory"]
 
 PROCESS_BYTES = 80 << 20
 """Private memory of a serving process before any model: Python, NumPy, Numba's kernels, ONNX Runtime (as measured)."""
@@ -27,7 +27,7 @@ class MemoryItem(NamedTuple):
     """One part of the memory that a served version takes."""
 
     name: str
-    place: Place
+    place: MemoryKind
     """`page cache`: mapped files, which all processes of a machine share, and that are read again after memory was
     short. `shared memory`: /dev/shm."""
     each_bytes: int
@@ -66,7 +66,7 @@ def memory_items(
     tables = spec.tables if (version_dir / TABLES_FOLDER).is_dir() else ()
     stored = [table.num_rows for table in tables if table.keys == "stored"]
     networks = sum(_file_bytes(version_dir / name) for name in NETWORK_FILES)
-    place: Place = "device" if num_devices else "process"
+    place: MemoryKind = "device" if num_devices else "process"
     copies = num_devices or num_processes
     return [
         MemoryItem("vectors", "page cache", sum(map(vectors_bytes, tables)), 1),
@@ -100,7 +100,7 @@ def _rows_on_device(
     ]
 
 
-def bytes_in(items: Iterable[MemoryItem], place: Place) -> int:
+def bytes_in(items: Iterable[MemoryItem], place: MemoryKind) -> int:
     """The bytes of one process or device; for `page cache`, those of the machine."""
     return sum(item.each_bytes for item in items if item.place == place)
 

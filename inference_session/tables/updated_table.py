@@ -72,10 +72,10 @@ class UpdatedTable:
             next_table=next_table,
         )
 
-    def held(self) -> UpdatedRows:
+    def all_rows(self) -> UpdatedRows:
         """Copies of all rows; of row numbers, the keys may be those counted from the end too."""
         with self._lock:
-            rows = _held(self.arrays)
+            rows = _in_use(self.arrays)
             return UpdatedRows(self.arrays.keys[rows], self.arrays.vectors[rows], self.arrays.deleted[rows] != 0)
 
     def _put(self, keys: NDArray[np.int64], vectors: NDArray[np.float32], deleted: NDArray[np.uint8]) -> None:
@@ -92,18 +92,18 @@ class UpdatedTable:
     def _grown(self, num_new: int) -> UpdatedArrays:
         """The same rows in arrays twice as large; look-ups under way keep the old ones."""
         old = self.arrays
-        held = _held(old)
+        in_use = _in_use(old)
         new = _allocate(2 * max(len(old.keys), num_new), old.vectors.shape[1])
-        put_rows(new, old.keys[held], old.vectors[held], old.deleted[held], 0)
+        put_rows(new, old.keys[in_use], old.vectors[in_use], old.deleted[in_use], 0)
         return new
 
 
-def _held(arrays: UpdatedArrays) -> NDArray[np.bool_]:
+def _in_use(arrays: UpdatedArrays) -> NDArray[np.bool_]:
     """Which rows have a key."""
-    held = np.ones(len(arrays.keys), np.bool_)
+    in_use = np.ones(len(arrays.keys), np.bool_)
     for kind in (FREE, RETIRED):
-        held[arrays.unused[kind, : arrays.counts[kind]]] = False
-    return held
+        in_use[arrays.unused[kind, : arrays.counts[kind]]] = False
+    return in_use
 
 
 def _rows(

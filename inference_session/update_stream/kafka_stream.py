@@ -170,8 +170,8 @@ class KafkaUpdateStream:
     def _work(self) -> None:
         try:
             while self._may_go_on():
-                self._survive(self._step)
-            self._survive(self._save)
+                self._try(self._step)
+            self._try(self._save)
         finally:
             # It refers to the rows, which refer to this object. While it does, only the garbage collector would free
             # their memory and the mapped files.
@@ -193,7 +193,7 @@ class KafkaUpdateStream:
         self._followed.measure_lag()
         self._may_go_on()
 
-    def _survive(self, work: Callable[[], None]) -> None:
+    def _try(self, work: Callable[[], None]) -> None:
         """Do a piece of work; an error in it is logged, and must not end later work."""
         try:
             work()

@@ -94,10 +94,10 @@ class StreamStats:
     def fail(self, failure: str) -> None:
         """The stream cannot go on at present."""
         with self._lock:
-            is_news = self._failure is None
+            is_new = self._failure is None
             self._counts["failures"] += 1
             self._failure = failure
-        if is_news:
+        if is_new:
             _log.warning("the update stream of model %r is waiting: %s", self._model, failure)
 
     def recover(self) -> None:

@@ -48,7 +48,7 @@ class VerifiedFiles:
         self._checksums: dict[str, str] = {}
         with suppress(ValueError, TypeError):  # an undamaged file with other content
             self._checksums.update(json.loads(read_state(self._path) or b"{}"))
-        self._has_news = False
+        self._has_changed = False
 
     @property
     def exists(self) -> bool:
@@ -63,11 +63,11 @@ class VerifiedFiles:
         """Remember what was just read, unless the file is so young that a later change might not show."""
         if state and time.time_ns() - max(state[-2:]) > _SETTLED_NS:
             self._checksums[str(state)] = checksum
-            self._has_news = True
+            self._has_changed = True
 
     def save(self) -> None:
         """Save it for the next process; where that fails, files are read again."""
         kept = dict(list(self._checksums.items())[-MAX_FILES:])
-        if self._has_news:
+        if self._has_changed:
             with suppress(OSError):
                 write_state(self._path, json.dumps(kept).encode())

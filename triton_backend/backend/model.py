@@ -56,15 +56,15 @@ class TritonPythonModel:
         self._versions = versions
         self._tracing = create_tracing()
         spec = versions.spec
-        come_alone = _come_alone(spec, config)
+        joined_by_us = _joined_by_us(spec, config)
         self._answering = RequestHandler(
             versions,
-            max_samples=max_samples if come_alone and spec.batched and spec.has_own_inputs else 0,
+            max_samples=max_samples if joined_by_us and spec.batched and spec.has_own_inputs else 0,
             device_id=int(args["model_instance_device_id"]),
             tracing=self._tracing,
         )
         self._joining: JoiningQueue | None = None
-        if (come_alone and spec.joins_requests) or versions.num_devices > 1:
+        if (joined_by_us and spec.joins_requests) or versions.num_devices > 1:
             self._joining = JoiningQueue(
                 self._answering.answer,
                 _num_samples,
@@ -80,7 +80,7 @@ class TritonPythonModel:
     def _open(self, config: Mapping[str, Any], args: Mapping[str, str]) -> tuple[VersionManager, int]:
         """The version, and the limit of samples in a request; HotrowError where it cannot be opened."""
         settings, max_samples = read_parameters(config.get("parameters", {}), args)
-        directory = _users_own(Path(pb_utils.get_model_dir()))
+        directory = _at_users_path(Path(pb_utils.get_model_dir()))
         return open_versions(directory, settings, args), max_samples
 
     def execute(self, requests: Sequence[TritonRequest]) -> list[TritonResponse] | None:
@@ -120,7 +120,7 @@ def open_versions(directory: Path, settings: Mapping[str, Any], args: Mapping[st
     return VersionManager(directory, partial(InferenceSession.open, directory, defaults=defaults, **settings))
 
 
-def _come_alone(spec: ModelSpec, config: Mapping[str, Any]) -> bool:
+def _joined_by_us(spec: ModelSpec, config: Mapping[str, Any]) -> bool:
     """Whether we, not Triton, join requests and check their size.
 
     Triton does both where it knows which dimension counts samples. Packed requests say themselves how many they hold;
@@ -129,7 +129,7 @@ def _come_alone(spec: ModelSpec, config: Mapping[str, Any]) -> bool:
     return config["max_batch_size"] == 0 if spec.has_own_inputs else "dynamic_batching" not in config
 
 
-def _users_own(version_dir: Path) -> Path:
+def _at_users_path(version_dir: Path) -> Path:
     """The version's folder at the user's path, which errors name, rather than our link that Triton sees."""
     folder = version_dir.parent
     if folder.parent.name != VIEW_FOLDER:
