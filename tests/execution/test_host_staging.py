@@ -178,7 +178,8 @@ def test_only_numpy_arrays_take_memory(directory: Path, monkeypatch: pytest.Monk
     """And, on a GPU, the device: inputs that lie there would wait for the batch before only to be refused."""
     inputs = staged_model.inputs(3, np.random.default_rng(4))
     with InferenceSession.open(directory) as session:
-        model, taken = session.replicas.all[0].staged, []
+        model = session.replicas.all[0].staged
+        taken: list[None] = []
         assert model is not None
         take = model.take
         monkeypatch.setattr(model, "take", lambda: taken.append(None) or take())
