@@ -11,16 +11,13 @@ the first with g = 1. So the same numbers are
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
-from onnx import ModelProto, NodeProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, helper
 
-from inference_session.dense_engine.parts import names_read
+from inference_session.dense_engine.products import Product, Products, operands
 
 _COLUMNS = 8
 """Added to v, of which one is used: GPUs multiply matrices of such sizes fastest."""
@@ -28,36 +25,27 @@ _LEAST_RATIO = 2
 """The least ratio of the widths of x and v: where v is not much narrower, its columns cost what is saved."""
 
 
-class _Product(NamedTuple):
-    """value @ matrix + bias."""
-
-    value: str
-    matrix: NDArray[np.float32]
-    bias: NDArray[np.float32] | None
-    nodes: tuple[NodeProto, ...]
-
-
 class _Layer(NamedTuple):
     first: str
     """x0"""
     value: str
     """x"""
-    narrow: _Product
-    wide: _Product
+    narrow: Product
+    wide: Product
     nodes: tuple[NodeProto, ...]
     """All that it replaces."""
 
 
 def merge_cross_layers(model: ModelProto) -> int:
     """Rewrite the cross layers of a network in place; returns how many there were."""
-    graph = _Graph(model)
+    products, matrices = Products(model), _matrices(model)
     factors: dict[str, tuple[str, str]] = {}
     """x0 and g, by their product."""
     written: list[NodeProto] = []
     replaced: set[int] = set()
     for node in model.graph.node:
         written.append(node)
-        layer = graph.layer_ending_with(node)
+        layer = _layer_ending_with(node, products, matrices)
         if layer is None:
             continue
         first, before = factors.get(layer.value, ("", ""))
@@ -67,95 +55,49 @@ def merge_cross_layers(model: ModelProto) -> int:
             continue
         factors[node.output[0]] = layer.first, f"{node.output[0]}/factor"
         replaced.update(map(id, layer.nodes))
-        written += graph.merged(layer, node.output[0], before)
+        written += _merged(layer, node.output[0], before, products)
     kept = [node for node in written if id(node) not in replaced]
     del model.graph.node[:]
     model.graph.node.extend(kept)
     return len(factors)
 
 
-class _Graph:
-    """A network, and where its values come from."""
+def _matrices(model: ModelProto) -> set[str]:
+    """The values that have two dimensions."""
+    graph = onnx.shape_inference.infer_shapes(model).graph
+    values = (*graph.input, *graph.value_info)
+    return {value.name for value in values if len(value.type.tensor_type.shape.dim) == 2}
 
-    def __init__(self, model: ModelProto) -> None:
-        self._graph = model.graph
-        self._makers = {name: node for node in model.graph.node for name in node.output}
-        self._uses = Counter(name for node in model.graph.node for name in names_read(node))
-        self._uses.update(value.name for value in model.graph.output)
-        given = {value.name for value in model.graph.input}
-        self._constants = {t.name: t for t in model.graph.initializer if t.name not in given}
-        inferred = onnx.shape_inference.infer_shapes(model).graph
-        self._matrices = {
-            value.name
-            for value in (*inferred.input, *inferred.value_info)
-            if len(value.type.tensor_type.shape.dim) == 2
-        }
 
-    def layer_ending_with(self, node: NodeProto) -> _Layer | None:
-        """The layer whose y the node computes."""
-        for product, value in self._operands(node, "Add"):
-            for first, sum_name in self._operands(self._only(product), "Mul"):
-                wide = self._product(sum_name)
-                narrow = None if wide is None or wide.bias is None else self._product(wide.value)
-                if wide is None or narrow is None or narrow.bias is not None or narrow.value != value:
-                    continue
-                rank, width = wide.matrix.shape
-                fits = narrow.matrix.shape == (width, rank) and wide.bias.shape == (width,)  # type: ignore[union-attr]
-                if fits and value in self._matrices and rank * _LEAST_RATIO <= width:
-                    nodes = (node, self._makers[product], *wide.nodes, *narrow.nodes)
-                    return _Layer(first, value, narrow, wide, nodes)
-        return None
+def _layer_ending_with(node: NodeProto, products: Products, matrices: set[str]) -> _Layer | None:
+    """The layer whose y the node computes."""
+    for crossed, value in operands(node, "Add"):
+        times = products.maker(crossed)
+        for first, sum_name in operands(times, "Mul"):
+            wide = products.product(sum_name)
+            narrow = None if wide is None or wide.bias is None else products.product(wide.value)
+            if wide is None or narrow is None or narrow.bias is not None or narrow.value != value or times is None:
+                continue
+            rank, width = wide.matrix.shape
+            fits = narrow.matrix.shape == (width, rank) and wide.bias.shape == (width,)  # type: ignore[union-attr]
+            if fits and value in matrices and rank * _LEAST_RATIO <= width:
+                return _Layer(first, value, narrow, wide, (node, times, *wide.nodes, *narrow.nodes))
+    return None
 
-    def merged(self, layer: _Layer, name: str, before: str) -> list[NodeProto]:
-        """The nodes that compute `name` instead; `before`: the g that is added, empty for 1."""
-        rank = layer.wide.matrix.shape[0]
-        ones = np.zeros(rank + _COLUMNS, np.float32)
-        ones[rank] = 1
-        narrow = np.pad(layer.narrow.matrix, ((0, 0), (0, _COLUMNS)))
-        wide = np.pad(layer.wide.matrix, ((0, _COLUMNS), (0, 0)))
-        wide[rank] = layer.wide.bias if before else layer.wide.bias + np.float32(1)
-        names = [f"{name}/{part}" for part in ("narrow_matrix", "ones", "wide_matrix", "narrow", "factor")]
-        arrays = zip(names, (narrow, ones, wide), strict=False)
-        self._graph.initializer.extend(numpy_helper.from_array(array, own) for own, array in arrays)
-        return [
-            helper.make_node("Gemm", [layer.value, *names[:2]], [names[3]]),
-            helper.make_node("Gemm", [names[3], names[2], *([before] if before else [])], [names[4]]),
-            helper.make_node("Mul", [layer.first, names[4]], [name]),
-        ]
 
-    def _only(self, name: str) -> NodeProto | None:
-        """The node that computes a value that one node uses."""
-        return self._makers.get(name) if self._uses[name] == 1 else None
-
-    def _operands(self, node: NodeProto | None, op_type: str) -> Iterator[tuple[str, str]]:
-        """Both orders of the operands of a sum or product."""
-        if node is not None and node.op_type == op_type and not node.domain:
-            left, right = node.input
-            yield left, right
-            yield right, left
-
-    def _product(self, name: str) -> _Product | None:
-        """The product that a value is, one that nothing else uses."""
-        node = self._only(name)
-        for summed, bias_name in self._operands(node, "Add"):
-            bias, product = self._constant(bias_name, 1), self._product(summed)
-            if bias is not None and product is not None and product.bias is None and node is not None:
-                return product._replace(bias=bias, nodes=(node, *product.nodes))
-        if node is None or node.op_type not in {"MatMul", "Gemm"} or node.domain:
-            return None
-        settings = {item.name: helper.get_attribute_value(item) for item in node.attribute}
-        is_transposed = settings.pop("transB", 0)
-        matrix = self._constant(node.input[1], 2)
-        has_bias = len(node.input) > 2 and node.input[2]
-        bias = self._constant(node.input[2], 1) if has_bias else None
-        if matrix is None or (has_bias and bias is None) or any(settings.get(n, 1) != 1 for n in ("alpha", "beta")):
-            return None
-        if settings.get("transA", 0):
-            return None
-        return _Product(node.input[0], matrix.T if is_transposed else matrix, bias, (node,))
-
-    def _constant(self, name: str, rank: int) -> NDArray[np.float32] | None:
-        tensor = self._constants.get(name)
-        if tensor is None or len(tensor.dims) != rank or tensor.data_type != onnx.TensorProto.FLOAT:
-            return None
-        return numpy_helper.to_array(tensor)
+def _merged(layer: _Layer, name: str, before: str, products: Products) -> list[NodeProto]:
+    """The nodes that compute `name` instead; `before`: the g that is added, empty for 1."""
+    rank = layer.wide.matrix.shape[0]
+    ones = np.zeros(rank + _COLUMNS, np.float32)
+    ones[rank] = 1
+    narrow = np.pad(layer.narrow.matrix, ((0, 0), (0, _COLUMNS)))
+    wide = np.pad(layer.wide.matrix, ((0, _COLUMNS), (0, 0)))
+    wide[rank] = layer.wide.bias if before else layer.wide.bias + np.float32(1)
+    constants = {"narrow_matrix": narrow, "ones": ones, "wide_matrix": wide}
+    first, second, third = (products.add_constant(f"{name}/{part}", array) for part, array in constants.items())
+    names = [f"{name}/narrow", f"{name}/factor"]
+    return [
+        helper.make_node("Gemm", [layer.value, first, second], names[:1]),
+        helper.make_node("Gemm", [names[0], third, *([before] if before else [])], names[1:]),
+        helper.make_node("Mul", [layer.first, names[1]], [name]),
+    ]

@@ -13,6 +13,7 @@ from onnxruntime.transformers.float16 import convert_float_to_float16
 
 from inference_session.dense_engine.cross_layers import merge_cross_layers
 from inference_session.dense_engine.parts import names_read
+from inference_session.dense_engine.relu_layers import merge_relu_layers
 from inference_session.errors import ModelFormatError, UnsupportedModelError
 
 _READ_ERRORS = (DecodeError, OSError, ValidationError, ValueError)
@@ -41,6 +42,7 @@ def in_float16(path: Path, vectors: Collection[str] = ()) -> bytes:
     try:
         merge_cross_layers(model)
         converted: ModelProto = convert_float_to_float16(model, keep_io_types=True)
+        merge_relu_layers(converted)
         _narrow(converted, vectors)
         content: bytes = converted.SerializeToString()
     except _CONVERSION_ERRORS as error:
