@@ -25,6 +25,15 @@ def _elementwise(step: Step) -> list[Kind]:
     return step.outputs(*positions.pop())
 
 
+def _quantized(step: Step) -> list[Kind]:
+    """One constant scale for all elements, or one for each index of an axis; blocks may be of samples."""
+    at = step.only()
+    if at is None or step.attribute("block_size", 0):
+        return neither(step)
+    is_by_index = step.rank(1) > 0 and step.attribute("axis", 1) % step.rank() == at.axis
+    return [None] if is_by_index else step.outputs(at.axis, at.outer)
+
+
 def _counted_elementwise(step: Step) -> Kind:
     shapes = step.observed.shapes(step.node.output[0])
     if shapes is None or len(set(shapes)) > 1:
@@ -381,6 +390,7 @@ RULES: dict[str, Callable[[Step], list[Kind]]] = {
     **dict.fromkeys(("Reshape", "Flatten", "Squeeze", "Unsqueeze"), _reshaped),
     **dict.fromkeys(("Softmax", "LogSoftmax", "Hardmax"), _softmax),
     **dict.fromkeys(("ArgMax", "ArgMin"), _arg),
+    **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), _quantized),
     **dict.fromkeys(("GRU", "LSTM", "RNN"), _recurrent),
     **dict.fromkeys(_SAMPLES_IN_FRONT.split(), _samples_in_front),
     "BatchNormalization": _batch_normalization,

@@ -176,6 +176,10 @@ NOISY = frozenset({"random", "normalisation in training"})
 """ONNX Runtime itself answers these in different ways, with and without its optimisations."""
 
 SOUND = {
+    "quantised by fixed scales": """s = Constant<value = float {0.0625}>() z = Constant<value = uint8 {128}>()
+        q = QuantizeLinear(both, s, z) x = DequantizeLinear(q, s, z)
+        c = Constant<value = float[4] {0.25, 0.5, 0.125, 1}>() o = Constant<value = int8[4] {0, 1, -3, 0}>()
+        p = QuantizeLinear<axis = 1>(x, c, o) y = DequantizeLinear<axis = -1>(p, c, o)""",
     "bfloat16 between layers": "b = Cast<to = 16>(both) c = Cast<to = 1>(b) y = Mul(c, d)",
     "dense layers": "a = MatMul(both, m44) b = Relu(a) y = Gemm<transB = 1>(b, m44, ones)",
     "factorisation machine": """s = ReduceSum<keepdims = 0>(h, one) q = Mul(s, s) p = Mul(h, h) r =
