@@ -342,7 +342,7 @@ def _computes_in_half(carved: CarvedModel) -> bool:
     """Whether the network rounds to half precision on the way to its outputs. Tables of halves alone do not."""
     casts = (node for node in all_nodes(carved.dense.graph) if node.op_type == "Cast")
     return any(weight.elem_type == TensorProto.FLOAT16 for weight in carved.dense_weights) or any(
-        attribute(node, "to", None) == TensorProto.FLOAT16 for node in casts
+        attribute(node, "to", 0) == TensorProto.FLOAT16 for node in casts
     )
 
 
