@@ -12,7 +12,7 @@ Each plan keeps the memory that its batches use.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
@@ -21,16 +21,15 @@ from numpy.typing import NDArray
 
 from inference_session.dense_engine.base import BoundRun, DenseEngine
 from inference_session.device.base import Device
-from inference_session.errors import InvalidRequestError
+from inference_session.execution.key_stager import KeyStager
 from inference_session.execution.lookups import Geometry, ModelLookups
 from inference_session.kernels.records import Lookup, address_of
 from inference_session.platform.bounded_memory import BoundedMemory
-from inference_session.requests.batch import JoinedBatch, RaggedBags, StagedValues
+from inference_session.requests.batch import JoinedBatch, StagedValues
 from inference_session.requests.outputs import Answer
 from inference_session.rows.base import Rows
 
 _MAX_PLANS = 1024
-_KEY_BYTES = 8
 Vectors: TypeAlias = dict[str, Any]
 """Arrays on the device that look-ups write, by the names that the network has for them."""
 
@@ -76,14 +75,9 @@ class FreshPlan(ExecutionPlan):
         self.may_record = may_record
         self._lookups = lookups
         self._geometry = geometry
-        self.num_keys = geometry.num_keys
-        """Per look-up; 0 where bags are ragged."""
         self._device = rows.device
         self._dense = dense
-        self._loose_names = tuple(lookups.key_names[i] for i in lookups.loose)
-        loose_keys = geometry.num_keys[lookups.loose]
-        self._loose_offsets = _KEY_BYTES * (np.cumsum(loose_keys) - loose_keys)
-        """Where the keys of each loose look-up begin, where none of them are ragged."""
+        self.keys = KeyStager(lookups, geometry.num_keys, rows.device)
         self.prepared_lookup = rows.prepare(geometry.segments)
         """What look-ups of these shapes share; see Lookup.prepared."""
         self._prepared_network = dense.prepare()
@@ -95,7 +89,7 @@ class FreshPlan(ExecutionPlan):
     def fill(self, batch: JoinedBatch) -> Lookup:
         """See ExecutionPlan."""
         segments, vectors = self.take_vectors()
-        num_keys = self.place_keys(segments, batch)
+        num_keys = self.keys.stage(segments, batch)
         give_vectors(batch, vectors)
         return Lookup(segments, num_keys, self._device.counts(len(segments)), self.prepared_lookup)
 
@@ -110,12 +104,6 @@ class FreshPlan(ExecutionPlan):
             segments["output_address"] += moves
         named = zip(self._lookups.vector_inputs, arrays, geometry.bare, strict=True)
         return segments, {each.dense_input: array[0] if is_bare else array for each, array, is_bare in named}
-
-    def place_keys(self, segments: NDArray[np.void], batch: JoinedBatch) -> NDArray[np.int64]:
-        """Put the keys of a batch where the device reads them, and enter where that is; returns keys per look-up."""
-        self._fill_packed(segments, batch)
-        self._fill_weights(segments, batch)
-        return self._fill_loose(segments, batch) if self._lookups.loose else self.num_keys
 
     def run_network(self, batch: JoinedBatch) -> Answer:
         """See ExecutionPlan."""
@@ -133,83 +121,6 @@ class FreshPlan(ExecutionPlan):
     def network_inputs(self, batch: JoinedBatch) -> dict[str, NDArray[Any]]:
         """What the network reads, by name."""
         return {name: batch.array(name) for name in self._dense.input_names}
-
-    def _fill_loose(self, segments: NDArray[np.void], batch: JoinedBatch) -> NDArray[np.int64]:
-        """Concatenate the keys that are not columns, and enter where they are; returns the keys per look-up."""
-        names, num_keys = self._loose_names, self.num_keys
-        all_parts = [batch.parts(name) for name in names]
-        if any(isinstance(parts[0], RaggedBags) for parts in all_parts):
-            return self._fill_ragged(segments, batch, num_keys.copy())
-        if _may_stay(all_parts):
-            self._fill_in_place(segments, [parts[0] for parts in all_parts])
-            return num_keys
-        keys = self._device.stage_keys([part for parts in all_parts for part in parts])  # type: ignore[misc]
-        addresses = self._loose_offsets + _kept(batch, names, keys)
-        if len(names) == len(segments):
-            segments["keys_address"] = addresses
-        else:
-            segments["keys_address"][self._lookups.loose] = addresses
-        return num_keys
-
-    def _fill_in_place(self, segments: NDArray[np.void], arrays: Sequence[Any]) -> None:
-        """Enter the addresses of keys that a caller has on the device."""
-        loose, key_bytes = self._lookups.loose, np.array([array.itemsize for array in arrays])
-        segments["keys_address"][loose] = [address_of(array) for array in arrays]
-        segments["key_bytes"][loose] = segments["key_stride"][loose] = key_bytes
-        segments["row_stride"][loose] = segments["keys_per_row"][loose] * key_bytes
-
-    def _fill_ragged(
-        self, segments: NDArray[np.void], batch: JoinedBatch, num_keys: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """As `_fill_loose`, where bags of some look-ups have different lengths."""
-        numbers, ragged = _Numbers(), []
-        lists_at: dict[tuple[int, ...], int] = {}
-        """Where each list of keys begins. Several look-ups may have bags in the same list."""
-        for i in self._lookups.loose:
-            parts: list[Any] = batch.parts(self._lookups.key_names[i])
-            if not isinstance(parts[0], RaggedBags):
-                segments["keys_address"][i] = numbers.add(parts)
-                continue
-            lists = [part.values for part in parts]
-            case = tuple(map(id, lists))
-            if case not in lists_at:
-                lists_at[case] = numbers.add(lists)
-            num_keys[i], begins, ends = _joined_bags(parts)
-            segments["keys_address"][i] = lists_at[case]
-            segments["begins_address"][i], segments["ends_address"][i] = numbers.add([begins]), numbers.add([ends])
-            ragged.append(i)
-        address = _kept(batch, (), self._device.stage_keys(numbers.parts))
-        segments["keys_address"][self._lookups.loose] += address
-        for field in ("begins_address", "ends_address"):
-            segments[field][ragged] += address
-        return num_keys
-
-    def _fill_packed(self, segments: NDArray[np.void], batch: JoinedBatch) -> None:
-        """Enter the addresses of keys that are columns of a matrix."""
-        for name, members in self._lookups.packed.items():
-            address = self._stage(batch, (name,), batch.array(name), by_column=self._device.reads_by_column)
-            if len(members.lookups) == len(segments):
-                segments["keys_address"] += address
-            else:
-                segments["keys_address"][members.lookups] += address
-
-    def _fill_weights(self, segments: NDArray[np.void], batch: JoinedBatch) -> None:
-        """Enter the addresses of weights."""
-        for i, keys_name, weights_name in self._lookups.weighted:
-            keys, weights = batch.array(keys_name), batch.array(weights_name)
-            if weights.shape != keys.shape:
-                raise InvalidRequestError(
-                    f"keys {keys_name!r} have shape {list(keys.shape)}, but their weights, {weights_name!r}, "
-                    f"have {list(weights.shape)}"
-                )
-            segments["weights_address"][i] = self._stage(batch, (weights_name,), weights.astype(np.float32, copy=False))
-
-    def _stage(
-        self, batch: JoinedBatch, names: tuple[str, ...], array: NDArray[Any], *, by_column: bool = False
-    ) -> int:
-        """The address where the device reads an array, which is kept alive as long as the batch."""
-        staged = self._device.stage(array.T).T if by_column else self._device.stage(array)
-        return _kept(batch, names, staged)
 
 
 class BoundPlan(ExecutionPlan):
@@ -276,7 +187,7 @@ class RaggedPlan(BoundPlan):
 
         Args:
             device: of the rows.
-            plan: places the keys.
+            plan: stages the keys.
             lookup: its segments lead to the vectors that the network reads.
             network: the bound network.
             staged: the memory of the inputs that the network reads.
@@ -295,7 +206,7 @@ class RaggedPlan(BoundPlan):
     def fill(self, batch: JoinedBatch) -> Lookup:
         """See ExecutionPlan."""
         segments, num_unknown = self._lookup.segments.copy(), self._lookup.num_unknown
-        num_keys = self._plan.place_keys(segments, batch)
+        num_keys = self._plan.keys.stage(segments, batch)
         for staged in self._staged:
             staged.fill(batch)
         num_unknown[:] = 0
@@ -356,10 +267,10 @@ class ExecutionPlans:
             if network is None:
                 return plan
             staged = [StagedValues((name,), array) for name, array in network.inputs.items()]
-            lookup = Lookup(segments, plan.num_keys, device.counts(len(segments)), plan.prepared_lookup)
+            lookup = Lookup(segments, plan.keys.num_keys, device.counts(len(segments)), plan.prepared_lookup)
             if self._lookups.is_ragged(batch):
                 return RaggedPlan(device, plan, lookup, network, staged=staged, used=device.mark())
-            lookup.num_keys = plan.place_keys(segments, trial)
+            lookup.num_keys = plan.keys.stage(segments, trial)
             lookup.repeat = self._rows.repeated(lookup)
             lookup.addresses = lookup.find_addresses()
         return RecordedPlan(device, lookup, network, [*trial.staged, *staged], plan.outputs)
@@ -369,42 +280,3 @@ def give_vectors(batch: JoinedBatch, vectors: Vectors) -> None:
     """Have the network read these vectors, in place of the keys of the batch where they have the same names."""
     for name, array in vectors.items():
         batch.replace(name, [array])
-
-
-class _Numbers:
-    """Whole numbers that are staged together, as int64."""
-
-    def __init__(self) -> None:
-        self.parts: list[NDArray[Any]] = []
-        self._size = 0
-
-    def add(self, parts: Sequence[NDArray[Any]]) -> int:
-        """Add numbers; returns their offset in bytes."""
-        begin = self._size * _KEY_BYTES
-        self.parts.extend(parts)
-        self._size += sum(part.size for part in parts)
-        return begin
-
-
-def _may_stay(all_parts: Sequence[Sequence[Any]]) -> bool:
-    """Whether look-ups can read keys where they are: of one request, on the device, of a type that kernels know."""
-    return all(
-        len(parts) == 1 and not isinstance(parts[0], np.ndarray) and parts[0].dtype.name in {"int32", "int64"}
-        for parts in all_parts
-    )
-
-
-def _kept(batch: JoinedBatch, names: tuple[str, ...], staged: NDArray[Any]) -> int:
-    """Keep an array alive as long as the batch; returns its address."""
-    batch.staged.append(StagedValues(names, staged))
-    return address_of(staged)
-
-
-def _joined_bags(parts: list[RaggedBags]) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
-    """How many keys the bags of several requests hold, and where they begin and end once their lists are joined."""
-    if len(parts) == 1:
-        return parts[0].num_keys, parts[0].begins, parts[0].ends
-    shifts = np.cumsum([0, *(part.values.size for part in parts[:-1])])
-    begins = np.concatenate([part.begins + shift for part, shift in zip(parts, shifts, strict=True)])
-    ends = np.concatenate([part.ends + shift for part, shift in zip(parts, shifts, strict=True)])
-    return sum(part.num_keys for part in parts), begins, ends
