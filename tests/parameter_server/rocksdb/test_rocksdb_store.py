@@ -9,10 +9,12 @@ import resource
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +42,15 @@ from tests.testing.store_contract import (
 )
 
 NAMESPACE = Namespace("ctr", "7")
+_PROCESSES = multiprocessing.get_context("forkserver")
+"""Of one process that has imported this module, and has opened no database."""
+_PROCESSES.set_forkserver_preload([__name__])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forks() -> None:
+    """Start that process before a test changes the folder for temporary files, where its socket lies."""
+    forkserver.ensure_running()
 
 
 def open_store(
@@ -176,11 +187,10 @@ class TestReaders:
         """By the next reader; folders of living readers, and all other files, stay."""
         temporary = tmp_path / "temporary"
         temporary.mkdir()
-        monkeypatch.setenv("TMPDIR", str(temporary))
         monkeypatch.setattr("tempfile.tempdir", str(temporary))
         open_store(tmp_path / "db").close()
         (temporary / "hotrow-rocksdb-reader-file").touch()
-        process = multiprocessing.get_context("spawn").Process(target=_read_until_killed, args=(tmp_path / "db",))
+        process = _PROCESSES.Process(target=_read_until_killed, args=(tmp_path / "db", temporary))
         process.start()
         wait_until(lambda: len(_folders(temporary)) == 1, "the other process to open")
         with open_store(tmp_path / "db", writable=False):
@@ -258,7 +268,7 @@ class TestReaders:
         gc.collect()
         with open_store(path, writable=False) as store:
             assert fetch(store, "user", keys_of(1))[1][0, 0] == 2
-        process = multiprocessing.get_context("spawn").Process(target=_write_one, args=(path,))
+        process = _PROCESSES.Process(target=_write_one, args=(path,))
         process.start()
         process.join()
         assert process.exitcode == 0
@@ -340,7 +350,8 @@ def _folders(temporary: Path) -> list[Path]:
     return [path for path in temporary.glob("hotrow-rocksdb-reader-*") if path.is_dir()]
 
 
-def _read_until_killed(path: Path) -> None:
+def _read_until_killed(path: Path, temporary: Path) -> None:
+    tempfile.tempdir = str(temporary)
     with open_store(path, writable=False) as store:
         while True:
             store.refresh()
@@ -456,7 +467,7 @@ def _insert_for_ever(path: Path) -> None:
 
 def test_a_killed_writer_loses_nothing_it_vouched_for(tmp_path: Path) -> None:
     """After SIGKILL the rows that the note counts are all there, whole."""
-    process = multiprocessing.get_context("spawn").Process(target=_insert_for_ever, args=(tmp_path,))
+    process = _PROCESSES.Process(target=_insert_for_ever, args=(tmp_path,))
     process.start()
     try:
 
@@ -482,7 +493,7 @@ def test_a_killed_writer_loses_nothing_it_vouched_for(tmp_path: Path) -> None:
 
 def test_a_frozen_writer_is_named(tmp_path: Path) -> None:
     """Others read what it has written, and take its place once it has ended."""
-    process = multiprocessing.get_context("spawn").Process(target=_insert_for_ever, args=(tmp_path,))
+    process = _PROCESSES.Process(target=_insert_for_ever, args=(tmp_path,))
     process.start()
     try:
         wait_until((tmp_path / "CURRENT").exists, "the database")
@@ -605,7 +616,7 @@ def test_writes_go_on_once_the_disk_takes_them_again(tmp_path: Path) -> None:
 
     A limit on the size of files, set in a separate process, stands for a disk that fails or a quota.
     """
-    process = multiprocessing.get_context("spawn").Process(target=_write_beyond_a_limit, args=(tmp_path / "db",))
+    process = _PROCESSES.Process(target=_write_beyond_a_limit, args=(tmp_path / "db",))
     process.start()
     process.join()
     assert process.exitcode == 0
