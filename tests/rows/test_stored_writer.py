@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -30,11 +32,13 @@ def cache() -> CpuEmbeddingCache:
 
 
 @pytest.fixture
-def writer(cache: CpuEmbeddingCache) -> StoredWriter:
+def writer(cache: CpuEmbeddingCache) -> Iterator[StoredWriter]:
     """Over a store that has all rows."""
     store = MemoryStore({"t": DIM})
     store.insert("t", np.arange(NUM_ROWS), OLD)
-    return StoredWriter([SPEC], [cache], ParameterServer([Tier("memory", store)]))
+    server = ParameterServer([Tier("memory", store)])
+    yield StoredWriter([SPEC], [cache], server)
+    server.close()
 
 
 def missed(writer: StoredWriter, keys: NDArray[np.int64]) -> MissingRows:
