@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,22 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from tests.testing.served import Serve
-from tests.testing.served_requests import DENSE, IDS, ask, counters
+from tests.testing.served import Serve, Served, start
+from tests.testing.served_requests import DENSE, IDS, ask, counted_since, settled
 from tests.testing.servers import wait_until
 from tests.testing.triton_models import ctr_answer, flat_answer, write_ctr, write_flat
 
 pytestmark = pytest.mark.triton
+
+
+@pytest.fixture(scope="module")
+def server(tritonserver: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One for tests that load models of their own; it serves `ctr`."""
+    repository = tmp_path_factory.mktemp("repository")
+    write_ctr(repository / "ctr" / "1")
+    served = start(repository)
+    yield served
+    served.close()
 
 
 @pytest.fixture
@@ -25,9 +37,16 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path / "repository"
 
 
-def ask_ctr(client: Any) -> Any:
-    """The predictions of one request to `ctr`."""
-    return ask(client, "ctr", {"ids": IDS, "dense": DENSE}).as_numpy("OUTPUT0")
+def ask_ctr(client: Any, name: str = "ctr") -> Any:
+    """The predictions of one request to `ctr`, or to such a model of another name."""
+    return ask(client, name, {"ids": IDS, "dense": DENSE}).as_numpy("OUTPUT0")
+
+
+def write_with(served: Served, name: str, settings: str) -> None:
+    """A model like `ctr`, with more in its config.pbtxt."""
+    write_ctr(served.repository / name / "1")
+    with (served.repository / name / "config.pbtxt").open("a", encoding="utf-8") as config:
+        config.write(settings)
 
 
 def touch(version_dir: Path) -> None:
@@ -36,27 +55,26 @@ def touch(version_dir: Path) -> None:
     (version_dir / "touched").unlink()
 
 
-def test_reloads_in_place_keep_serving_and_counting(serve: Serve, repository: Path) -> None:
+def test_reloads_in_place_keep_serving_and_counting(server: Served) -> None:
     """Five reloads of one version: every request between them is answered, and none is lost from the counters."""
-    served = serve(repository)
-    with served.grpc_client() as client:
+    before = settled(server, "ctr")
+    with server.grpc_client() as client:
         for _ in range(5):
             for _ in range(5):
                 np.testing.assert_array_equal(ask_ctr(client), ctr_answer(IDS, DENSE))
-            touch(repository / "ctr" / "1")
+            touch(server.repository / "ctr" / "1")
             client.load_model("ctr")
         ask_ctr(client)
 
-        wait_until(lambda: counters(served, model="ctr")["hotrow_requests_total"] == 26, "all requests to be counted")
+    assert counted_since(server, "ctr", before, 26)["hotrow_requests_total"] == 26
 
 
-def test_a_damaged_version_is_refused_and_the_old_one_serves(serve: Serve, repository: Path) -> None:
+def test_a_damaged_version_is_refused_and_the_old_one_serves(server: Served) -> None:
     """A version whose bytes are damaged does not load; the error names the file, and the old version goes on."""
-    served = serve(repository)
-    write_ctr(repository / "ctr" / "2", scale=3)
-    vectors = repository / "ctr" / "2" / "tables" / "item" / "emb_vector"
+    write_ctr(server.repository / "ctr" / "2", scale=3)
+    vectors = server.repository / "ctr" / "2" / "tables" / "item" / "emb_vector"
     vectors.write_bytes(b"\x01" + vectors.read_bytes()[1:])
-    with served.grpc_client() as client:
+    with server.grpc_client() as client:
         with pytest.raises(InferenceServerException, match="emb_vector: damaged"):
             client.load_model("ctr")
 
@@ -71,38 +89,38 @@ def test_a_damaged_version_is_refused_and_the_old_one_serves(serve: Serve, repos
         ('key: "max_samples_per_request" value { string_value: "0" }', "'max_samples_per_request' cannot be '0'"),
     ],
 )
-def test_wrong_settings_are_refused(serve: Serve, repository: Path, parameter: str, message: str) -> None:
+def test_wrong_settings_are_refused(server: Served, parameter: str, message: str) -> None:
     """A parameter that is no setting, or has no allowed value, keeps the model from loading and is named."""
-    with (repository / "ctr" / "config.pbtxt").open("a", encoding="utf-8") as config:
-        config.write(f"parameters {{ {parameter} }}\n")
+    write_with(server, "wrong", f"parameters {{ {parameter} }}\n")
 
-    with pytest.raises(AssertionError, match=message):
-        serve(repository)
+    with server.grpc_client() as client, pytest.raises(InferenceServerException, match=message):
+        client.load_model("wrong")
+    shutil.rmtree(server.repository / "wrong")
 
 
-def test_tritons_own_parameters_are_none_of_ours(serve: Serve, repository: Path) -> None:
+def test_tritons_own_parameters_are_none_of_ours(server: Served) -> None:
     """Parameters in capitals belong to Triton's Python backend and are left to it."""
-    with (repository / "ctr" / "config.pbtxt").open("a", encoding="utf-8") as config:
-        config.write('parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "yes" } }\n')
-        config.write('parameters { key: "unknown_keys" value { string_value: "reject" } }\n')
-    served = serve(repository)
+    ours = 'parameters { key: "unknown_keys" value { string_value: "reject" } }\n'
+    theirs = 'parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "yes" } }\n'
+    write_with(server, "both", theirs + ours)
 
-    with served.grpc_client() as client:
-        np.testing.assert_array_equal(ask_ctr(client), ctr_answer(IDS, DENSE))
+    with server.grpc_client() as client:
+        client.load_model("both")
+        np.testing.assert_array_equal(ask_ctr(client, "both"), ctr_answer(IDS, DENSE))
         with pytest.raises(InferenceServerException, match="unknown keys: ") as caught:
-            ask(client, "ctr", {"ids": IDS + 1000, "dense": DENSE})
+            ask(client, "both", {"ids": IDS + 1000, "dense": DENSE})
     assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
 
 
-def test_a_response_cache_is_warned_of(serve: Serve, repository: Path) -> None:
+def test_a_response_cache_is_warned_of(server: Served) -> None:
     """Triton answers from it whatever has become of the rows, so the server's log says so."""
-    with (repository / "ctr" / "config.pbtxt").open("a", encoding="utf-8") as config:
-        config.write("response_cache { enable: true }\n")
-    served = serve(repository)
+    write_with(server, "cached", "response_cache { enable: true }\n")
 
-    with served.grpc_client() as client:
-        np.testing.assert_array_equal(ask_ctr(client), ctr_answer(IDS, DENSE))
-    assert "model 'ctr' has response_cache: Triton repeats old answers" in "".join(served.errors)
+    with server.grpc_client() as client:
+        client.load_model("cached")
+        np.testing.assert_array_equal(ask_ctr(client, "cached"), ctr_answer(IDS, DENSE))
+    warning = "model 'cached' has response_cache: Triton repeats old answers"
+    wait_until(lambda: warning in "".join(server.errors), "the warning")
 
 
 def test_metrics_may_be_off(serve: Serve, repository: Path) -> None:
