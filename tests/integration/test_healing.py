@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,7 +13,7 @@ import psutil
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from tests.testing.programs import PROGRAM_S
+from tests.testing.command_line import hotrow, run_main
 from tests.testing.served import Serve, Served, is_ready, is_running
 from tests.testing.served_requests import DENSE, IDS, ask, counters
 from tests.testing.servers import wait_until
@@ -55,15 +53,9 @@ def scale_of(served: Served) -> float | None:
     return float((answer / ctr_answer(IDS, DENSE)).mean())
 
 
-def hotrow(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command, as a person or a probe runs it."""
-    command = [sys.executable, "-m", "hotrow", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_S, check=False)
-
-
 def is_healthy(served: Served) -> bool:
     """Whether `hotrow health` says that the server is healthy."""
-    return hotrow("health", "--model", "ctr", "--url", served.grpc).returncode == 0
+    return run_main("health", "--model", "ctr", "--url", served.grpc).code == 0
 
 
 def restarts(served: Served, model: str) -> float:
@@ -113,18 +105,18 @@ def test_health_notices_without_a_watchdog(serve: Serve, repository: Path, numbe
     launcher.suspend()
     served.stub("ctr").send_signal(number)
 
-    result = hotrow("health", "--model", "ctr", "--url", served.grpc)
+    ended = run_main("health", "--model", "ctr", "--url", served.grpc)
 
     launcher.kill()  # which takes less time than a stop that waits for the lost process
     served.process.wait()
-    assert result.returncode == 1
-    assert result.stderr.count("\n") == 1
+    assert ended.code == 1
+    assert ended.err.count("\n") == 1
 
 
 def test_the_version_that_was_chosen_comes_back(serve: Serve, repository: Path) -> None:
     """A loss does not undo a roll-back, nor load a version that was only published; a bare load then does."""
     served = serve(repository)
-    assert hotrow("roll-back", "ctr", "--url", served.grpc).returncode == 0
+    hotrow("roll-back", "ctr", "--url", served.grpc)
     write_ctr(repository / "ctr" / "3", scale=5)
 
     served.stub("ctr", version=1).kill()
@@ -179,7 +171,7 @@ def test_a_load_that_is_under_way_when_a_process_is_lost_is_not_undone(serve: Se
         wait_until(lambda: load.done() or bool(served.stubs("ctr", 1)), "the load to begin")
         with suppress(psutil.NoSuchProcess):  # the load has been faster
             lost.suspend()
-    assert load.result().returncode == 0
+    load.result()
     wait_until(lambda: not is_running(lost), "the end of the lost process")
 
     await_scale(served, 1)
@@ -188,7 +180,7 @@ def test_a_load_that_is_under_way_when_a_process_is_lost_is_not_undone(serve: Se
 def test_a_server_that_goes_down_with_a_backend_process_is_started_again(serve: Serve, repository: Path) -> None:
     """Its ports, models and versions come back; the loss is counted."""
     served = serve(repository)
-    assert hotrow("load", "ctr", "--version", "1", "--url", served.grpc).returncode == 0
+    hotrow("load", "ctr", "--version", "1", "--url", served.grpc)
     server = served.server()
     lost = served.stub("ctr", version=1)
     lost.kill()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,11 +18,11 @@ from tritonclient.utils import InferenceServerException
 from inference_session.importers.hugectr import import_hugectr
 from tests.testing import served_requests
 from tests.testing.broker import Broker
-from tests.testing.command_line import hotrow
+from tests.testing.command_line import hotrow, run_main
 from tests.testing.example_models import ExampleModels
 from tests.testing.hugectr_evaluator import Evaluator
 from tests.testing.hugectr_source import Requests, Source, array_of, place_small, requests_of
-from tests.testing.programs import PROGRAM_S
+from tests.testing.programs import run_program
 from tests.testing.served import Serve, Served, is_ready, start
 from tests.testing.served_requests import counted_since, settled
 from tests.testing.servers import wait_until
@@ -244,7 +243,8 @@ def test_models_are_healthy(in_place: Served, name: str) -> None:
     """`hotrow health` gets an answer although it does not know how tensors must agree; no request fails."""
     before = settled(in_place, name)
 
-    assert health(in_place, name) == (0, "")
+    ended = run_main("health", "--model", name, "--url", in_place.grpc, "--timeout", 60)
+    assert (ended.code, ended.err) == (0, "")
 
     grown = counted_since(in_place, name, before, 1)
     assert grown["hotrow_requests_total"] == 1
@@ -255,16 +255,10 @@ def test_a_model_of_another_machine_is_healthy(
     in_place: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where `hotrow health` cannot read the server's key, a refusal by the model is an answer."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # read as a process starts
 
-    assert health(in_place, "hugectr_wdl") == (0, "")
-
-
-def health(served: Served, name: str) -> tuple[int, str]:
-    """Exit status and stderr of `hotrow health`."""
-    command = [sys.executable, "-m", "hotrow", "health", "--model", name, "--url", served.grpc, "--timeout", "60"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_S, check=False)
-    return result.returncode, result.stderr
+    options = ("--model", "hugectr_wdl", "--url", in_place.grpc, "--timeout", "60")
+    run_program(sys.executable, "-m", "hotrow", "health", *options)
 
 
 def switch_to_v2(v2: Path, folder: Path, *, keep_rows: bool) -> None:

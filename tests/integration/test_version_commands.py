@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import psutil
@@ -16,8 +14,8 @@ import pytest
 from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException
 
-from hotrow.command_line import main
 from inference_session.version_directory import manifest
+from tests.testing.command_line import run_main
 from tests.testing.served import NUMPY_1, Served, start
 from tests.testing.served_requests import DENSE, IDS, ask
 from tests.testing.servers import wait_until
@@ -50,38 +48,20 @@ def model(server: Served, request: pytest.FixtureRequest) -> str:
     return name
 
 
-class Result(NamedTuple):
-    """What a command printed, and its exit code."""
-
-    code: int
-    out: str
-    err: str
-
-
-def hotrow(*arguments: object) -> Result:
-    """The command line, in this process: starting one takes longer than what it does."""
-    out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        patch.setattr("sys.argv", ["hotrow", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            main()
-    return Result(int(caught.value.code or 0), out.getvalue(), err.getvalue())
-
-
 def succeed(*arguments: object) -> str:
     """What a command prints that is expected to succeed."""
-    result = hotrow(*arguments)
-    assert (result.code, result.err) == (0, "")
-    return result.out
+    ended = run_main(*arguments)
+    assert (ended.code, ended.err) == (0, "")
+    return ended.out
 
 
 def fail(*arguments: object) -> str:
     """The one line of a command that is expected to fail."""
-    result = hotrow(*arguments)
-    assert result.code == 1
-    assert result.err.startswith("hotrow: ")
-    assert result.err.count("\n") == 1
-    return result.err
+    ended = run_main(*arguments)
+    assert ended.code == 1
+    assert ended.err.startswith("hotrow: ")
+    assert ended.err.count("\n") == 1
+    return ended.err
 
 
 def answers(server: Served, model: str) -> NDArray[np.float32]:
