@@ -28,6 +28,7 @@ class HashEmbedding(HashTable):
     `key % world_size`; all ranks must look up and go backward the same number of times.
     """
 
+    @torch._disable_dynamo  # torch.compile leaves the look-up out, and compiles what is around it
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name that torch gives it
         """Keys, integers of any shape, to vectors [the same, embedding_dim], float32 or what `.to` made of it.
 
@@ -66,6 +67,7 @@ class HashEmbeddingBag(HashTable):
         super().__init__(embedding_dim, optimizer, initializer, **options)
         self.mode, self.include_last_offset = mode, include_last_offset
 
+    @torch._disable_dynamo
     def forward(
         self,
         input: Tensor,  # noqa: A002  the name that torch gives it

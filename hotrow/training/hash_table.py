@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, NoReturn
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -51,6 +53,25 @@ class _PendingGradients(NamedTuple):
     """The generation of the row numbers."""
 
 
+class _Backward:
+    """The gradients that one backward finds for one table. It lasts as long as that backward, also if that fails."""
+
+    def __init__(self, table: HashTable) -> None:
+        self.gradients: list[_PendingGradients] = []
+        self._table = table
+
+    def learn(self) -> None:
+        """Learn them, at the end of backward."""
+        with torch.no_grad(), _ONE_THREAD:
+            self._table.learn(self.gradients)
+
+
+_ONE_THREAD = threading.RLock()
+"""Held by whoever adds rows or changes them: several threads may train one model. Not held while ranks wait."""
+_BACKWARDS: WeakValueDictionary[tuple[int, int], _Backward] = WeakValueDictionary()
+"""By the number of a backward that is under way, and the identity of its table. Autograd holds them until its end."""
+
+
 class HashTable(nn.Module):
     """The common part of `HashEmbedding` and `HashEmbeddingBag`: rows by keys."""
 
@@ -58,7 +79,6 @@ class HashTable(nn.Module):
     _learns = True
     _dtype = torch.float32
     """Of the vectors that a look-up answers."""
-    _backward = -1
 
     def __init__(
         self,
@@ -109,7 +129,6 @@ class HashTable(nn.Module):
         place = torch.get_default_device() if device is None else torch.device(device)
         counts_use = max_rows is not None or max_age is not None
         self._rows = HashRows(_initial(initializer, embedding_dim), self.optimizer, place, counts_use=counts_use)
-        self._learning: list[_PendingGradients] = []
 
     # Rows in bulk
 
@@ -203,25 +222,28 @@ class HashTable(nn.Module):
         num_ranks = _place().num_ranks
         if num_ranks == 1:
             found, places = distinct(keys)
-            rows = self._rows_of(found)
-            return LookUp(self._rows.vectors, rows, places, self._learner(rows, found))
+            with _ONE_THREAD:
+                rows = self._rows_of(found)
+                return LookUp(self._rows.vectors, rows, places, self._learner(rows, found))
         found, places, counts = distinct_by_owner(keys, num_ranks)
         exchange = KeyExchange(counts)
         requested = exchange.to_owners(found[: exchange.num_keys])
-        rows = self._rows_of(requested)
-        learn = self._learner(rows, requested)
+        self._share_initial()
+        with _ONE_THREAD:
+            rows = self._rows_of(requested)
+            learn, vectors = self._learner(rows, requested), self._rows.vectors
         scale = 1 / num_ranks if self._is_averaged() else 1.0
 
         def send(gradients: Tensor) -> None:
             learn(exchange.to_owners(gradients if scale == 1 else gradients.mul_(scale)))
 
-        vectors = exchange.back(gather(self._rows.vectors, rows))
-        return LookUp(vectors, torch.arange(exchange.num_keys, device=self.device), places, send)
+        return LookUp(
+            exchange.back(gather(vectors, rows)), torch.arange(exchange.num_keys, device=self.device), places, send
+        )
 
     def _rows_of(self, keys: Tensor) -> Tensor:
         if not self.training:
             return self._rows.find(keys)
-        self._share_initial()
         with torch.inference_mode(False):  # rows that are made there could never be changed
             if self.padding_idx is None:
                 return self._rows.find_or_add(keys)
@@ -232,7 +254,7 @@ class HashTable(nn.Module):
 
     def _share_initial(self) -> None:
         """New rows are the same on any number of ranks, also if these were seeded differently."""
-        if not self._is_shared and _place().num_ranks > 1:
+        if self.training and not self._is_shared:
             dist.broadcast(self._rows.initial, 0)
             self._is_shared = True
 
@@ -259,18 +281,15 @@ class HashTable(nn.Module):
 
     def _learn_later(self, learning: _PendingGradients) -> None:
         """Learn at the end of backward, because a batch may use an embedding more than once."""
-        backward = torch._C._current_graph_task_id()
-        if backward != self._backward:  # what is left of an earlier one belongs to a failed backward
-            self._backward, self._learning = backward, []
-            torch.autograd.Variable._execution_engine.queue_callback(self._learn)
-        self._learning.append(learning)
+        number = torch._C._current_graph_task_id(), id(self)
+        backward = _BACKWARDS.get(number)
+        if backward is None:
+            backward = _BACKWARDS[number] = _Backward(self)
+            torch.autograd.Variable._execution_engine.queue_callback(backward.learn)
+        backward.gradients.append(learning)
 
-    def _learn(self) -> None:
-        with torch.no_grad():
-            self._learn_waiting()
-
-    def _learn_waiting(self) -> None:
-        learning, self._learning = self._learning, []
+    def learn(self, learning: Sequence[_PendingGradients]) -> None:
+        """Apply the optimizer to what one backward found; autograd calls it."""
         rows = [
             item.rows if item.generation == self._rows.generation else self._rows.find(item.keys) for item in learning
         ]

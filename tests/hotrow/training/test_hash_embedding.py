@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import strategies as st  # noqa: E402
 from torch import autograd, nn  # noqa: E402
 
 from hotrow import training  # noqa: E402
+from hotrow.training import hash_table  # noqa: E402
 from hotrow.training.key_index import DeviceIndex, HashIndex, SortedIndex, distinct  # noqa: E402
 from inference_session.errors import ConfigurationError  # noqa: E402
 
@@ -575,3 +577,55 @@ def test_the_module_moves_and_shows_itself(device: str) -> None:
     assert torch.equal(embedding.to("cpu")(_int64([1, 2])), vectors.cpu())
     assert torch.equal(embedding.to(device)(_int64([1, 2])), vectors)
     assert repr(embedding) == "HashEmbedding(2, rows=2, optimizer=SGD(lr=0.5), key_dtype=torch.int64)"
+
+
+def test_several_threads_train_one_table() -> None:
+    """Each of their steps counts, also while the table grows."""
+    embedding = training.HashEmbedding(DIM, optimizer=training.SGD(1.0), initializer=nn.init.zeros_)
+    batches = [[torch.randint(0, 50_000, (500,)) for _ in range(60)] for _ in range(4)]
+
+    def train(batches: list[Any]) -> None:
+        for keys in batches:
+            embedding(keys).sum().backward()
+
+    threads = [threading.Thread(target=train, args=(own,)) for own in batches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    keys, counts = torch.cat([keys for own in batches for keys in own]).unique(return_counts=True)
+    assert embedding.steps == 240
+    assert len(embedding) == len(keys)
+    assert torch.equal(embedding.eval()(keys), -counts[:, None].expand(-1, DIM).float())
+
+
+def test_a_failed_backward_leaves_nothing_to_learn() -> None:
+    """Of its gradients none is learned by the next one, and none stays in memory."""
+    embedding = training.HashEmbedding(DIM, optimizer=training.SGD(1.0), initializer=nn.init.zeros_)
+
+    def fail(_gradient: Any) -> None:
+        raise ValueError("no gradient")
+
+    failing, learning = embedding(_int64([1])), embedding(_int64([2]))
+    failing.register_hook(fail)
+    with pytest.raises(ValueError, match="no gradient"):
+        (failing.sum() + learning.sum()).backward()
+    assert not hash_table._BACKWARDS
+    embedding(_int64([3])).sum().backward()
+    assert embedding.eval()(_int64([1, 2, 3]))[:, 0].tolist() == [0, 0, -1]
+
+
+@pytest.mark.parametrize("kind", [training.HashEmbedding, partial(training.HashEmbeddingBag, mode="sum")])
+def test_a_compiled_model_learns_as_one_that_is_not(kind: Any) -> None:
+    """What is around the look-up is compiled; the look-up is not traced, so batches of all sizes need no new code."""
+    torch._dynamo.reset()
+    models = [nn.Sequential(kind(DIM, training.SGD(0.1), nn.init.ones_), nn.Linear(DIM, 2)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    compiled = torch.compile(models[1], backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=False, recompile_limit=3, fail_on_recompile_limit_hit=True):
+        for size in (5, 9, 3, 20, 7, 31, 12, 40, 2):
+            keys = torch.randint(0, 60, (size, 4))
+            for model in (models[0], compiled):
+                model(keys).pow(2).sum().backward()
+    everything = torch.arange(60)[:, None]
+    assert torch.equal(models[0].eval()[0](everything), models[1].eval()[0](everything))
