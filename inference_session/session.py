@@ -297,7 +297,7 @@ class InferenceSession:
     def _run_from_gpu(self, inputs: Mapping[str, ArrayLike], outputs: Sequence[str] | None) -> Answer | HotrowError:
         """As `run`, for inputs of which some are on a GPU; they are not joined with other requests."""
         self._check_open()
-        take = self.replicas.all[0].thread.device.given if self._reads_gpu_inputs else None
+        take = self.replicas.all[0].device.given if self._reads_gpu_inputs else None
         try:
             arrays = inputs_with_gpu(inputs, self._input_types, take)
         except HotrowError:

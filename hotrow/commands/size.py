@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -128,15 +128,15 @@ def command(
     from hotrow.sizing_report import SizingReport, show
     from hotrow.traced_tables import read_traces
 
-    spec, named, cache_bytes, items, places = _memory(directory, cache_bytes, processes, devices, shard)
+    needed = _memory(directory, cache_bytes, processes, devices, shard)
     kept = sampled_keys or _SAMPLED_KEYS
-    tables = read_traces(spec, traces, trace_format, sampled_keys=kept) if traces else {}
+    tables = read_traces(needed.spec, traces, trace_format, sampled_keys=kept) if traces else {}
     report = SizingReport(
-        version_dir=named,
-        spec=spec,
-        cache_bytes=cache_bytes,
-        items=items,
-        places=places,
+        version_dir=needed.version_dir,
+        spec=needed.spec,
+        cache_bytes=needed.cache_bytes,
+        items=needed.items,
+        places=needed.places,
         target=target,
         tables=tables,
     )
@@ -150,10 +150,21 @@ def command(
         show(report)
 
 
+class _NeededMemory(NamedTuple):
+    """What a version needs where it is deployed."""
+
+    spec: ModelSpec
+    version_dir: Path
+    """As the user named it."""
+    cache_bytes: int
+    items: list[MemoryItem]
+    places: dict[str, Place]
+    """Where GPUs have each table, by its name."""
+
+
 def _memory(
     directory: Path, cache_bytes: int | None, processes: int | None, devices: int, shard: Shard | None
-) -> tuple[ModelSpec, Path, int, list[MemoryItem], dict[str, Place]]:
-    """The model, its version as named, its cache size, what needs memory, and the GPU placement of tables."""
+) -> _NeededMemory:
     from hotrow.served_version import served_version
     from inference_session.device.placement import places_of
     from inference_session.sizing.memory import memory_items
@@ -183,7 +194,7 @@ def _memory(
         )
         places = places_of(spec.tables, cache_bytes, devices, shard or "none") if rows_on_device else []
     named = {table.name: place for table, place in zip(spec.tables, places, strict=False)}
-    return spec, version.named, cache_bytes, items, named
+    return _NeededMemory(spec, version.named, cache_bytes, items, named)
 
 
 def _check_plots(plots: Iterable[Path]) -> None:

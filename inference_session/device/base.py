@@ -5,12 +5,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import InvalidRequestError
+
+
+class UsedMemory(NamedTuple):
+    """How much of a device's memory a request has taken."""
+
+    number: int
+    """Of the memory: requests at the same time have others."""
+    pinned: tuple[int, int]
+    device: tuple[int, int]
+    """See Arena.mark."""
 
 
 class Device(ABC):
@@ -45,12 +55,12 @@ class Device(ABC):
         """As `request`, for launches on preallocated memory: none is taken from the device."""
         return self.request()
 
-    def mark(self) -> Any:
-        """How much of the device's memory the request has taken, for `skip`."""
+    def used(self) -> UsedMemory | None:
+        """How much memory the request has taken, for `skip`; None: the device does not use it again."""
         return None
 
-    def skip(self, mark: Any) -> None:  # noqa: B027  only devices that reuse memory have something to do
-        """Leave alone the memory up to the mark that another request set; call it before this one takes any."""
+    def skip(self, used: UsedMemory | None) -> None:  # noqa: B027  only devices that reuse memory have something to do
+        """Leave alone the memory that another request has taken; call it before this one takes any."""
 
     @abstractmethod
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:

@@ -25,7 +25,7 @@ from cupy_backends.cuda.api.runtime import CUDARuntimeError
 from numpy.typing import NDArray
 
 from inference_session.device.arena import Arena
-from inference_session.device.base import Device
+from inference_session.device.base import Device, UsedMemory
 from inference_session.device.cuda_memory import memory_checked
 from inference_session.device.pinned import pinned_empty
 from inference_session.errors import InvalidRequestError, UnavailableError
@@ -177,16 +177,15 @@ class CudaDevice(Device):
         for arena, mark in zip(arenas, marks, strict=True):
             arena.reset(mark)
 
-    def mark(self) -> tuple[int, tuple[int, int], tuple[int, int]]:
+    def used(self) -> UsedMemory:
         """See Device."""
-        return self._memory.number, self._memory.pinned.mark(), self._memory.device.mark()
+        return UsedMemory(self._memory.number, self._memory.pinned.mark(), self._memory.device.mark())
 
-    def skip(self, mark: tuple[int, tuple[int, int], tuple[int, int]]) -> None:
+    def skip(self, used: UsedMemory | None) -> None:
         """See Device."""
-        number, pinned, device = mark
-        if number == self._memory.number:  # else all of this memory is another's
-            self._memory.pinned.reset(pinned)
-            self._memory.device.reset(device)
+        if used is not None and used.number == self._memory.number:  # else all of this memory is another's
+            self._memory.pinned.reset(used.pinned)
+            self._memory.device.reset(used.device)
 
     def wait(self) -> None:
         """Wait until all that was launched has ended; UnavailableError where the device has failed."""

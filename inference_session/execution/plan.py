@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.dense_engine.base import BoundRun, DenseEngine
-from inference_session.device.base import Device
+from inference_session.device.base import Device, UsedMemory
 from inference_session.execution.key_stager import KeyStager
 from inference_session.execution.lookups import Geometry, ModelLookups
 from inference_session.kernels.records import Lookup, address_of
@@ -181,7 +181,7 @@ class RaggedPlan(BoundPlan):
         network: BoundRun,
         *,
         staged: list[StagedValues],
-        used: Any,
+        used: UsedMemory | None,
     ) -> None:
         """Describe what all batches use.
 
@@ -191,7 +191,7 @@ class RaggedPlan(BoundPlan):
             lookup: its segments lead to the vectors that the network reads.
             network: the bound network.
             staged: the memory of the inputs that the network reads.
-            used: the device's memory up to here is used (Device.mark).
+            used: the device's memory up to here is used (Device.used).
         """
         super().__init__(device, network, plan.outputs)
         self._plan, self._lookup, self._staged, self._used = plan, lookup, staged, used
@@ -269,7 +269,7 @@ class ExecutionPlans:
             staged = [StagedValues((name,), array) for name, array in network.inputs.items()]
             lookup = Lookup(segments, plan.keys.num_keys, device.counts(len(segments)), plan.prepared_lookup)
             if self._lookups.is_ragged(batch):
-                return RaggedPlan(device, plan, lookup, network, staged=staged, used=device.mark())
+                return RaggedPlan(device, plan, lookup, network, staged=staged, used=device.used())
             lookup.num_keys = plan.keys.stage(segments, trial)
             lookup.repeat = self._rows.repeated(lookup)
             lookup.addresses = lookup.find_addresses()

@@ -85,6 +85,11 @@ class Replica:
     num_given: int = 0
     """All batches that the device has finished, with answers or with an error."""
 
+    @property
+    def device(self) -> Device:
+        """Where the networks run."""
+        return self.thread.device
+
 
 class Replicas:
     """The same model on several devices, or on one. Safe to use from several threads."""
@@ -121,7 +126,7 @@ class Replicas:
     @property
     def failure(self) -> str | None:
         """Why a device cannot be used any more; None: all can."""
-        return next((each.thread.device.failure for each in self.all if each.thread.device.failure is not None), None)
+        return next((each.device.failure for each in self.all if each.device.failure is not None), None)
 
     def close(self) -> None:
         """End the devices' threads; work that waits for them is done before."""

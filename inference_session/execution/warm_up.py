@@ -63,7 +63,7 @@ def warm_up(
         answer: answers a batch on the device.
     """
     spec = replica.network.spec
-    batches = made_up_batches(spec, layout, on_gpu=replica.thread.device is not HOST)
+    batches = made_up_batches(spec, layout, on_gpu=replica.device is not HOST)
     answer(next(batches))  # without a time limit: kernels and network must be ready
     deadline = time.monotonic() + seconds
     if seconds:

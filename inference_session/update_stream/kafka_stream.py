@@ -26,7 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from inference_session.errors import StoreError, UnavailableError
 from inference_session.model_spec import TableSpec
@@ -62,6 +62,16 @@ _HOLD_S = 10.0
 """How long `held` waits for what is being applied: as long as a call of a store may take."""
 
 _log = logging.getLogger(__name__)
+
+
+class _Consumed(NamedTuple):
+    """Messages that were taken together."""
+
+    by_topic: Mapping[str, MessageBatch]
+    oldest_ms: int
+    """When the oldest of them was published; 0: there are none."""
+    ends: Mapping[Partition, int]
+    """The offsets of the ends that partitions have been read up to."""
 
 
 class KafkaUpdateStream:
@@ -213,35 +223,34 @@ class KafkaUpdateStream:
             self._followed.discover()
             self._discover_at = time.monotonic() + DISCOVERY_S
         self._followed.assign()
-        by_topic, oldest_ms, ends = self._consume()
-        if by_topic:
+        consumed = self._consume()
+        if consumed.by_topic:
             self._rests.rest()
-            self._apply_all(by_topic, oldest_ms)
-        if ends:
-            self._followed.reach(ends)
-        self._followed.note_ends(ends)
+            self._apply_all(consumed)
+        if consumed.ends:
+            self._followed.reach(consumed.ends)
+        self._followed.note_ends(consumed.ends)
         if time.monotonic() >= self._save_at:
             self._save()
 
-    def _consume(self) -> tuple[dict[str, MessageBatch], int, dict[Partition, int]]:
-        """Messages by topic; the time in ms at which the oldest was published; where partitions have their end."""
+    def _consume(self) -> _Consumed:
         by_topic: defaultdict[str, MessageBatch] = defaultdict(MessageBatch)
         ends: dict[Partition, int] = {}
         oldest_ms: list[int] = []
-        for consumed in self._take():
+        for messages in self._take():
             if self._lost_broker.is_set():  # all that came with this is read again, after the last message applied
                 self._lost_broker.clear()
                 self._followed.suspect_all()
             if not self._followed.positions.are_proved:
-                consumed = [message for message in consumed if self._followed.is_new(message)]  # noqa: PLW2901
-            whole = [message for message in consumed if not message.error()]
+                messages = [message for message in messages if self._followed.is_new(message)]  # noqa: PLW2901
+            whole = [message for message in messages if not message.error()]
             for topic, group in groupby(whole, Message.topic):
-                messages = list(group)
-                oldest_ms.append(messages[0].timestamp()[1])
-                by_topic[topic].add(messages, self._since_ms)
-            if len(whole) < len(consumed):
-                ends.update(self._ends_among([message for message in consumed if message.error()]))
-        return by_topic, min(oldest_ms, default=0), ends
+                own = list(group)
+                oldest_ms.append(own[0].timestamp()[1])
+                by_topic[topic].add(own, self._since_ms)
+            if len(whole) < len(messages):
+                ends.update(self._ends_among([message for message in messages if message.error()]))
+        return _Consumed(by_topic, min(oldest_ms, default=0), ends)
 
     def _ends_among(self, failed: Iterable[Any]) -> Iterator[tuple[Partition, int]]:
         """The ends of partitions, from end events among the messages; other events report failures."""
@@ -278,15 +287,15 @@ class KafkaUpdateStream:
             self._rests.rest()
         self._has_more = True
 
-    def _apply_all(self, by_topic: Mapping[str, MessageBatch], oldest_ms: int) -> None:
-        self._stats.begin(oldest_ms / 1000 if oldest_ms > 0 else time.time())
-        for topic, messages in by_topic.items():
+    def _apply_all(self, consumed: _Consumed) -> None:
+        self._stats.begin(consumed.oldest_ms / 1000 if consumed.oldest_ms > 0 else time.time())
+        for topic, messages in consumed.by_topic.items():
             topic_id = self._followed.positions.topic_ids.get(topic, "")
             self._updates.apply(topic, topic_id, messages)
             # Not the client's own count, which includes the end of a partition as a message.
             for partition, last in messages.reached.items():
                 self._followed.positions.apply((topic, partition), last)
-        self._stats.end(sum(messages.num_messages for messages in by_topic.values()))
+        self._stats.end(sum(messages.num_messages for messages in consumed.by_topic.values()))
         self._followed.measure_lag()
 
     def _save(self) -> None:

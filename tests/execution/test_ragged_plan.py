@@ -62,11 +62,11 @@ class RepeatingDevice(HostDevice):
     def stage_keys(self, parts: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
         return self.stage(np.concatenate(parts, axis=None, dtype=np.int64))
 
-    def mark(self) -> Any:
+    def used(self) -> Any:
         return self._arena.mark()
 
-    def skip(self, mark: Any) -> None:
-        self._arena.reset(mark)
+    def skip(self, used: Any) -> None:
+        self._arena.reset(used)
 
 
 class PlacedEcho(Echo):
