@@ -14,7 +14,7 @@ def read_regular_file(path: Path, *, max_bytes: int | None = None) -> bytes:
     Raises:
         OSError: it cannot be read, is not a regular file, or is larger than `max_bytes`.
     """
-    with open(path, "rb", opener=_open_at_once) as file:
+    with open(path, "rb", opener=open_at_once) as file:
         state = os.fstat(file.fileno())
         if not stat.S_ISREG(state.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -23,6 +23,6 @@ def read_regular_file(path: Path, *, max_bytes: int | None = None) -> bytes:
         return file.read()
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    """Without waiting for the writer of a pipe."""
+def open_at_once(path: str, flags: int) -> int:
+    """An opener for `open` that does not wait for the writer of a pipe."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)

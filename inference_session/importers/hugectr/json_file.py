@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from inference_session.errors import HotrowError
+from inference_session.platform.regular_file import read_regular_file
 
 MAX_FILE_BYTES = 64 << 20
 
@@ -52,9 +53,7 @@ def field_name(field: FieldPath) -> str:
 def read_json(path: Path, error: type[HotrowError]) -> JsonFile:
     """Read a file whose top is an object; `error` names the file and, where known, the line."""
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise error(f"{path}: {path.stat().st_size} bytes; at most {MAX_FILE_BYTES} are allowed for a JSON file")
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_regular_file(path, max_bytes=MAX_FILE_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as cause:
         raise error(f"{path}: cannot be read as text: {cause}") from cause
     try:

@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
 from inference_session.errors import ModelFormatError
+from inference_session.platform.regular_file import open_at_once
 from inference_session.version_directory.protobuf_wire import BYTES, Field, message_fields
 
 _MODEL_GRAPH = 7
@@ -40,7 +41,10 @@ def read_skeleton(path: Path) -> tuple[ModelProto, dict[int, Blob]]:
     model = ModelProto()
     blobs: dict[int, Blob] = {}
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with (
+            open(path, "rb", opener=open_at_once) as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        ):
             model.ParseFromString(_model_bytes(path, data, blobs))
     except (OSError, ValueError, DecodeError) as error:
         raise ModelFormatError(f"{path}: not readable as an ONNX model: {error}") from error

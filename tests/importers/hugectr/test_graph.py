@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -197,12 +198,15 @@ def test_too_many_layers_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    """A missing file, or one that is not text."""
+    """A missing file, one that is not text, or a pipe, whose writer nobody waits for."""
     with pytest.raises(ModelFormatError, match=r"none.json: cannot be read"):
         read_graph(tmp_path / "none.json")
     (tmp_path / "graph.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ModelFormatError, match=r"graph.json: cannot be read as text"):
         read_graph(tmp_path / "graph.json")
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(ModelFormatError, match=r"pipe.json: cannot be read as text: .*not a regular file"):
+        read_graph(tmp_path / "pipe.json")
 
 
 LOSSES: list[tuple[Document, str]] = [
