@@ -122,6 +122,8 @@ class InferenceSession:
         cpu.compile_kernels()
         # Others may read these four, but only a session calls what changes them.
         self.layout, self.rows, self.replicas, self.kept_contexts = open_model(version, config, devices)
+        self.stages_arrays = self.replicas.all[0].staged is not None
+        """Whether `run_arrays` answers any requests to this model."""
         self._writer = self.rows[0].writer  # the same for all devices
         self._input_types = {tensor.name: np.dtype(tensor.dtype) for tensor in spec.inputs}
         if spec.ranking is not None:
@@ -152,11 +154,6 @@ class InferenceSession:
     def tables(self) -> tuple[str, ...]:
         """Names of the tables, as in the original model."""
         return tuple(table.name for table in self.spec.tables)
-
-    @property
-    def stages_arrays(self) -> bool:
-        """Whether `run_arrays` answers any requests to this model."""
-        return self.replicas.all[0].staged is not None
 
     def predict(self, inputs: Mapping[str, ArrayLike]) -> NDArray[np.float32]:
         """Predictions of all tasks: float32 [samples, labels], a column for each of `label_names`.
@@ -277,8 +274,13 @@ class InferenceSession:
             self._stats.count_contexts(num_contexts, num_samples, num_reused)
 
     def run_arrays(
-        self, arrays: Arrays, num_requests: int, outputs: Collection[str] | None = None, mark: Mark = unmarked
-    ) -> JoinedAnswer | None:
+        self,
+        arrays: Arrays,
+        num_requests: int,
+        outputs: Collection[str] | None = None,
+        mark: Mark = unmarked,
+        finish: Callable[[JoinedAnswer], Any] = JoinedAnswer.copied,
+    ) -> Any:
         """Answer requests that match the model's inputs exactly, by one look-up and one run of the network.
 
         Args:
@@ -286,13 +288,15 @@ class InferenceSession:
             num_requests: how many requests these are.
             outputs: what each of them asks for; None: all outputs.
             mark: see `run_many`.
+            finish: is called with the answer, in arrays that the next batch writes over.
 
         Returns:
-            None where the caller must use `run_many`, which takes any request, and says what is wrong with it.
+            What `finish` returned: by default a JoinedAnswer in arrays of its own. None where the caller must use
+            `run_many`, which takes any request, and says what is wrong with it.
         """
         if self._closed:
             self._check_open()
-        return self._fast_path.run(arrays, num_requests, outputs, mark, num_requests)
+        return self._fast_path.run(arrays, num_requests, outputs, mark, num_requests=num_requests, finish=finish)
 
     def _run_from_gpu(self, inputs: Mapping[str, ArrayLike], outputs: Sequence[str] | None) -> Answer | HotrowError:
         """As `run`, for inputs of which some are on a GPU; they are not joined with other requests."""

@@ -18,7 +18,9 @@ class BoundRun(ABC):
 
     @abstractmethod
     def run(self) -> list[np.ndarray[Any, Any]]:
-        """The outputs that were bound, in their order; see DenseEngine.run."""
+        """The outputs that were bound, in their order; see DenseEngine.run. The next run may write over them; those of
+        a run that returns the same list are in the same arrays.
+        """
 
 
 class DenseEngine(ABC):

@@ -6,19 +6,20 @@ other requests. They go through `InferenceSession.run_many`, which also says wha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from inference_session.errors import HotrowError
 from inference_session.execution.replicas import Replica, Replicas
-from inference_session.execution.staged_batch import Arrays, Staging
+from inference_session.execution.staged_batch import Arrays, StagedBatch, Staging
 from inference_session.execution.stages import Mark
 from inference_session.model_spec import ModelSpec
 from inference_session.requests.batch import Request, RequestLayout
-from inference_session.requests.outputs import Answer, JoinedAnswer
+from inference_session.requests.outputs import Answer, JoinedAnswer, RequestedOutputs
 from inference_session.requests.ranking_layout import gives_one_context, split_by_context
 from inference_session.stats import SessionStats
 
@@ -66,7 +67,9 @@ class FastPath:
         # Arrays on a GPU are no NumPy arrays: to be refused by compiled code, they would wait for the device.
         if not arrays or type(arrays[0]) is not np.ndarray:
             return None
-        joined = self.run(arrays, num_parts, requests[0].outputs, mark, len(requests))
+        joined: JoinedAnswer | None = self.run(
+            arrays, num_parts, requests[0].outputs, mark, num_requests=len(requests), finish=JoinedAnswer.copied
+        )
         return None if joined is None else joined.split()
 
     def arrays_of(self, requests: Sequence[Request]) -> Arrays | None:
@@ -88,8 +91,15 @@ class FastPath:
         return arrays
 
     def run(
-        self, arrays: Arrays, num_parts: int, outputs: Collection[str] | None, mark: Mark, num_requests: int
-    ) -> JoinedAnswer | None:
+        self,
+        arrays: Arrays,
+        num_parts: int,
+        outputs: Collection[str] | None,
+        mark: Mark,
+        *,
+        num_requests: int,
+        finish: Callable[[JoinedAnswer], Any],
+    ) -> Any:
         """See InferenceSession.run_arrays.
 
         The arrays are in `num_parts` parts: one for each request, or for each context of the only request.
@@ -99,7 +109,9 @@ class FastPath:
         replicas = self._replicas.all
         try:
             if len(replicas) == 1:
-                return self.run_on(replicas[0], arrays, num_parts, outputs, mark, num_requests=num_requests)
+                return self.run_on(
+                    replicas[0], arrays, num_parts, outputs, mark, num_requests=num_requests, finish=finish
+                )
             # A lambda would move the arguments of every request into cells.
             task = partial(
                 self.run_on,
@@ -109,7 +121,8 @@ class FastPath:
                 mark=mark,
                 num_requests=num_requests,
             )
-            return self._replicas.run(task)
+            joined = self._replicas.run(task)
+            return None if joined is None else finish(joined)  # in the caller's thread, not the device's
         except HotrowError:
             return None
 
@@ -122,7 +135,8 @@ class FastPath:
         mark: Mark,
         *,
         num_requests: int,
-    ) -> JoinedAnswer | None:
+        finish: Callable[[JoinedAnswer], Any] = JoinedAnswer.copied,
+    ) -> Any:
         """As `run`, on one device; raises what the look-up and the network raise."""
         model = replica.staged
         if model is None:
@@ -144,11 +158,24 @@ class FastPath:
                     return None
                 if self._recorder is not None:
                     self._recorder.record(batch.lookup)
-                counts = batch.counts.copy() if num_requests == num_parts else np.array([batch.num_samples])
                 self._stats.count_staged(batch.lookup, num_requests, batch.num_samples)
                 if self._ranks:
                     self._stats.count_contexts(batch.num_contexts, batch.num_samples, 0)
             mark("answer")
-            return self._layout.outputs.joined(results, wanted, counts, batch.num_samples)
+            joined = self._joined(batch, results, wanted)
+            if num_requests != num_parts:
+                joined = joined._replace(counts=np.array([batch.num_samples]))
+            return finish(joined)
         finally:
             model.give_back(staging)
+
+    def _joined(self, batch: StagedBatch, results: Sequence[NDArray[Any]], wanted: RequestedOutputs) -> JoinedAnswer:
+        """The answer to a batch. Most batches of a case have their results in the same arrays: it is the same then."""
+        last = batch.answer
+        if last is None or last[0] is not results or last[1] is not wanted:
+            joined = self._layout.outputs.joined(results, wanted, batch.counts, batch.num_samples)
+            # Predictions of several labels are no result, but made of some: each batch has its own.
+            is_results = {*map(id, joined.arrays)} <= {*map(id, results)}
+            batch.answer = (results, wanted, joined) if is_results else None
+            return joined
+        return last[2]

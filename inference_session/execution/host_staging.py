@@ -107,9 +107,10 @@ class HostStaging:
             batch = self._batch(case)
         if batch is None or self._bound_lookups is not None:
             return batch
-        lookup = batch.lookup  # `Rows.look_up` may replace parts of a Lookup
-        lookup = Lookup(lookup.segments, lookup.num_keys, lookup.num_unknown)
-        return batch._replace(lookup=lookup, look_up=partial(self._rows.look_up, lookup))
+        lookup = self._records[num_requests].lookup  # `Rows.look_up` may replace parts of a Lookup
+        batch.lookup = lookup = Lookup(lookup.segments, lookup.num_keys, lookup.num_unknown)
+        batch.look_up = partial(self._rows.look_up, lookup)
+        return batch
 
     def _batch(self, case: _Case) -> StagedBatch | None:
         """What all batches of a case have in common: making it takes longer than staging a request."""

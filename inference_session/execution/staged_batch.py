@@ -5,7 +5,7 @@
         batch = staging.fill(arrays, num_requests, outputs)        # None: `run_many` must answer these requests
         batch.look_up()                                            # vectors go where the network reads them
         results = batch.run.run()
-    model.give_back(staging)
+    model.give_back(staging)                                       # once the results have been used: they may be in it
 
 host_staging.py fulfils it on the processor, gathered_model.py on a GPU, ranking_staging.py for requests of either kind
 to a model with context inputs.
@@ -15,19 +15,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.dense_engine.base import BoundRun
 from inference_session.kernels.records import Lookup
+from inference_session.requests.outputs import JoinedAnswer
 
 Arrays: TypeAlias = "list[NDArray[Any]]"
 """The arrays of several requests: those of the first in the order of the model's inputs, then those of the next."""
 
 
-class StagedBatch(NamedTuple):
+@dataclass(slots=True)
+class StagedBatch:
     """A batch that has been staged."""
 
     lookup: Lookup
@@ -42,6 +45,8 @@ class StagedBatch(NamedTuple):
     """The contexts of all requests; in a model without contexts, each sample counts as one."""
     output_rows: NDArray[np.int64] | None = None
     """The row of each sample in the outputs. None: row i is that of sample i."""
+    answer: tuple[object, object, JoinedAnswer] | None = None
+    """The last answer, after the results and the requested outputs that it was made of."""
 
 
 class Staging(Protocol):

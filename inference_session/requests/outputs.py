@@ -15,6 +15,8 @@ from inference_session.model_spec import PREDICTIONS, ModelSpec
 Answer = dict[str, NDArray[Any]]
 _MAX_KNOWN = 256
 _FLOAT32 = np.dtype(np.float32)
+_COPY = np.ndarray.copy
+"""Mapped over arrays, it takes half as many instructions as a comprehension."""
 
 
 class RequestedOutputs(NamedTuple):
@@ -36,7 +38,11 @@ class JoinedAnswer(NamedTuple):
     arrays: list[NDArray[Any]]
     """An output for each of `names`. The rows of the first request come first, then those of the second, and so on."""
     counts: NDArray[np.int64]
-    """The samples of each request."""
+    """The samples of each request: int64 [requests], contiguous."""
+
+    def copied(self) -> JoinedAnswer:
+        """The same in memory of its own."""
+        return JoinedAnswer(self.names, list(map(_COPY, self.arrays)), self.counts.copy())
 
     def split(self) -> list[Answer]:
         """The answer of each request, as views."""

@@ -418,7 +418,7 @@ def test_a_bound_run_says_what_the_network_refuses(tmp_path: Path) -> None:
 
 
 def test_what_passes_through_a_network_is_not_the_memory_that_it_was_in(tmp_path: Path) -> None:
-    """Nor over the first run's outputs, which ONNX Runtime allocates."""
+    """Nor is it that of the first run's outputs, which ONNX Runtime allocates."""
     onnx.save(model_of("g (float[n] x) => (float[n] y) { y = Identity(x) }", {}), tmp_path / "m.onnx")
     x = np.zeros(5, np.float32)
     run = OnnxEngine(tmp_path / "m.onnx", num_threads=1).bind({"x": x}, ["y"])
@@ -426,9 +426,28 @@ def test_what_passes_through_a_network_is_not_the_memory_that_it_was_in(tmp_path
     answers = []
     for i in range(4):
         x[:] = i
-        answers.append(run.run()[0])
-    x[:] = 9
+        found = run.run()[0]
+        x[:] = 9
+        answers.append(found.copy())
     np.testing.assert_array_equal(answers, np.repeat(np.arange(4), 5).reshape(4, 5))
+
+
+@pytest.mark.parametrize("outputs", [None, ("OUTPUT0",), ("y", "x"), ("x", "OUTPUT0")])
+@pytest.mark.parametrize("labels", ["float[b, 4] x, float[b, 4] y", "float[b] x, float[b] y"])
+def test_each_batch_has_its_own_outputs(tmp_path: Path, labels: str, outputs: tuple[str, ...] | None) -> None:
+    """Those that are joined to predictions too, when other requests of equal sizes follow."""
+    last = "Identity(v)" if "4" in labels else "ReduceSum<keepdims = 0>(v, axis)"
+    text = f"m (int64[b] k) => ({labels}) {{ v = Gather(w, k)  r = {last}  x = Sigmoid(r)  y = Tanh(r) }}"
+    model = model_of(text, {"w": table(), "axis": np.array([1])})
+    directory = import_model(tmp_path, model).version_dir
+    rng = np.random.default_rng(0)
+    with InferenceSession.open(directory) as session, open_plain(directory) as plain:
+        for _ in range(4):
+            requests = [{"k": rng.integers(0, 1000, n)} for n in (2, 3)]
+            found = session.run_arrays([request["k"] for request in requests], 2, outputs)
+            expected = plain.run_many([Request(request, outputs) for request in requests])
+            for answer, wanted in zip(found.split(), expected, strict=True):
+                assert_same(answer, wanted)
 
 
 class _FullMemory:

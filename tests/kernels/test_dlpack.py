@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 
 from inference_session.kernels.array_headers import dtype_addresses
 from inference_session.kernels.cpu.arguments import Arguments
-from inference_session.kernels.cpu.dlpack import ELEMENT, MANAGED_TENSOR, MAX_RANK, describe_rows
+from inference_session.kernels.cpu.dlpack import (
+    ELEMENT,
+    IN_PLACE,
+    MANAGED_TENSOR,
+    MAX_RANK,
+    NO_ROOM,
+    NOT_DESCRIBED,
+    describe_rows,
+)
 from inference_session.kernels.records import address_of
 from inference_session.platform.dlpack_layout import CPU, KINDS
 from inference_session.requests.outputs import JoinedAnswer
@@ -27,10 +35,23 @@ new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char
 
 
 def describe(arrays: list[Any], counts: NDArray[np.int64], first: int = 0) -> NDArray[np.void] | None:
-    """The records; None: the kernel refuses."""
+    """The records of arrays that stay where they are; None: the kernel refuses."""
     records = np.zeros(first + len(arrays) * len(counts), MANAGED_TENSOR)
-    bound = Arguments(id(np.ndarray), MAX_BYTES, ELEMENTS, records).bound_to(describe_rows)
-    return records[first:] if bound(id(arrays), len(arrays), counts, first) else None
+    end = describe_into(records, np.zeros(0, np.uint8), arrays, counts, first, IN_PLACE)
+    assert end in {0, NOT_DESCRIBED}
+    return None if end == NOT_DESCRIBED else records[first:]
+
+
+def describe_into(  # noqa: PLR0917
+    records: NDArray[np.void],
+    values: NDArray[np.uint8],
+    arrays: list[Any],
+    counts: NDArray[np.int64],
+    first: int,
+    begin: int,
+) -> int:
+    bound = Arguments(id(np.ndarray), MAX_BYTES, ELEMENTS, records, values).bound_to(describe_rows)
+    return bound(id(arrays), len(arrays), id(counts), first, begin)
 
 
 class Described:
@@ -55,17 +76,25 @@ class Described:
     ),
     counts=st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any),
     first=st.integers(0, 3),
+    begin=st.sampled_from([IN_PLACE, 0, 64]),
     seed=st.integers(0, 99),
 )
-def test_each_request_gets_its_rows(outputs: list[Any], counts: list[int], first: int, seed: int) -> None:
-    """Request after request, in any number of dimensions and of any type."""
+def test_each_request_gets_its_rows(outputs: list[Any], counts: list[int], first: int, begin: int, seed: int) -> None:
+    """Request after request, in any number of dimensions and of any type, where they are and copied."""
     rng, total = np.random.default_rng(seed), sum(counts)
     arrays = [rng.integers(0, 100, (total, *shape)).astype(dtype) for dtype, shape in outputs]
     names = tuple(map(str, range(len(arrays))))
-    records = describe(arrays, np.array(counts), first)
+    answer = JoinedAnswer(names, arrays, np.array(counts))
+    wanted = [array.copy() for each in answer.split() for array in each.values()]
+    num_bytes = 0 if begin == IN_PLACE else begin + sum(-(-array.nbytes // 64) * 64 for array in arrays)
+    records, values = np.zeros(first + len(wanted), MANAGED_TENSOR), np.full(num_bytes, 7, np.uint8)
 
-    assert records is not None
-    wanted = [array for answer in JoinedAnswer(names, arrays, np.array(counts)).split() for array in answer.values()]
+    assert describe_into(records, values, arrays, answer.counts, first, begin) == num_bytes
+    if begin != IN_PLACE:
+        assert (values[:begin] == 7).all()
+        for array in arrays:
+            array.fill(0)
+    records = records[first:]
     for i, array in enumerate(wanted):
         # Copied, since an array that is left when the records are freed reads its record when it is freed itself.
         found = np.from_dlpack(Described(records[i : i + 1])).copy()
@@ -98,6 +127,16 @@ REFUSED = {
 def test_other_arrays_are_refused(case: str) -> None:
     assert describe([ROWS], np.array([1, 2])) is not None
     assert describe([ROWS, REFUSED[case]], np.array([1, 2])) is None
+
+
+def test_values_that_have_no_room_are_not_copied() -> None:
+    """Room for the second array would end behind the memory."""
+    arrays, counts = [ROWS, ROWS], np.array([3])
+    records = np.zeros(2, MANAGED_TENSOR)
+    for num_bytes, wanted in ((64 + ROWS.nbytes, 64 + ROWS.nbytes), (64 + ROWS.nbytes - 1, NO_ROOM), (0, NO_ROOM)):
+        values = np.zeros(num_bytes + 1, np.uint8)
+        assert describe_into(records, values[:-1], arrays, counts, 0, 0) == wanted
+        assert not values[-1]
 
 
 def test_batches_without_samples_are_refused() -> None:

@@ -132,16 +132,16 @@ class DenseEngineContract:
             np.testing.assert_allclose(found, expected(inputs)["click"], rtol=0, atol=self.tolerance)
 
     def test_bound_runs(self, engine: DenseEngine) -> None:
-        """An engine that binds memory reads its current content at each run, and answers in the caller's arrays."""
+        """An engine that binds memory reads its current content at each run, which may write over the last answer."""
         first, *others = (drawn_inputs(6, seed) for seed in range(4))
         bound = engine.bind({name: array.copy() for name, array in first.items()}, ["layer", "click"])
         if bound is None:
             return
-        answers = [bound.run()]
+        answers = [[array.copy() for array in bound.run()]]
         for inputs in others:
             for name, array in bound.inputs.items():
                 array[...] = inputs[name]
-            answers.append(bound.run())
+            answers.append([array.copy() for array in bound.run()])
         for inputs, found in zip((first, *others), answers, strict=True):
             for name, array in zip(["layer", "click"], found, strict=True):
                 np.testing.assert_allclose(array, expected(inputs)[name], rtol=0, atol=4 * self.tolerance)

@@ -13,7 +13,7 @@ from inference_session.errors import HotrowError, InvalidRequestError, Unavailab
 from inference_session.execution.stages import Mark, unmarked
 from inference_session.model_spec import ModelSpec
 from inference_session.requests.batch import Request
-from inference_session.requests.outputs import Answer
+from inference_session.requests.outputs import Answer, JoinedAnswer
 from inference_session.session import InferenceSession
 from inference_session.versions import VersionManager
 from triton_backend.backend.errors import triton_error
@@ -94,15 +94,19 @@ class RequestHandler:
         """The fast path for most requests: a list of arrays in, tensors out. None: it does not apply."""
         if not session.stages_arrays or (plain := self._plain.read(requests)) is None:
             return None
-        joined = session.run_arrays(plain[0], len(requests), plain[1], mark)
-        if joined is None:
-            return None
+        responses: list[TritonResponse] | None = session.run_arrays(
+            plain[0], len(requests), plain[1], mark, self._responses
+        )
+        return responses
+
+    def _responses(self, joined: JoinedAnswer) -> list[TritonResponse]:
+        """The responses to plain requests, with copies of their outputs."""
         if not self._has_own_inputs:
             joined = joined._replace(arrays=list(map(packed_array, joined.arrays)))
         maker = self._thread.tensors
         tensors = None if maker is None else maker.of(joined)
         if tensors is None:
-            return [self._response(answer, session.spec) for answer in joined.split()]
+            return [self._response(answer, self._versions.spec) for answer in joined.copied().split()]
         # The tensors of each request lie together: zip takes the same number of them for each response.
         by_request = map(list, zip(*[tensors] * len(joined.arrays), strict=True))
         if self._has_own_inputs:

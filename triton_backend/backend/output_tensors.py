@@ -3,7 +3,7 @@
 The stub's constructor for NumPy's arrays compares a dtype with up to 13 others, each of which it looks up by name: a
 tensor takes 2.6 microseconds. From a DLPack capsule it takes 1.6, although the stub copies the values once more. A stub
 that does not know NumPy 2 takes capsules only, and to make one in Python takes 5 microseconds more. So compiled code
-describes all tensors of a batch at once, in records to which capsules lead that are made once.
+copies and describes all tensors of a batch at once, in records to which capsules lead that are made once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 
 from inference_session.kernels.array_headers import can_read_arrays, dtype_addresses
 from inference_session.kernels.cpu.arguments import Arguments
-from inference_session.kernels.cpu.dlpack import ELEMENT, MANAGED_TENSOR, describe_rows
+from inference_session.kernels.cpu.dlpack import (
+    ELEMENT,
+    IN_PLACE,
+    MANAGED_TENSOR,
+    NO_ROOM,
+    NOT_DESCRIBED,
+    describe_rows,
+)
+from inference_session.kernels.machine_code import of_ints
 from inference_session.kernels.records import address_of
 from inference_session.platform.dlpack_layout import CPU, KINDS
 from inference_session.requests.outputs import JoinedAnswer
@@ -33,6 +41,8 @@ _ANY_SIZE = 1 << 40
 """For stubs that do not know this NumPy: they copy the values of every tensor."""
 _ARRAY_TYPE = id(np.ndarray)
 _FIRST_TENSORS = 64
+_VALUE_BYTES = 1 << 18
+"""Room for the values of a thread's tensors, to which compiled code copies them. NumPy copies those that do not fit."""
 
 _new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
     ("PyCapsule_New", ctypes.pythonapi)
@@ -49,17 +59,22 @@ class OutputTensors:
         self._max_bytes = _MAX_BYTES if knows_numpy() else _ANY_SIZE
         self._all_records: list[NDArray[np.void]] = []
         """Kept for good: tensors that were sent and not destroyed yet may still lead to any of them."""
+        self._values = np.empty(_VALUE_BYTES, np.uint8)
         self._answers: list[JoinedAnswer] = []
-        self._num_used = 0
+        """Those that had no room there."""
+        self._num_used = self._bytes_used = 0
         self._make_room(_FIRST_TENSORS)
 
     def release(self) -> None:
         """The tensors have been sent: their memory is used again."""
         self._answers.clear()
-        self._num_used = 0
+        self._num_used = self._bytes_used = 0
 
     def of(self, answer: JoinedAnswer) -> Iterator[Any] | None:
-        """A `pb_utils.Tensor` for each output of each request, one request after the other; None: not of these."""
+        """A `pb_utils.Tensor` for each output of each request, one request after the other; None: not of these.
+
+        The tensors have the values in memory of their own: that of the answer is free when the call returns.
+        """
         arrays, counts = answer.arrays, answer.counts
         begin, num = self._num_used, len(arrays) * len(counts)
         end = begin + num
@@ -67,10 +82,15 @@ class OutputTensors:
             begin, end = 0, num
             # Doubled: a batch whose requests are answered one by one makes many calls.
             self._make_room(2 * max(num, len(self._capsules)))
-        if not self._describe(id(arrays), len(arrays), counts, begin):
+        bytes_used = self._describe(id(arrays), len(arrays), id(counts), begin, self._bytes_used)
+        if bytes_used == NO_ROOM:
+            kept = answer.copied()
+            self._answers.append(kept)
+            is_described = self._describe(id(kept.arrays), len(arrays), id(counts), begin, IN_PLACE) != NOT_DESCRIBED
+            bytes_used = self._bytes_used if is_described else NOT_DESCRIBED
+        if bytes_used == NOT_DESCRIBED:
             return None
-        self._num_used = end
-        self._answers.append(answer)
+        self._num_used, self._bytes_used = end, bytes_used
         return map(self._from_dlpack, itertools.cycle(answer.names), self._capsules[begin:end])
 
     def _make_room(self, num_tensors: int) -> None:
@@ -80,7 +100,8 @@ class OutputTensors:
         records["shape_address"] = addresses + MANAGED_TENSOR.fields["shape"][1]  # type: ignore[index]
         # The stub renames a capsule, and takes it again by whatever name it has.
         capsules = [_new_capsule(address, _NAME, None) for address in addresses.tolist()]
-        describe = Arguments(_ARRAY_TYPE, self._max_bytes, self._elements, records).bound_to(describe_rows)
+        arguments = Arguments(_ARRAY_TYPE, self._max_bytes, self._elements, records, self._values)
+        describe = arguments.bound_to(of_ints(describe_rows))
         self._all_records.append(records)
         # Both of them together: after a MemoryError, capsules still lead to the records that are written.
         self._describe, self._capsules = describe, capsules

@@ -16,10 +16,17 @@ from inference_session.kernels.array_headers import (
     RANK,
     SIZES,
 )
-from inference_session.kernels.cpu.arguments import Arguments, array_at, int_at
-from inference_session.kernels.cpu.intrinsics import kernel, load
+from inference_session.kernels.cpu.arguments import array_at, int_at
+from inference_session.kernels.cpu.intrinsics import copy_bytes, kernel, load
+from inference_session.kernels.machine_code import of_ints
 
 MAX_RANK = 8
+NOT_DESCRIBED, NO_ROOM = -1, -2
+"""What `describe_rows` returns where an array has no such description or is too large, or its values have no room."""
+IN_PLACE = -1
+"""In place of where values begin: they stay where they are."""
+_BYTE = np.dtype(np.uint8)
+_LINE = 64
 
 MANAGED_TENSOR = np.dtype(
     [
@@ -48,8 +55,8 @@ ELEMENT = np.dtype(
 
 
 @kernel
-def describe_rows(arguments: int, items: int, num_arrays: int, counts: Any, first: int) -> Any:
-    """Describe the rows of each request in some arrays; False: an array has no such description, or is too large.
+def describe_rows(arguments: int, items: int, num_arrays: int, counts: int, first: int, begin: int) -> int:
+    """Copy some arrays, and describe the rows of each request in the copies. Returns where the next values may begin.
 
     Args:
         arguments: address of Arguments:
@@ -57,30 +64,40 @@ def describe_rows(arguments: int, items: int, num_arrays: int, counts: Any, firs
             max_bytes: of the rows of one request in one array, on average.
             elements: ELEMENT records of the types that are known.
             tensors: receives MANAGED_TENSOR records, request after request, whose other fields are set.
+            values: uint8, receives the elements of the arrays.
         items: address of a list of arrays, in each of which the rows of one request follow those of the other.
         num_arrays: its length.
-        counts: [requests] rows of each.
+        counts: address of an array, int64 [requests], contiguous: the rows of each.
         first: number of the first record.
+        begin: where in `values` there is room, or IN_PLACE.
     """
     array_type, max_bytes = int_at(arguments, 0), int_at(arguments, 1)
     elements, tensors = array_at(arguments, 2, ELEMENT), array_at(arguments, 3, MANAGED_TENSOR)
+    values, num_bytes = int_at(arguments, 4), len(array_at(arguments, 4, _BYTE))
     arrays, total = load(items + LIST_ITEMS, np.int64, 0), np.int64(0)
-    for count in counts:
-        total += count
+    num_requests, counts = load(load(counts + SIZES, np.int64, 0), np.int64, 0), load(counts + DATA, np.int64, 0)
+    for r in range(num_requests):
+        total += load(counts, np.int64, r)
     for a in range(num_arrays):
         array = load(arrays, np.int64, a)
         if load(array + OBJECT_TYPE, np.int64, 0) != array_type:
-            return False
+            return NOT_DESCRIBED
         row_bytes, element = _row_bytes(array, total, elements), _element_of(array, elements)
-        if row_bytes <= 0 or total <= 0 or row_bytes > max_bytes * len(counts) // total:
-            return False
+        if row_bytes <= 0 or total <= 0 or row_bytes > max_bytes * num_requests // total:
+            return NOT_DESCRIBED
         data = load(array + DATA, np.int64, 0)
-        for r in range(len(counts)):
-            tensor = tensors[first + r * num_arrays + a]
+        if begin != IN_PLACE:
+            if row_bytes * total > num_bytes - begin:
+                return NO_ROOM
+            copy_bytes(values + begin, data, row_bytes * total)
+            data = values + begin
+            begin = min((begin + row_bytes * total + _LINE - 1) // _LINE * _LINE, num_bytes)
+        for r in range(num_requests):
+            tensor, count = tensors[first + r * num_arrays + a], load(counts, np.int64, r)
             tensor.data, tensor.kind, tensor.bits = data, elements[element].kind, 8 * elements[element].bytes
-            _copy_shape(array, counts[r], tensor)
-            data += row_bytes * counts[r]
-    return True
+            _copy_shape(array, count, tensor)
+            data += row_bytes * count
+    return max(begin, 0)
 
 
 @kernel
@@ -122,6 +139,4 @@ def _element_of(array: int, elements: Any) -> Any:
 
 def compile_kernels() -> None:
     """Compile what is here, or load it from Numba's cache."""
-    arguments = Arguments(0, 0, np.zeros(0, ELEMENT), np.zeros(0, MANAGED_TENSOR))
-    nothing: list[Any] = []
-    arguments.bound_to(describe_rows)(id(nothing), 0, np.zeros(0, np.int64), 0)
+    of_ints(describe_rows)
