@@ -38,7 +38,7 @@ from inference_session import InferenceSession, Request
 from inference_session.importers.onnx import import_onnx
 from inference_session.model_spec import CANDIDATES
 from triton_backend.launcher.server import ServerOptions, TritonServer
-from triton_backend.repository.model_config import write_model_config
+from triton_backend.repository.config_writer import write_model_config
 
 Arrays = dict[str, NDArray[Any]]
 GOALS = {"din": 3.5, "mmoe": 4.0, "self_attention": 7.0, "dcn": 2.0, "dlrm": 1.5, "two_towers": 1.5}

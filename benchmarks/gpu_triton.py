@@ -39,7 +39,7 @@ from perf_analyzer import measure, perf_analyzer
 from inference_session.model_spec import DENSE_FILE, TABLES_FOLDER, LookupSpec, ModelSpec, TableSpec, TensorSpec
 from inference_session.version_directory import manifest
 from triton_backend.launcher.server import ServerOptions, TritonServer
-from triton_backend.repository.model_config import write_model_config
+from triton_backend.repository.config_writer import write_model_config
 
 FEATURES, DENSE, DIM, HIDDEN = 26, 13, 128, (512, 256)
 MODELS = ("null", "by_hand", "hotrow")

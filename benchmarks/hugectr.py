@@ -30,7 +30,7 @@ from inference_session.importers.hugectr import import_hugectr
 from inference_session.model_spec import LookupSpec, ModelSpec, TensorSpec
 from inference_session.version_directory import manifest
 from triton_backend.launcher.server import ServerOptions, TritonServer
-from triton_backend.repository.model_config import write_model_config
+from triton_backend.repository.config_writer import write_model_config
 
 SLOTS = (2, 26)
 DIMS = (1, 16)

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from inference_session.model_spec import ModelSpec
 from triton_backend.launcher.server import ServerOptions, TritonServer
-from triton_backend.repository.model_config import write_model_config
+from triton_backend.repository.config_writer import write_model_config
 
 DISCLAIMER = "unofficial, not verified by MLCommons, random weights, no accuracy run"
 NAME = "dlrm_dcnv2"

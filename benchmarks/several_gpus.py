@@ -38,7 +38,8 @@ from inference_session.tables.placed_tables import open_cuda_tables
 from inference_session.tables.table_file import TableFile, write_table
 from inference_session.version_directory import manifest
 from triton_backend.launcher.server import ServerOptions, TritonServer
-from triton_backend.repository.model_config import ModelConfig, write_model_config
+from triton_backend.repository.config_writer import write_model_config
+from triton_backend.repository.model_config import ModelConfig
 
 NUM_GPUS = cupy.cuda.runtime.getDeviceCount()
 _CALLS, _ROUNDS = 5, 9

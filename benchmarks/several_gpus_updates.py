@@ -47,7 +47,7 @@ from inference_session.update_stream import Publisher
 from inference_session.version_directory import manifest
 from inference_session.versions.model_version import ModelVersion
 from triton_backend.launcher.server import ServerOptions, TritonServer
-from triton_backend.repository.model_config import write_model_config
+from triton_backend.repository.config_writer import write_model_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.testing.broker import Broker

@@ -42,7 +42,7 @@ from triton import FEATURES, SAMPLES, graph
 from inference_session import InferenceSession
 from inference_session.importers.onnx import import_onnx
 from triton_backend.launcher.server import ServerOptions, TritonServer
-from triton_backend.repository.model_config import write_model_config
+from triton_backend.repository.config_writer import write_model_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.testing.servers import RedisServer

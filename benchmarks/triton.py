@@ -36,7 +36,7 @@ from perf_analyzer import input_data, measure, perf_analyzer
 from inference_session.dense_engine.openvino import unusable_bfloat16
 from inference_session.importers.onnx import import_onnx
 from triton_backend.launcher.server import ServerOptions, TritonServer
-from triton_backend.repository.model_config import write_model_config
+from triton_backend.repository.config_writer import write_model_config
 
 FEATURES, SAMPLES = 26, 64
 MODELS = ("null", "hotrow", "take", "take_joined", "plain")

@@ -23,7 +23,7 @@ from inference_session.importers.hugectr import import_hugectr
 from inference_session.importers.hugectr.ps_fields import PsModel
 from inference_session.model_spec import ModelSpec
 from triton_backend.launcher.server import ServerOptions, TritonServer
-from triton_backend.repository.model_config import write_model_config
+from triton_backend.repository.config_writer import write_model_config
 
 BATCH_SIZE = 256
 ITERATIONS = click.option(

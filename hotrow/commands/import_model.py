@@ -78,7 +78,7 @@ def _configure(
     instances: int = 1,
 ) -> None:
     """Write the config.pbtxt of an imported version."""
-    from triton_backend.repository.model_config import write_model_config
+    from triton_backend.repository.config_writer import write_model_config
 
     write_model_config(
         version_dir, spec, name, max_batch_size=max_batch_size, standalone=standalone, num_instances=instances

@@ -13,12 +13,8 @@ from inference_session.model_spec import ModelSpec
 from inference_session.platform.memory import available_bytes
 from inference_session.platform.staging import MAX_VERSION
 from inference_session.version_directory import manifest
-from triton_backend.repository.model_config import (
-    MAX_BATCH_SIZE,
-    STANDALONE_CODE,
-    configured_cache_bytes,
-    write_model_config,
-)
+from triton_backend.repository.config_writer import STANDALONE_CODE, write_model_config
+from triton_backend.repository.model_config import MAX_BATCH_SIZE, configured_cache_bytes
 
 if TYPE_CHECKING:
     from inference_session.version_directory.publishing import PublishReport

@@ -31,7 +31,7 @@ from inference_session.model_spec import KEY_FILE, TABLES_FOLDER, VECTOR_FILE, M
 from inference_session.platform.staging import stage_version
 from inference_session.version_directory.manifest import write_manifest
 from inference_session.version_directory.publishing import share_unchanged
-from triton_backend.repository.model_config import write_model_config
+from triton_backend.repository.config_writer import write_model_config
 
 _SHARED_FILE = ".ranks"
 _TOLERANCE = 1e-5

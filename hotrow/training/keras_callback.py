@@ -20,7 +20,7 @@ from inference_session.errors import ConfigurationError, UnsupportedModelError
 from inference_session.importers.onnx import import_onnx
 from inference_session.model_spec import ModelSpec, folder_names
 from inference_session.update_stream.publisher import DEFAULT_TIMEOUT_S, Publisher
-from triton_backend.repository.model_config import write_model_config
+from triton_backend.repository.config_writer import write_model_config
 
 _CHUNK_ROWS = 1 << 16
 _NO_KEYS = np.empty(0, np.int64)

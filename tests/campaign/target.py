@@ -21,7 +21,7 @@ from tests.campaign.contents import MODEL, SPEC, TABLES, Arrays, every_key
 from tests.testing.served import Served, start
 from tests.testing.servers import PATIENCE_S, free_port, wait_until
 from triton_backend.client.server import RemoteServer
-from triton_backend.repository.model_config import write_model_config
+from triton_backend.repository.config_writer import write_model_config
 
 _LOADED = re.compile(r"hotrow_model_version_info\{.*\} 1$")
 

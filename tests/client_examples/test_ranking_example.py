@@ -15,7 +15,7 @@ from tests.testing import ROOT
 from tests.testing.onnx_models import model_of, table
 from tests.testing.programs import run_program
 from triton_backend.launcher.server import ServerOptions, TritonServer
-from triton_backend.repository.model_config import write_model_config
+from triton_backend.repository.config_writer import write_model_config
 
 TEXT = """ranker (int64[n] user_id, int64[n, length] clicks, int64[n] item_id) => (float[n, 1] score) {
     u = Gather(users, user_id)

@@ -45,7 +45,8 @@ from tests.testing.hugectr_graphs import GraphMaker
 from tests.testing.hugectr_source import Source
 from tests.testing.onnx_models import model_of, table
 from triton_backend.client.recorded_requests import read_requests
-from triton_backend.repository.model_config import ModelConfig, write_model_config
+from triton_backend.repository.config_writer import write_model_config
+from triton_backend.repository.model_config import ModelConfig
 
 
 def _small_model(folder: Path) -> Path:

@@ -13,7 +13,7 @@ from tests.testing.onnx_evaluation import run_network
 from tests.testing.onnx_models import import_model, model_of, table
 from tests.testing.served import Serve
 from tests.testing.served_requests import ask
-from triton_backend.repository.model_config import write_model_config
+from triton_backend.repository.config_writer import write_model_config
 
 pytestmark = pytest.mark.triton
 

@@ -27,7 +27,7 @@ from tests.testing.served import Serve, Served, is_ready, start
 from tests.testing.served_requests import counted_since, settled
 from tests.testing.servers import wait_until
 from tests.testing.triton_models import write_ctr
-from triton_backend.repository.model_config import write_model_config
+from triton_backend.repository.config_writer import write_model_config
 
 pytestmark = pytest.mark.triton
 

@@ -13,7 +13,7 @@ from inference_session.model_spec import ModelSpec
 from tests.testing.served import Serve, Served, metric
 from tests.testing.servers import wait_until
 from tests.testing.triton_models import ctr_answer, write_ctr
-from triton_backend.repository.model_config import write_model_config
+from triton_backend.repository.config_writer import write_model_config
 
 pytestmark = pytest.mark.triton
 

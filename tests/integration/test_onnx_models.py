@@ -17,7 +17,7 @@ from inference_session.importers.onnx import import_onnx
 from tests.testing.example_models import ExampleModels
 from tests.testing.served import Served, start
 from tests.testing.served_requests import ask
-from triton_backend.repository.model_config import write_model_config
+from triton_backend.repository.config_writer import write_model_config
 
 pytestmark = pytest.mark.triton
 

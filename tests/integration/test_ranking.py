@@ -19,7 +19,7 @@ from tests.testing.onnx_models import model_of, table
 from tests.testing.served import Served, start
 from tests.testing.served_requests import ask, counters, is_unregistered
 from tests.testing.servers import PATIENCE_S, wait_until
-from triton_backend.repository.model_config import write_model_config
+from triton_backend.repository.config_writer import write_model_config
 
 pytestmark = pytest.mark.triton
 

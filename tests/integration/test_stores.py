@@ -16,7 +16,7 @@ from tests.testing.example_models import ExampleModels
 from tests.testing.served import Serve, metric
 from tests.testing.served_requests import ask
 from tests.testing.servers import RedisServer, wait_until
-from triton_backend.repository.model_config import write_model_config
+from triton_backend.repository.config_writer import write_model_config
 
 pytestmark = pytest.mark.triton
 

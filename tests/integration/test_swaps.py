@@ -35,7 +35,7 @@ from tests.testing.servers import PATIENCE_MS, PATIENCE_S, RedisServer, wait_unt
 from tests.testing.triton_models import ctr_answer, write_ctr
 from triton_backend.backend.metric_records import NUM_KEPT
 from triton_backend.client.server import RemoteServer
-from triton_backend.repository.model_config import write_model_config
+from triton_backend.repository.config_writer import write_model_config
 
 pytestmark = pytest.mark.triton
 

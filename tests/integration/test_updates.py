@@ -17,7 +17,7 @@ from tests.testing.command_line import hotrow
 from tests.testing.served import Serve, Served, metric
 from tests.testing.servers import wait_until
 from triton_backend.client.server import RemoteServer
-from triton_backend.repository.model_config import write_model_config
+from triton_backend.repository.config_writer import write_model_config
 
 pytestmark = pytest.mark.triton
 

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 
 from inference_session.model_spec import LookupSpec, ModelSpec, TableSpec, TensorSpec
 from inference_session.version_directory.manifest import write_manifest
-from triton_backend.repository.model_config import write_model_config
+from triton_backend.repository.config_writer import write_model_config
 
 NUM_ROWS = 50
 TABLE: NDArray[np.float32] = np.arange(NUM_ROWS * 4, dtype=np.float32).reshape(NUM_ROWS, 4) / np.float32(64)

@@ -27,7 +27,7 @@ from triton_backend.backend.metrics import SessionMetrics, count_restarts
 from triton_backend.backend.settings import read_parameters
 from triton_backend.backend.tensors import check_types
 from triton_backend.backend.tracing import create_tracing
-from triton_backend.repository.model_config import check_config
+from triton_backend.repository.config_checks import check_config
 from triton_backend.repository.servable import SOURCE_LINK, VIEW_FOLDER
 
 _CACHED = (

@@ -10,8 +10,10 @@ import pytest
 from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.model_spec import ModelSpec, TensorSpec
 from tests.testing.hugectr_source import Source
+from triton_backend.repository.config_checks import check_config
+from triton_backend.repository.config_writer import write_model_config
 from triton_backend.repository.in_place import InPlaceModel, contradictions, read_model_folder
-from triton_backend.repository.model_config import ModelConfig, TensorConfig, check_config, write_model_config
+from triton_backend.repository.model_config import ModelConfig, TensorConfig
 from triton_backend.repository.servable import ps_json_variables
 
 

@@ -9,15 +9,11 @@ import pytest
 
 from inference_session.errors import ConfigurationError, UnsupportedModelError
 from inference_session.model_spec import ModelSpec, TensorSpec
+from triton_backend.repository.config_checks import check_config
+from triton_backend.repository.config_writer import write_model_config
 from triton_backend.repository.instances import suitable_instances
-from triton_backend.repository.model_config import (
-    ModelConfig,
-    TensorConfig,
-    check_config,
-    configured_instances,
-    describe,
-    write_model_config,
-)
+from triton_backend.repository.model_config import ModelConfig, TensorConfig, configured_instances
+from triton_backend.repository.model_description import describe
 
 
 def spec_of(inputs: list[TensorSpec], outputs: list[TensorSpec], **fields: object) -> ModelSpec:
