@@ -10,7 +10,6 @@ import ctypes
 import functools
 import struct
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -38,7 +37,7 @@ def can_read_arrays() -> bool:
     """Whether the places above are true in this process."""
     if sys.implementation.name != "cpython" or struct.calcsize("P") != _WORD_BYTES:
         return False
-    if sysconfig.get_config_var("Py_GIL_DISABLED") or sysconfig.get_config_var("Py_TRACE_REFS"):
+    if "t" in sys.abiflags or hasattr(sys, "getobjects"):  # without the GIL, or traces references
         return False
     sizes = object.__basicsize__, list.__basicsize__
     if sizes != (_OBJECT_BYTES, _LIST_BYTES) or np.ndarray.__basicsize__ < _HEADER_BYTES:

@@ -15,7 +15,7 @@ import pwd
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -77,7 +77,15 @@ class _Overloads(CompileResultCacheImpl):
 
     Numba parses the bitcode of each function that it loads, which takes five times as long as all else. Here it is
     parsed when a function is compiled that calls this one.
+
+    Numba also keeps an environment for each function that was compiled into this one, and imports their modules, some
+    of which are large parts of its compiler. Here those that the machine code does not read are left out.
     """
+
+    def reduce(self, data: Any) -> Any:
+        *reduced, environments = super().reduce(data)
+        code = str(data.library._final_module)
+        return *reduced, tuple(one for one in environments if code.count(one.env_name) > 1)  # once where it is declared
 
     def rebuild(self, target_context: Any, payload: Any) -> Any:
         (name, kind, (machine_code, bitcode)), description, *others = payload
@@ -168,10 +176,15 @@ def compiled(function: Callable[..., Any], signature: str | None = None, **optio
     if options.get("_nrt", True):  # machine code from the disk calls it; compiling would initialize it
         rtsys.initialize(cpu_target.target_context)
     dispatcher._cache = KeptCode(function)
+    dispatcher._compilation_chain_init_hook = _load_no_extensions
     if signature is not None:
         dispatcher.compile(signature)
         dispatcher.disable_compile()
     return dispatcher
+
+
+def _load_no_extensions() -> None:
+    """Before it loads a kernel, Numba would look through all installed packages for extensions of its compiler."""
 
 
 def of_ints(function: Function) -> Function:
@@ -214,7 +227,8 @@ def _is_ours(folder: Path) -> bool:
     """Whether no other user can have put machine code into a folder. A folder that is refused is logged."""
     above = [Path(chosen)] if (chosen := os.environ.get(FOLDER)) else []
     with suppress(OSError):
-        for path in (*above, folder, *folder.rglob("*")):
+        paths: tuple[Path | os.DirEntry[str], ...] = (*above, folder, *_below(folder))
+        for path in paths:
             if reason := open_to_others(path):
                 _log.warning(
                     "The compiled kernels in %s are not used, because they are code and %s. This process "
@@ -229,18 +243,27 @@ def _is_ours(folder: Path) -> bool:
     return True
 
 
-def open_to_others(path: Path) -> str | None:
+def _below(folder: Path | os.DirEntry[str]) -> Iterator[os.DirEntry[str]]:
+    """What lies in a folder and in its folders. There are many files where kernels have changed often."""
+    with suppress(PermissionError), os.scandir(folder) as entries:
+        for entry in entries:
+            yield entry
+            if entry.is_dir(follow_symlinks=False):
+                yield from _below(entry)
+
+
+def open_to_others(path: Path | os.DirEntry[str]) -> str | None:
     """Why users other than root and ours may write to a file or folder; None: they may not, or there is none."""
     try:
-        state = path.lstat()
+        state = path.stat(follow_symlinks=False)
     except FileNotFoundError:
         return None
     if state.st_uid not in (0, os.geteuid()):
-        return f"{path} belongs to another user ({state.st_uid})"
+        return f"{os.fspath(path)} belongs to another user ({state.st_uid})"
     if stat.S_ISLNK(state.st_mode):
-        return open_to_others(path.resolve())
+        return open_to_others(Path(path).resolve())
     if state.st_mode & stat.S_IWOTH:
-        return f"all users may write to {path}"
+        return f"all users may write to {os.fspath(path)}"
     if state.st_mode & stat.S_IWGRP and not is_private_group(state.st_gid):
         return f"users of group {state.st_gid} may write to {path}"
     return None

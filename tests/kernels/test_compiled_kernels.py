@@ -171,6 +171,22 @@ def test_a_loaded_kernel_is_compiled_into_another(programs: ForkedPrograms, modu
         assert done.stdout.split() == ["2", "1", "20", str(num_found)], done.stderr
 
 
+def test_a_kernel_is_loaded_without_modules_that_it_does_not_run(programs: ForkedPrograms, tmp_path: Path) -> None:
+    """Numba compiles a function of its module for arrays into this one, and looks for extensions of itself."""
+    (tmp_path / "outer.py").write_text(
+        f"{HEAD}import numpy as np\n@kernel\ndef outer(rows, a):\n    rows[0] = (a, a)\n    return a * 10\n"
+    )
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "NUMBA_CACHE_DIR": str(tmp_path / "compiled")}
+    program = (
+        "import sys, outer; from numba.core import entrypoints;"
+        "print(outer.outer(outer.np.zeros((1, 2)), 1), 'numba.np.arrayobj' in sys.modules);"
+        "print(entrypoints._already_initialized)"
+    )
+    for compiles in (True, False):
+        done = programs.run(program, environment)
+        assert done.stdout.split() == ["10", str(compiles), str(compiles)], done.stderr
+
+
 def test_processes_that_compile_for_different_types_at_once_keep_both_apart(
     programs: ForkedPrograms, tmp_path: Path
 ) -> None:

@@ -14,7 +14,6 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.np import arrayobj
 from numpy.typing import NDArray
 
 from inference_session.kernels.cpu.intrinsics import intrinsic, kernel, load, pointer_to
@@ -57,6 +56,8 @@ def array_at(_context: Any, _arguments: Any, _number: Any, kind: Any) -> Any:
     array = types.Array(kind.dtype, 1, "C")
 
     def build(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        from numba.np import arrayobj  # half of Numba, which processes that only load machine code do without
+
         address, number, _ = values
         word = ir.IntType(32)
         pair = builder.gep(pointer_to(builder, address, _PAIR), [number])

@@ -39,9 +39,14 @@ def kernel_with_gil(function: Function) -> Function:
 
 
 def _compiled(function: Function, *, nogil: bool) -> Function:
-    sources = _digest(Path(__file__).parents[1]), _digest(Path(function.__code__.co_filename).parent)
-    function.__qualname__ += "_".join(["", *sorted(set(sources))])
+    function.__qualname__ += _sources(function.__code__.co_filename)
     return cast("Function", compiled(function, nogil=nogil, error_model="numpy", _nrt=False, forceinline=True))
+
+
+@functools.cache
+def _sources(filename: str) -> str:
+    """What names the sources of all kernels, and of those beside a file."""
+    return "_".join(["", *sorted({_digest(Path(__file__).parents[1]), _digest(Path(filename).parent)})])
 
 
 @functools.cache
