@@ -174,6 +174,8 @@ def _flags(options: ServerOptions) -> list[str]:
         flags.append("--log-info=false")
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         flags += ["--allow-gpu-metrics=false", "--pinned-memory-pool-byte-size=0"]
+        # A thread reads the use of the processor and sleeps for half of this. A server that ends waits for it.
+        flags.append("--metrics-interval-ms=500")
     if options.restricted_key is not None:
         rule = f"{RESTRICTED_APIS}:{RESTRICTED_HEADER}={options.restricted_key}"
         flags += [f"--http-restricted-api={rule}", f"--grpc-restricted-protocol={rule}"]
