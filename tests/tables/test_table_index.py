@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from inference_session.errors import ModelFormatError
 from inference_session.model_spec import TableSpec
 from inference_session.tables import table_index
 from inference_session.tables.table_file import TableFile, write_table
 from inference_session.tables.table_index import build_index, ensure_index, open_index
+from tests.testing.forked import ForkedPrograms
 
-ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 def random_keys(count: int, seed: int = 0) -> np.ndarray:
@@ -106,45 +108,64 @@ def test_an_interrupted_build_leaves_the_old_index(tmp_path: Path) -> None:
     assert build_index(tmp_path, random_keys(500)).num_rows == 500
 
 
-BUILD = """
-import os, signal, sys
+IMPORTS = """
+from inference_session.tables import table_index
+def prepare():
+    table_index.ROWS_PER_STEP, table_index.ROWS_PER_CHECKPOINT = 100, 400
+"""
+KILLED = """
+import os, signal
 from pathlib import Path
 import numpy as np
 from inference_session.tables import table_index
-folder, last_call = Path(sys.argv[1]), int(sys.argv[2])
-table_index.ROWS_PER_STEP, table_index.ROWS_PER_CHECKPOINT = 100, 400
 calls = []
 def progress(num_rows):
     calls.append(num_rows)
-    if len(calls) == last_call:
+    if len(calls) == {last_call}:
         os.kill(os.getpid(), signal.SIGKILL)
-report = table_index.build_index(folder, np.load(folder / "keys.npy"), progress)
-print(calls[0], report.num_duplicates)
+folder = Path({folder!r})
+table_index.build_index(folder, np.load(folder / "keys.npy"), progress)
 """
 
 
+@pytest.fixture(scope="module")
+def builds() -> Iterator[ForkedPrograms]:
+    """Processes that build an index, and have imported what that needs."""
+    with ForkedPrograms(IMPORTS, ENVIRONMENT) as programs:
+        yield programs
+
+
+def kill_a_build(builds: ForkedPrograms, folder: Path, keys: NDArray[np.int64], last_call: int) -> None:
+    """Build an index in a process that is killed when it reports its progress for the nth time."""
+    np.save(folder / "keys.npy", keys)
+    killed = builds.run(KILLED.format(folder=str(folder), last_call=last_call), ENVIRONMENT)
+    assert killed.returncode == -signal.SIGKILL
+    assert not (folder / "index").exists()
+
+
 @pytest.mark.parametrize(("last_call", "resumed"), [(1, 100), (3, 100), (4, 400), (11, 800)])
-def test_a_killed_build_goes_on_where_its_last_checkpoint_was(last_call: int, resumed: int, tmp_path: Path) -> None:
+def test_a_killed_build_goes_on_where_its_last_checkpoint_was(
+    last_call: int, resumed: int, tmp_path: Path, builds: ForkedPrograms, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The file is the same, byte for byte, as one that was built without a break, duplicates counted."""
     keys = np.random.default_rng(0).integers(0, 700, 1500)
-    np.save(tmp_path / "keys.npy", keys)
-    command = [sys.executable, "-c", BUILD, str(tmp_path)]
-    killed = subprocess.run([*command, str(last_call)], cwd=ROOT, check=False)
-    assert killed.returncode == -signal.SIGKILL
-    assert not (tmp_path / "index").exists()
-    done = subprocess.run([*command, "0"], cwd=ROOT, check=True, capture_output=True, text=True)
-    assert done.stdout.split() == [str(resumed), str(len(keys) - len(np.unique(keys)))]
+    kill_a_build(builds, tmp_path, keys, last_call)
+    calls: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(table_index, "ROWS_PER_STEP", 100)
+        patch.setattr(table_index, "ROWS_PER_CHECKPOINT", 400)
+        report = build_index(tmp_path, keys, calls.append)
+    assert (calls[0], report.num_duplicates) == (resumed, len(keys) - len(np.unique(keys)))
     resumed_file = (tmp_path / "index").read_bytes()
     build_index(tmp_path, keys)
     assert (tmp_path / "index").read_bytes() == resumed_file
 
 
 @pytest.mark.parametrize("damage", ["other keys", "header", "size"])
-def test_what_a_killed_build_left_is_not_trusted_blindly(damage: str, tmp_path: Path) -> None:
+def test_what_a_killed_build_left_is_not_trusted_blindly(damage: str, tmp_path: Path, builds: ForkedPrograms) -> None:
     """Where the keys or the header do not fit, the build begins at the first row."""
     keys = random_keys(1500)
-    np.save(tmp_path / "keys.npy", keys)
-    subprocess.run([sys.executable, "-c", BUILD, str(tmp_path), "9"], cwd=ROOT, check=False)
+    kill_a_build(builds, tmp_path, keys, 9)
     partial = tmp_path / table_index.PARTIAL_FILE
     if damage == "other keys":
         keys[7] ^= 1
