@@ -8,7 +8,7 @@ the SHA-256 is compared with what was sent and with the MANIFEST.json that lists
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -20,6 +20,7 @@ from inference_session.model_source.create import create_source, split_place
 from inference_session.model_source.inventory import Inventory
 from inference_session.model_source.staged_copy import StagedCopy
 from inference_session.model_source.transfer import NUM_CHUNKS, FileTransfer, read_ahead
+from inference_session.platform.daemon_threads import DaemonThreads
 from inference_session.platform.progress import Progress
 
 NUM_FILES = 4
@@ -120,7 +121,7 @@ class Copy:
 
     def _compare(self, progress: Progress) -> None:
         """Raise ConfigurationError unless every byte at the target is that of the source."""
-        with create_source(self._target) as there, ThreadPoolExecutor(2 * NUM_CHUNKS) as readers:
+        with create_source(self._target) as there, DaemonThreads(2 * NUM_CHUNKS) as readers:
             for entry in self._inventory.files:
                 chunks = zip(read_ahead(self._origin, entry, readers), read_ahead(there, entry, readers), strict=True)
                 for ours, theirs in chunks:
@@ -135,7 +136,7 @@ class Copy:
     def _transfer(self, kept: dict[str, int], progress: Progress) -> OSError | ModelFormatError | None:
         """Copy all files, some at a time. Returns the error if a change of the source may have caused it."""
         stopped = Event()
-        with ThreadPoolExecutor(NUM_FILES * NUM_CHUNKS) as readers, ThreadPoolExecutor(NUM_FILES) as writers:
+        with DaemonThreads(NUM_FILES * NUM_CHUNKS) as readers, DaemonThreads(NUM_FILES) as writers:
             transfers = [
                 FileTransfer(
                     self._origin,
