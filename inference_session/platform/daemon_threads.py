@@ -20,8 +20,9 @@ class DaemonThreads(Executor):
     ends it: neither it nor the end of the process waits for them then, as they do for ThreadPoolExecutor's.
     """
 
-    def __init__(self, num_threads: int) -> None:
-        """Start the threads."""
+    def __init__(self, num_threads: int, initializer: Callable[[], object] | None = None) -> None:
+        """Start the threads; each calls the initializer first."""
+        self._initializer = initializer
         self._waiting: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(num_threads)]
         for thread in self._threads:
@@ -53,6 +54,8 @@ class DaemonThreads(Executor):
         self.shutdown(wait=not is_interrupted, cancel_futures=is_interrupted)
 
     def _work(self) -> None:
+        if self._initializer is not None:
+            self._initializer()
         while (item := self._waiting.get()) is not None:
             future, call = item
             if future.set_running_or_notify_cancel():

@@ -9,8 +9,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -25,6 +24,7 @@ from inference_session.model_spec import (
     TABLES_FOLDER,
     VECTOR_FILE,
 )
+from inference_session.platform.daemon_threads import DaemonThreads
 from inference_session.platform.json_records import MAX_JSON_BYTES, parse_json
 from inference_session.platform.pacing import yield_to_others
 from inference_session.platform.progress import Progress
@@ -35,6 +35,8 @@ from inference_session.version_directory.verified_files import FileState, Verifi
 MANIFEST_FILE = "MANIFEST.json"
 FORMAT = 1
 _CHUNK_BYTES = 4 << 20
+_MAX_READERS = min(32, (os.cpu_count() or 1) + 4)
+"""Files that are read at a time."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def write_manifest(
     names = {path.relative_to(directory).as_posix(): path for path in files}
     checksums = dict(known or {})
     unread = [name for name in names if name not in checksums]
-    with ThreadPoolExecutor() as threads:
+    with _readers(len(unread)) as threads:
         read = threads.map(lambda name: sha256_of(names[name], progress), unread)
         checksums.update(zip(unread, read, strict=True))
     entries = {name: {"bytes": path.stat().st_size, "sha256": checksums[name]} for name, path in names.items()}
@@ -119,10 +121,15 @@ def verify(
     entries = read_manifest(directory)
     present = [entry for entry in entries if _check_size(directory, entry, absent)]
     if checksums:
-        with ThreadPoolExecutor(initializer=yield_to_others) as threads:
+        with _readers(len(present), yield_to_others) as threads:
             for _ in threads.map(partial(_check_sum, directory, known=known, progress=progress), present):
                 pass
     _check_listed(directory, {entry.path for entry in entries})
+
+
+def _readers(num_files: int, initializer: Callable[[], object] | None = None) -> DaemonThreads:
+    """Threads that read files, of which one may take minutes."""
+    return DaemonThreads(min(num_files, _MAX_READERS), initializer)
 
 
 def file_states(directory: Path) -> tuple[FileState, ...]:

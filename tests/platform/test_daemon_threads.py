@@ -45,25 +45,31 @@ def test_calls_that_have_not_begun_can_be_cancelled() -> None:
         second.result()
 
 
-COPY_FROM_WHAT_DOES_NOT_ANSWER = """
+READ_WHAT_DOES_NOT_ANSWER = """
 import os, signal, sys, threading
+from pathlib import Path
 from inference_session.model_source import Copy, local_source
+from inference_session.version_directory import manifest
 
-def read(*_):
+def wait(*_):
     os.kill(os.getpid(), signal.SIGINT)
     threading.Event().wait()
 
-local_source.LocalSource.read = read
-with Copy(sys.argv[1], sys.argv[2]) as copy:
-    copy.run()
+local_source.LocalSource.read = manifest.sha256_of = wait
+if sys.argv[1] == "copy":
+    with Copy(sys.argv[2], sys.argv[3]) as copy:
+        copy.run()
+else:
+    manifest.write_manifest(Path(sys.argv[2]))
 """
 
 
-def test_an_interrupted_copy_does_not_wait_for_what_it_reads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("work", ["copy", "checksums"])
+def test_what_is_interrupted_does_not_wait_for_what_it_reads(tmp_path: Path, work: str) -> None:
     """Neither does the process when it ends."""
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "file").write_bytes(b"content")
-    command = [sys.executable, "-c", COPY_FROM_WHAT_DOES_NOT_ANSWER, tmp_path / "source", tmp_path / "target"]
+    command = [sys.executable, "-c", READ_WHAT_DOES_NOT_ANSWER, work, tmp_path / "source", tmp_path / "target"]
 
     done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_S, check=False)
 
