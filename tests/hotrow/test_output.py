@@ -15,7 +15,7 @@ import onnx
 import pytest
 
 from hotrow.output import print_json
-from tests.testing.command_line import hotrow
+from tests.testing.command_line import hotrow, run_main
 from tests.testing.onnx_models import model_of, table
 from tests.testing.programs import PROGRAM_S
 
@@ -42,9 +42,9 @@ def _run(*arguments: object, redirection: str = "", **environment: str) -> subpr
 def test_any_encoding_of_the_output_will_do(version_dir: Path, encoding: str) -> None:
     """Text has escapes for characters that it lacks, and JSON is right."""
     for arguments in (("inspect", version_dir), ("size", version_dir)):
-        done = _run(*arguments, PYTHONIOENCODING=encoding)
-        assert (done.returncode, done.stderr) == (0, b"")
-    described = json.loads(_run("inspect", version_dir, "--json", PYTHONIOENCODING=encoding).stdout.decode(encoding))
+        ended = run_main(*arguments, encoding=encoding)
+        assert (ended.code, ended.err) == (0, "")
+    described = json.loads(run_main("inspect", version_dir, "--json", encoding=encoding).out)
     assert described["tables"][0]["name"] == _NAME
 
 

@@ -27,11 +27,19 @@ def hotrow(*arguments: object) -> str:
     return result.stdout
 
 
-def run_main(*arguments: object) -> Ended:
-    """Run a command whether it succeeds or not, with the messages of its errors. Only the main thread can."""
-    out, err = io.StringIO(), io.StringIO()
+def run_main(*arguments: object, encoding: str = "utf-8") -> Ended:
+    """Run a command whether it succeeds or not, with the messages of its errors. Only the main thread can.
+
+    `encoding`: of standard output and standard error.
+    """
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.setattr("sys.argv", ["hotrow", *map(str, arguments)])
         with pytest.raises(SystemExit) as caught:
             main()
-    return Ended(int(caught.value.code or 0), out.getvalue(), err.getvalue())
+    return Ended(int(caught.value.code or 0), *map(_text, (out, err)))
+
+
+def _text(stream: io.TextIOWrapper) -> str:
+    stream.seek(0)
+    return stream.read()
