@@ -92,10 +92,12 @@ class RequestHandler:
         self, session: InferenceSession, requests: Sequence[TritonRequest], mark: Mark
     ) -> list[TritonResponse] | None:
         """The fast path for most requests: a list of arrays in, tensors out. None: it does not apply."""
-        if not session.stages_arrays or (plain := self._plain.read(requests)) is None:
+        plain = self._plain.read(requests) if session.stages_arrays else None
+        if plain is None:
             return None
+        arrays, outputs = plain
         responses: list[TritonResponse] | None = session.run_arrays(
-            plain[0], len(requests), plain[1], mark, self._responses
+            arrays, len(requests), outputs, mark, self._responses
         )
         return responses
 
