@@ -329,37 +329,48 @@ class Model:
         self._processes.wait()
         self._say(f"Dumping weights and optimizer states of {prefix!r}, iteration {iter}, successful")
 
-    def load_dense_weights(self, dense_model_file: str) -> None:
-        """Read dense weights, and running statistics if `<file>.ntp.json` is in the same folder."""
-        snapshot.load_dense_weights(self._compiled("load_dense_weights"), dense_model_file, self._data_source)
+    # The loads of 3.4 take a DataSourceParams, which names the files where it is for HDFS.
 
-    def load_dense_optimizer_states(self, dense_opt_states_file: str) -> None:
+    def load_dense_weights(self, dense_model_file: str, data_source_params: DataSourceParams | None = None) -> None:
+        """Read dense weights, and running statistics if `<file>.ntp.json` is in the same folder."""
+        trainer, place = self._compiled("load_dense_weights"), data_source_params or self._data_source
+        file = _on_hdfs(data_source_params, "hdfs_dense_model") or dense_model_file
+        snapshot.load_dense_weights(trainer, file, place)
+
+    def load_dense_optimizer_states(
+        self, dense_opt_states_file: str, data_source_params: DataSourceParams | None = None
+    ) -> None:
         """Read optimizer states of the dense network."""
-        trainer = self._compiled("load_dense_optimizer_states")
-        snapshot.load_dense_states(trainer, dense_opt_states_file, self._data_source)
+        trainer, place = self._compiled("load_dense_optimizer_states"), data_source_params or self._data_source
+        file = _on_hdfs(data_source_params, "hdfs_dense_opt_states") or dense_opt_states_file
+        snapshot.load_dense_states(trainer, file, place)
 
     def load_sparse_weights(
         self,
         sparse_embedding_files: Sequence[str] | Mapping[str, str] = (),
+        data_source_params: DataSourceParams | None = None,
         *,
         sparse_embedding_files_map: Mapping[str, str] | None = None,
     ) -> None:
         """Read tables, all of them by a list, or some by a dict of their names."""
         files = sparse_embedding_files_map or sparse_embedding_files
+        files = _on_hdfs(data_source_params, "hdfs_sparse_model") or files
         for table, place in self._by_table("load_sparse_weights", files):
-            snapshot.load_table(table, place, self._data_source, self._key_type)
+            snapshot.load_table(table, place, data_source_params or self._data_source, self._key_type)
 
     def load_sparse_optimizer_states(
         self,
         sparse_opt_states_files: Sequence[str] | Mapping[str, str] = (),
+        data_source_params: DataSourceParams | None = None,
         *,
         sparse_opt_states_files_map: Mapping[str, str] | None = None,
     ) -> None:
         """Read optimizer states of tables, after their weights; also those that HugeCTR wrote."""
         files = sparse_opt_states_files_map or sparse_opt_states_files
+        files, source = _on_hdfs(data_source_params, "hdfs_sparse_opt_states") or files, data_source_params
         layouts = {item.sparse_embedding_name: layout_of(item, self._solver) for item in self._design.embeddings}
         for table, place in self._by_table("load_sparse_optimizer_states", files):
-            snapshot.load_table_states(table, place, self._data_source, layouts[table.name], self._key_type)
+            snapshot.load_table_states(table, place, source or self._data_source, layouts[table.name], self._key_type)
 
     def freeze_dense(self) -> None:
         """Train the dense network no more."""
@@ -513,6 +524,11 @@ class Model:
     def _say(self, text: str) -> None:
         if self._processes.rank == 0:
             print(text, flush=True)
+
+
+def _on_hdfs(params: DataSourceParams | None, name: str) -> Any:
+    """The files of that name in parameters that are for HDFS; else nothing."""
+    return getattr(params, name) if params is not None and params.is_hdfs else None
 
 
 def _refuse_training_cache() -> NoReturn:

@@ -882,6 +882,30 @@ def test_values_of_layers_are_those_of_the_last_evaluation(small: Path) -> None:
     np.testing.assert_array_equal(model.check_out_tensor(name, hugectr.Tensor_t.Evaluate), logits)
 
 
+def test_files_to_load_may_be_named_by_a_data_source(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As release 3.4 takes them: those of HDFS are in DataSourceParams, those of this machine are given."""
+    model = make_model(SMALL, small)
+    model.save_params_to_files("a", 1)
+    local = hugectr.DataSourceParams()
+    model.load_dense_weights("a_dense_1.model", local)
+    model.load_sparse_weights(["a0_sparse_1.model"], local)
+    model.load_dense_optimizer_states("a_opt_dense_1.model", data_source_params=local)
+    model.load_sparse_optimizer_states(["a0_opt_sparse_1.model"], data_source_params=local)
+
+    remote = hugectr.DataSourceParams(
+        True, "name", 9870, hdfs_dense_model="a_dense_1.model", hdfs_dense_opt_states="a_opt_dense_1.model",
+        hdfs_sparse_model=["a0_sparse_1.model"], hdfs_sparse_opt_states=["a0_opt_sparse_1.model"],
+    )  # fmt: skip
+    asked = []
+    monkeypatch.setattr(hugectr.DataSourceParams, "place_of", lambda self, path: asked.append((self, path)) or path)
+    model.load_dense_weights("", remote)
+    model.load_sparse_weights([""], remote)
+    model.load_dense_optimizer_states("", remote)
+    model.load_sparse_optimizer_states([""], remote)
+    assert all(params is remote for params, _ in asked)
+    assert {*remote.hdfs_sparse_model, "a_dense_1.model", "a_opt_dense_1.model"} <= {path for _, path in asked}
+
+
 def test_misuse_of_hybrid_embeddings_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="'data': HybridSparseEmbedding and RawAsync are used together"):
         hybrid_model(tmp_path, [7, 11, 5], DataReaderType_t.Raw).compile()
