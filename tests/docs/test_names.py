@@ -63,6 +63,7 @@ FOREIGN = {
     *("_HOTROW_COMPLETE", "bash_source"),
     # HugeCTR, TorchRec and NCCL
     *("slot_id", "HashZchManagedCollisionModule", "NCCL_MIN_P2P_NCHANNELS"),
+    *("hierarchical_parameter_server", "sparse_operation_kit"),
 }
 """Names of other programs."""
 EXAMPLES = {

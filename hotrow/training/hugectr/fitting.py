@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from hotrow.training.hugectr.enums import MetricsType
@@ -46,6 +47,9 @@ class Trainable(Protocol):
     def get_eval_metrics(self) -> list[tuple[str, float]]:
         """Metrics since the last call."""
 
+    def export_predictions(self, output_prediction_file_name: str, output_label_file_name: str) -> None:
+        """Append what was evaluated last to two files."""
+
     def save_params_to_files(
         self,
         prefix: str,
@@ -67,6 +71,8 @@ class Fitting:
     snapshot: int
     snapshot_prefix: str
     data_source: DataSourceParams | None
+    predictions_prefix: str = ""
+    """Begins the names of the files that get what is evaluated; empty: none."""
 
     def __post_init__(self) -> None:
         for name in ("display", "eval_interval", "snapshot"):
@@ -136,7 +142,7 @@ class Fitting:
     def _evaluate(self, number: int, of: str) -> bool:
         """Whether AUC is above its target."""
         began = time.perf_counter()
-        self._evaluate_batches()
+        self._evaluate_batches(number)
         seconds = time.perf_counter() - began
         target = self.solver.metrics_spec.get(MetricsType.AUC, 1.0)
         is_hit = False
@@ -152,11 +158,17 @@ class Fitting:
             )
         return is_hit
 
-    def _evaluate_batches(self) -> None:
+    def _evaluate_batches(self, number: int) -> None:
+        prefix = self.predictions_prefix
+        files = (f"{prefix}_prediction_{number}", f"{prefix}_label_{number}") if prefix else ()
+        for file in files:
+            Path(file).unlink(missing_ok=True)  # of an earlier run; predictions are appended
         for _ in range(self.solver.max_eval_batches):
             if not self.model.eval():
                 self.model.get_data_reader_eval().set_source()
                 break
+            if files:
+                self.model.export_predictions(*files)
 
     def _announce(self, mode: str) -> None:
         solver = self.solver

@@ -17,7 +17,8 @@ from inference_session.importers.hugectr.json_file import JsonFile, read_json
 _SOLVER = frozenset(
     {
         "auc_threshold", "batchsize", "batchsize_eval", "dense_model_file", "dense_opt_states_file", "display",
-        "eval_batches", "eval_interval", "eval_metrics", "gpu", "input_key_type", "lr_policy", "max_eval_batches",
+        "eval_batches", "eval_interval", "eval_metrics", "export_predictions_prefix", "gpu",
+        "input_key_type", "lr_policy", "max_eval_batches",
         "max_eval_samples", "max_iter", "mixed_precision", "model_name", "num_epochs", "seed", "snapshot",
         "snapshot_prefix", "sparse_model_file", "sparse_opt_states_file",
     }
@@ -31,10 +32,11 @@ _WHOLE_NUMBERS = {
 }  # fmt: skip
 """Fields of the solver that are whole numbers, and the smallest that is allowed."""
 _TEXTS = frozenset(
-    {"dense_model_file", "dense_opt_states_file", "input_key_type", "lr_policy", "model_name", "snapshot_prefix"}
-)
-_REFUSED = {"export_predictions_prefix": "call Model.export_predictions after Model.eval in a script"}
-"""Fields of the solver that are not supported, and what to do in their place."""
+    {
+        "dense_model_file", "dense_opt_states_file", "export_predictions_prefix", "input_key_type", "lr_policy",
+        "model_name", "snapshot_prefix",
+    }
+)  # fmt: skip
 _SCHEDULE = ("warmup_steps", "decay_start", "decay_steps", "decay_power", "end_lr")
 
 
@@ -70,8 +72,6 @@ def read_configuration(path: Path) -> Configuration:
             file.fail((section,), "a list of layers is required" if kind is list else "an object is required")
     solver = file.document["solver"]
     for name in solver:
-        if name in _REFUSED:
-            file.fail(("solver", name), f"not supported: {_REFUSED[name]}")
         if name not in _SOLVER | _WITHOUT_EFFECT:
             file.fail(("solver", name), f"unknown; allowed: {', '.join(sorted(_SOLVER | _WITHOUT_EFFECT))}")
         if (allowed := _allowed(name, solver[name])) is not None:
@@ -100,6 +100,7 @@ def train(configuration: Configuration) -> Model:
         eval_interval=settings.get("eval_interval", 1000),
         snapshot=settings.get("snapshot", 10000),
         snapshot_prefix=configuration.prefix,
+        export_predictions_prefix=settings.get("export_predictions_prefix", ""),
     )
     model.save_params_to_files(configuration.prefix, model.get_learning_rate_scheduler().get_step())
     model.graph_to_json(f"{configuration.prefix}_graph.json")

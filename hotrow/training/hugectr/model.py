@@ -179,10 +179,13 @@ class Model:
         snapshot: int = 10000,
         snapshot_prefix: str = "",
         data_source_params: DataSourceParams | None = None,
+        *,
+        export_predictions_prefix: str = "",
     ) -> None:
         """Train `max_iter` iterations in repeat mode, else `num_epochs` epochs.
 
         Prints the loss every `display` iterations, evaluates every `eval_interval`, and saves every `snapshot`.
+        With `export_predictions_prefix`, an evaluation writes `<prefix>_prediction_<iter>` and `<prefix>_label_<iter>`.
 
         Raises:
             ConfigurationError: nothing is to be done.
@@ -191,8 +194,9 @@ class Model:
         """
         self._compiled("fit")
         run = Fitting(
-            self, self._solver, self._say, display, eval_interval, snapshot, snapshot_prefix, data_source_params
-        )
+            self, self._solver, self._say, display, eval_interval, snapshot, snapshot_prefix, data_source_params,
+            export_predictions_prefix,
+        )  # fmt: skip
         if self._solver.repeat_dataset:
             run.iterations(max_iter)
         else:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hotrow.training.hugectr.json_config import read_configuration, train
@@ -54,6 +55,22 @@ def test_training_goes_on_from_the_files_that_the_solver_names(tmp_path: Path, m
     assert Path("more/dcn_graph.json").exists()
 
 
+def test_evaluations_are_written_where_the_solver_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each anew, also where a run before has left files."""
+    monkeypatch.chdir(tmp_path)
+    make_data(SAMPLES["dcn"], tmp_path)
+    document = dcn_configuration()
+    document["solver"] |= {"export_predictions_prefix": "out", "max_iter": 21}
+    Path("a.json").write_text(json.dumps(document))
+    Path("out_label_10").write_text("1 0 ")
+    train(read_configuration(Path("a.json")))
+    for number in (10, 20):
+        predictions, labels = (np.loadtxt(f"out_{kind}_{number}") for kind in ("prediction", "label"))
+        assert predictions.shape == labels.shape == (200,)
+        assert ((predictions > 0) & (predictions < 1)).all()
+        assert {*labels.tolist()} == {0.0, 1.0}
+
+
 def test_fields_of_other_releases_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,10 +104,7 @@ def test_fields_of_other_releases_are_read(
         ({"solver": {"max_iter": 1, "model_name": 3}}, r"'solver\.model_name': found 3; allowed: text"),
         ({"solver": {"max_iter": 1, "eval_metrics": "AUC"}}, r"'solver\.eval_metrics': found 'AUC'; allowed: a list"),
         ({"solver": {"max_iter": 1, "auc_threshold": "x"}}, "auc_threshold is 'x'; allowed: numbers from 0"),
-        (
-            {"solver": {"max_iter": 1, "export_predictions_prefix": "a"}},
-            r"'solver\.export_predictions_prefix': not supported: call Model\.export_predictions",
-        ),
+        ({"solver": {"max_iter": 1, "export_predictions_prefix": 1}}, r"found 1; allowed: text"),
         ({"optimizer": {"type": "Best"}}, "'Best' is no Optimizer_t; allowed: 'Adam'"),
         ({"layers": []}, "the first layer must be of type 'Data'"),
         ({"layers": [{"type": "Data", "format": "Text"}]}, "found 'Text'; allowed: Norm, Raw, Parquet"),
