@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import mmap
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from inference_session.platform.large_pages import LARGE_PAGE_BYTES
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _MAX_SAMPLES = 256
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -22,6 +24,8 @@ def large_page_fraction(path: Path) -> float | None:
     num_pages = path.stat().st_size // LARGE_PAGE_BYTES
     if not num_pages:
         return None
+    import numpy as np  # here, because `hotrow inspect` of small tables needs it for nothing else
+
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         content = np.frombuffer(mapped, np.uint8)
         pages = np.unique(np.linspace(0, num_pages - 1, min(num_pages, _MAX_SAMPLES)).astype(np.int64))
