@@ -113,6 +113,23 @@ def test_health_notices_without_a_watchdog(serve: Serve, repository: Path, numbe
     assert ended.err.count("\n") == 1
 
 
+def test_a_model_of_any_allowed_name_is_replaced(serve: Serve, repository: Path) -> None:
+    """Triton does not decode what is escaped in an URL; and the models that follow such a name are replaced too."""
+    name = "a+b@c,d=e%20"
+    shutil.copytree(repository / "ctr", repository / name)
+    config = repository / name / "config.pbtxt"
+    config.write_text(config.read_text(encoding="utf-8").replace('"ctr"', f'"{name}"'), encoding="utf-8")
+    served = serve(repository)
+    await_scale(served, 3)
+
+    for model in (name, "ctr"):
+        served.stub(model).kill()
+        await_line(served, f"model {model!r} serves again")
+
+    await_scale(served, 3)
+    assert served.stop() == 0
+
+
 def test_the_version_that_was_chosen_comes_back(serve: Serve, repository: Path) -> None:
     """A loss does not undo a roll-back, nor load a version that was only published; a bare load then does."""
     served = serve(repository)

@@ -295,6 +295,7 @@ def test_a_folder_that_no_server_starts_from_is_refused(
         ({"rename": ("echo/1", "echo/one")}, "contains no version"),
         ({"rename": ("echo", "my echo")}, "model 'my echo': Triton starts its process through a shell"),
         ({"rename": ("echo", "echo;exit")}, "model 'echo;exit': Triton starts its process through a shell"),
+        ({"rename": ("echo", "écho")}, "allowed: ASCII letters, digits and any of"),
         ({"config": 'backend: "onnxruntime"'}, "this server has no backend 'onnxruntime'; backends: 'hotrow'"),
         ({"config": 'name: "x" backend: "python"'}, "name is 'x', but the folder is 'echo'"),
         ({"config": "backend: {"}, "not readable as a Triton model configuration: line 1"),

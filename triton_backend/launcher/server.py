@@ -29,7 +29,6 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, get_args
 from urllib.error import HTTPError
-from urllib.parse import quote
 
 from inference_session.errors import ConfigurationError, HotrowError, UnavailableError
 from triton_backend.client.probe import SERVE_FOLDER_PREFIX
@@ -56,6 +55,7 @@ from triton_backend.repository.servable import (
     ServableModel,
     begun_models,
     find_models,
+    in_url,
     is_plain,
     misread_entries,
 )
@@ -282,7 +282,7 @@ class TritonServer:
         """Unload all models; returns whether all requests were answered and all models closed in time."""
         deadline = time.monotonic() + UNLOAD_TIMEOUT_S
         for name in self._loaded_models():
-            path = f"v2/repository/models/{quote(name, safe='')}/unload"
+            path = f"v2/repository/models/{in_url(name)}/unload"
             self.request("POST", path, timeout=deadline - time.monotonic())
         while (left := self._loaded_models()) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -310,7 +310,7 @@ class TritonServer:
                 if self.options.own_tls is None:
                     raise  # else the clients' authority may differ from the server's, or the certificate is outdated
         body = json.dumps({"parameters": {"config": json.dumps(config)}}).encode()
-        self.request("POST", f"v2/repository/models/{quote(model, safe='')}/load", body, timeout=LOAD_TIMEOUT_S)
+        self.request("POST", f"v2/repository/models/{in_url(model)}/load", body, timeout=LOAD_TIMEOUT_S)
         return None
 
     def request(

@@ -29,7 +29,6 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.error import HTTPError
-from urllib.parse import quote
 
 from inference_session.errors import HotrowError
 from triton_backend.backend import heartbeat
@@ -39,7 +38,7 @@ from triton_backend.launcher import stubs
 from triton_backend.launcher.stubs import Stub
 from triton_backend.repository.chosen_versions import with_versions
 from triton_backend.repository.model_config import CONFIG_FILE
-from triton_backend.repository.servable import is_version
+from triton_backend.repository.servable import in_url, is_version
 
 POLL_S = 0.25
 OBSERVE_S = 2.0
@@ -177,7 +176,7 @@ class Watchdog:
 
     def _examine(self, stub: Stub) -> None:
         """Have a silent version answer a request. One that is being loaded is not asked."""
-        path = f"v2/models/{quote(stub.model, safe='')}/versions/{stub.version}"
+        path = f"v2/models/{in_url(stub.model)}/versions/{stub.version}"
         with suppress(OSError, HTTPException):
             metadata = json.loads(self._server.request("GET", path))
             headers, body = encode_probe(metadata["inputs"], self._server.probe_key)
@@ -276,7 +275,7 @@ class Watchdog:
             for model in set(self._loaded) - set(ready) - missing - (self._loading & healing):
                 self._loaded.pop(model, None)
             for model, versions in ready.items():
-                path = f"v2/models/{quote(model, safe='')}/config"
+                path = f"v2/models/{in_url(model)}/config"
                 config = json.loads(self._server.request("GET", path, timeout=patience_s))
                 self._loaded[model] = LoadedVersions(tuple(sorted(versions)), config)
 

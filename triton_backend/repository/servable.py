@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.model_spec import SESSION_FILE, ModelSpec
@@ -25,6 +26,7 @@ _PS_FLAG = re.compile(r"^--backend-config[=\n](hugectr|hps),ps=(.+)$", re.MULTIL
 _VERSION = re.compile(r"[1-9][0-9]*")
 _NUMBER_AT_START = re.compile(r"[ \t\n\v\f\r]*\+?[0-9]")
 _PLAIN = re.compile(r"[\w./+@%,=-]+")
+_PLAIN_NAME = re.compile(r"[\w.+@%,=-]+", re.ASCII)
 _IN_STUBS = IN_PLACE_BACKENDS | {"hotrow", "python"}
 """Backends whose models run in processes of their own."""
 
@@ -37,6 +39,11 @@ def is_version(name: str) -> bool:
 def is_plain(path: str) -> bool:
     """Whether a shell leaves it unchanged: Triton starts the processes of Python models through a shell."""
     return _PLAIN.fullmatch(path) is not None
+
+
+def in_url(model: str) -> str:
+    """A model's name in the path of an HTTP request. Triton 24.10 does not decode what is escaped there."""
+    return quote(model, safe="+@%,=")
 
 
 def ps_variable(backend: str) -> str:
@@ -153,11 +160,10 @@ def _check_model(folder: Path, backends: Sequence[str]) -> ServableModel:
         raise ConfigurationError(
             f"model {folder.name!r}: this server has no backend {config.backend!r}; backends: {_listed(backends)}"
         )
-    if config.backend in _IN_STUBS and not is_plain(folder.name):
+    if config.backend in _IN_STUBS and not _PLAIN_NAME.fullmatch(folder.name):
         raise ConfigurationError(
             f"model {folder.name!r}: Triton starts its process through a shell, which would misread this "
-            "name; allowed: "
-            f"letters, digits and any of .+@%,=_-; rename {folder}"
+            f"name; allowed: ASCII letters, digits and any of .+@%,=_-; rename {folder}"
         )
     versions = _versions(folder)
     for version in config.chosen_versions(versions):
