@@ -104,9 +104,9 @@ class Solver:
     training_callbacks: Sequence[Any] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("batchsize", "batchsize_eval", "warmup_steps", "decay_steps"):
+        for name, lowest in (("batchsize", 1), ("batchsize_eval", 1), ("warmup_steps", 0), ("decay_steps", 0)):
             value = getattr(self, name)
-            _check(is_whole(value) and value >= 1, "CreateSolver", name, value, "whole numbers from 1")
+            _check(is_whole(value) and value >= lowest, "CreateSolver", name, value, f"whole numbers from {lowest}")
         for name in ("lr", "end_lr", "decay_start", "max_eval_batches"):
             _check(is_from(0, getattr(self, name)), "CreateSolver", name, getattr(self, name), "numbers from 0")
         _check(is_from(1, self.decay_power), "CreateSolver", "decay_power", self.decay_power, "numbers from 1")

@@ -17,11 +17,11 @@ class LearningRateScheduler:
         decay_power: float = 2.0,
         end_lr: float = 0.0,
     ) -> None:
-        """`decay_start` 0: the rate does not decay. ConfigurationError: a value is not allowed."""
-        if base_lr < 0 or warmup_steps < 1 or decay_steps < 1 or decay_power < 1.0 or end_lr < 0.0:
+        """`warmup_steps` 0: no warm-up. `decay_start` 0: the rate does not decay. ConfigurationError: a wrong value."""
+        if base_lr < 0 or warmup_steps < 0 or decay_steps < 0 or decay_power < 1.0 or end_lr < 0.0:
             raise ConfigurationError(
                 f"learning rate: base_lr {base_lr}, warmup_steps {warmup_steps}, decay_steps {decay_steps}, "
-                f"decay_power {decay_power}, end_lr {end_lr}; allowed: rates from 0, steps and power from 1"
+                f"decay_power {decay_power}, end_lr {end_lr}; allowed: rates and steps from 0, power from 1"
             )
         self._base_lr, self._warmup_steps = base_lr, warmup_steps
         self._decay_start, self._decay_steps, self._decay_power = decay_start, decay_steps, decay_power

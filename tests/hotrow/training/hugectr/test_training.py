@@ -302,8 +302,15 @@ def test_the_learning_rate_warms_up_and_decays() -> None:
     rates = [schedule.get_next() for _ in range(14)]
     expected = [0.25, 0.5, 0.75, 1, 1, 1, 0.8**2, 0.6**2, 0.4**2, 0.1, 0.1, 0.1, 0.1, 0.1]
     np.testing.assert_allclose(rates, expected)
-    with pytest.raises(ConfigurationError, match="warmup_steps 0"):
-        hugectr.LearningRateScheduler(1.0, 0)
+    with pytest.raises(ConfigurationError, match="warmup_steps -1"):
+        hugectr.LearningRateScheduler(1.0, -1)
+
+
+def test_a_schedule_needs_neither_warm_up_nor_steps_of_decay() -> None:
+    """As later releases take them."""
+    assert hugectr.CreateSolver(warmup_steps=0, decay_steps=0).warmup_steps == 0
+    schedule = hugectr.LearningRateScheduler(1.0, 0, 2, 0, 2.0, 0.1)
+    assert [schedule.get_next() for _ in range(4)] == [1.0, 1.0, 0.1, 0.1]
 
 
 def test_metrics_are_what_their_names_say() -> None:
