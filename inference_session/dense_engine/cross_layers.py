@@ -53,9 +53,10 @@ def merge_cross_layers(model: ModelProto) -> int:
             before = ""
         elif first != layer.first:
             continue
-        factors[node.output[0]] = layer.first, f"{node.output[0]}/factor"
+        nodes = _merged(layer, node.output[0], before, products)
+        factors[node.output[0]] = layer.first, nodes[1].output[0]
         replaced.update(map(id, layer.nodes))
-        written += _merged(layer, node.output[0], before, products)
+        written += nodes
     kept = [node for node in written if id(node) not in replaced]
     del model.graph.node[:]
     model.graph.node.extend(kept)
@@ -86,7 +87,7 @@ def _layer_ending_with(node: NodeProto, products: Products, matrices: set[str]) 
 
 
 def _merged(layer: _Layer, name: str, before: str, products: Products) -> list[NodeProto]:
-    """The nodes that compute `name` instead; `before`: the g that is added, empty for 1."""
+    """The nodes that compute `name` instead, the second one g'; `before`: the g that is added, empty for 1."""
     rank = layer.wide.matrix.shape[0]
     ones = np.zeros(rank + _COLUMNS, np.float32)
     ones[rank] = 1
@@ -95,7 +96,7 @@ def _merged(layer: _Layer, name: str, before: str, products: Products) -> list[N
     wide[rank] = layer.wide.bias if before else layer.wide.bias + np.float32(1)
     constants = {"narrow_matrix": narrow, "ones": ones, "wide_matrix": wide}
     first, second, third = (products.add_constant(f"{name}/{part}", array) for part, array in constants.items())
-    names = [f"{name}/narrow", f"{name}/factor"]
+    names = [products.new_name(f"{name}/{part}") for part in ("narrow", "factor")]
     return [
         helper.make_node("Gemm", [layer.value, first, second], names[:1]),
         helper.make_node("Gemm", [names[0], third, *([before] if before else [])], names[1:]),

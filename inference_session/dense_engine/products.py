@@ -35,6 +35,7 @@ class Products:
                 self._users.setdefault(name, []).append(node)
         given = {value.name for value in model.graph.input}
         self._constants = {tensor.name: tensor for tensor in model.graph.initializer if tensor.name not in given}
+        self._taken = {*self._makers, *self._users, *given, *(tensor.name for tensor in model.graph.initializer)}
 
     def maker(self, name: str) -> NodeProto | None:
         """The node that computes a value that one node uses."""
@@ -69,9 +70,17 @@ class Products:
         return Product(node.input[0], matrix.T if is_transposed else matrix, bias, (node,))
 
     def add_constant(self, name: str, array: NDArray[Any]) -> str:
-        """A new constant; returns its name."""
+        """A new constant; returns its name, which is not exactly `name` if another value has that one."""
+        name = self.new_name(name)
         self._constants[name] = numpy_helper.from_array(array, name)
         self.graph.initializer.append(self._constants[name])
+        return name
+
+    def new_name(self, name: str) -> str:
+        """`name`, or a longer one if a value of the network has that one."""
+        while name in self._taken:
+            name += "_"
+        self._taken.add(name)
         return name
 
     def _constant(self, name: str, rank: int) -> NDArray[Any] | None:

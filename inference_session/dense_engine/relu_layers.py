@@ -20,8 +20,10 @@ from inference_session.dense_engine.products import Product, Products
 
 _LEAST_OPSET = 12
 """Of ONNX, whose Max takes float16 in ONNX Runtime, on a CPU as well."""
-_LARGEST_BIAS = 1e3
-"""Far below float16's largest number: no sum with it may overflow that did not before."""
+_LARGEST_BIAS = 8
+"""float16 rounds numbers of this size by up to 1/256. Values that are small once a bias is added to them are as large
+as the bias before: a larger one would make their rounding errors larger than a network's usual ones.
+"""
 
 
 def merge_relu_layers(model: ModelProto) -> int:
@@ -63,6 +65,8 @@ def _joined_bias(layer: Product, following: Product) -> NDArray[Any] | None:
     if layer.bias is None or following.bias is None:
         return None
     if layer.bias.shape != layer.matrix.shape[1:] or following.bias.shape != following.matrix.shape[1:]:
+        return None
+    if not np.isfinite(layer.bias).all():
         return None
     exact = layer.bias.astype(np.float64) @ following.matrix.astype(np.float64) + following.bias
     largest = max(np.abs(layer.bias).max(initial=0), np.abs(exact).max(initial=0))

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from inference_session.dense_engine.cross_layers import merge_cross_layers
-from tests.testing.onnx_models import model_of
+from tests.testing.onnx_models import model_of, rename
 
 WIDTH, RANK = 24, 5
 LAYERS = {
@@ -93,3 +93,15 @@ def test_layers_of_three_dimensions_are_left_alone() -> None:
     assert merge_cross_layers(model) == 0
 
     np.testing.assert_array_equal(answers(model, (2, 3, WIDTH)), expected)
+
+
+@pytest.mark.parametrize("part", ["narrow_matrix", "ones", "wide_matrix", "narrow", "factor"])
+@pytest.mark.parametrize("name", ["V0", "p1"])
+def test_new_values_have_names_that_no_value_has(name: str, part: str) -> None:
+    model = network(f"{layers('sums', 3)} y = Relu(x3)", 3)
+    expected = answers(model, (7, WIDTH))
+    rename(model, name, f"x1/{part}")
+
+    assert merge_cross_layers(model) == 3
+
+    np.testing.assert_allclose(answers(model, (7, WIDTH)), expected, rtol=1e-4, atol=1e-5)

@@ -12,10 +12,11 @@ import onnx
 import onnxruntime
 import pytest
 from numpy.typing import NDArray
+from onnx import numpy_helper
 
 from inference_session.dense_engine.float16 import in_float16
 from inference_session.dense_engine.relu_layers import merge_relu_layers
-from tests.testing.onnx_models import model_of
+from tests.testing.onnx_models import model_of, rename
 
 WIDTHS = (6, 16, 12, 3)
 LAYERS = {
@@ -54,6 +55,13 @@ def answers(model: onnx.ModelProto | bytes, shape: tuple[int, ...]) -> Any:
     content = model if isinstance(model, bytes) else model.SerializeToString()
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
     return session.run(None, {"x0": np.random.default_rng(1).standard_normal(shape, np.float32)})[0]
+
+
+def with_bias(model: onnx.ModelProto, bias: float) -> onnx.ModelProto:
+    """Give the first layer this bias for all its values."""
+    (tensor,) = (tensor for tensor in model.graph.initializer if tensor.name == "b0")
+    tensor.CopyFrom(numpy_helper.from_array(np.full(WIDTHS[1], bias, np.float32), "b0"))
+    return model
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -100,8 +108,32 @@ def test_only_what_nothing_else_reads_is_rewritten(body: str, num_merged: int) -
     np.testing.assert_allclose(answers(model, (3, WIDTHS[0])), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_biases_near_the_largest_number_of_float16_are_left_alone() -> None:
-    assert merge_relu_layers(network(layers("Gemm"), scale=3e4)) == 0
+@pytest.mark.parametrize("bias", [-np.inf, np.nan, 3e4, 10])
+def test_large_biases_are_left_alone(bias: float) -> None:
+    """Other layers have others."""
+    assert merge_relu_layers(with_bias(network(layers("Gemm")), bias)) == 1
+
+
+def test_biases_of_values_that_are_0_add_no_rounding_errors(tmp_path: Path) -> None:
+    model = with_bias(network(layers("Gemm").replace("y = Sigmoid(u2)", "y = Identity(u2)")), -100)
+    onnx.save(model, tmp_path / "m.onnx")
+
+    found = answers(in_float16(tmp_path / "m.onnx"), (500, 6))
+
+    np.testing.assert_allclose(found, answers(model, (500, 6)), rtol=2e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "taken"), [("W0", "x1/least"), ("b2", "x1/next_bias"), ("u1", "x1/least"), ("x2", "x2/least")]
+)
+def test_new_constants_have_names_that_no_value_has(name: str, taken: str) -> None:
+    model = network(layers("Gemm"))
+    expected = answers(model, (7, WIDTHS[0]))
+    rename(model, name, taken)
+
+    assert merge_relu_layers(model) == 2
+
+    np.testing.assert_allclose(answers(model, (7, WIDTHS[0])), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_operators_whose_largest_of_two_takes_no_float16_are_left_alone() -> None:
@@ -118,5 +150,6 @@ def test_a_network_in_float16_has_them_merged_and_is_as_exact(tmp_path: Path, sc
 
     content = in_float16(tmp_path / "m.onnx")
 
-    assert "Relu" not in {node.op_type for node in onnx.load_from_string(content).graph.node}
+    is_merged = "Relu" not in {node.op_type for node in onnx.load_from_string(content).graph.node}
+    assert is_merged == (scale <= 1)  # else they are large
     np.testing.assert_allclose(answers(content, (500, 6)), answers(model, (500, 6)), rtol=2e-3, atol=4e-3 * (1 + scale))

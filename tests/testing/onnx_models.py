@@ -26,6 +26,15 @@ def model_of(graph: str, constants: Mapping[str, NDArray[Any]], opset: int = 18)
     return model
 
 
+def rename(model: ModelProto, name: str, other: str) -> None:
+    """Give a value of the network, one that is not an input or output of it, another name."""
+    for node in model.graph.node:
+        for names in (node.input, node.output):
+            names[:] = [other if each == name else each for each in names]
+    for tensor in model.graph.initializer:
+        tensor.name = other if tensor.name == name else tensor.name
+
+
 def table(rows: int = 1000, dim: int = 4, seed: int = 0, dtype: Any = np.float32) -> NDArray[Any]:
     """Vectors of a table."""
     return np.random.default_rng(seed).standard_normal((rows, dim)).astype(dtype)
