@@ -16,11 +16,12 @@ class BoundRun(ABC):
     inputs: Mapping[str, NDArray[Any]]
     """The memory of each input, where the host writes it; inputs that the device itself writes are not among them."""
 
+    keeps_results = False
+    """Whether the next run returns the list that the last one did, with new values in the same arrays."""
+
     @abstractmethod
     def run(self) -> list[np.ndarray[Any, Any]]:
-        """The outputs that were bound, in their order; see DenseEngine.run. The next run may write over them; those of
-        a run that returns the same list are in the same arrays.
-        """
+        """The outputs that were bound, in their order; see DenseEngine.run. The next run may write over them."""
 
 
 class DenseEngine(ABC):

@@ -145,6 +145,7 @@ class OnnxBoundRun(BoundRun):
             return self._run_unbound()
         if self._results is None:
             return self._results_of_first_run()
+        self.keeps_results = True
         return self._results
 
     def _bind_outputs(self) -> None:
@@ -154,7 +155,7 @@ class OnnxBoundRun(BoundRun):
 
     def _run_unbound(self) -> list[np.ndarray[Any, Any]]:
         """Run again because outputs may have new shapes; from then on ONNX Runtime allocates them."""
-        self._results, self._may_bind_results = None, False
+        self._results, self._may_bind_results, self.keeps_results = None, False, False
         self._bind_outputs()
         return self.run()
 

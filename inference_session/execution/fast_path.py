@@ -176,6 +176,7 @@ class FastPath:
             joined = self._layout.outputs.joined(results, wanted, batch.counts, batch.num_samples)
             # Predictions of several labels are no result, but made of some: each batch has its own.
             is_results = {*map(id, joined.arrays)} <= {*map(id, results)}
-            batch.answer = (results, wanted, joined) if is_results else None
+            is_kept = batch.run.keeps_results and batch.output_rows is None
+            batch.answer = (results, wanted, joined) if is_results and is_kept else None
             return joined
         return last[2]

@@ -274,6 +274,8 @@ def _free_what_frames_hold(error: BaseException | None) -> None:
     """An error leads to the frames that it passed, and these to what they worked with, such as a RocksDB that the store
     has replaced: it would stay open, and locked against the store itself, for as long as the error is kept.
     """
-    while error is not None:
+    seen: set[int] = set()  # a caller may have raised an error from itself
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -92,10 +92,11 @@ def test_a_damaged_version_is_refused_and_the_old_one_serves(server: Served) -> 
 def test_wrong_settings_are_refused(server: Served, parameter: str, message: str) -> None:
     """A parameter that is no setting, or has no allowed value, keeps the model from loading and is named."""
     write_with(server, "wrong", f"parameters {{ {parameter} }}\n")
-
-    with server.grpc_client() as client, pytest.raises(InferenceServerException, match=message):
-        client.load_model("wrong")
-    shutil.rmtree(server.repository / "wrong")
+    try:
+        with server.grpc_client() as client, pytest.raises(InferenceServerException, match=message):
+            client.load_model("wrong")
+    finally:  # the next test's server is this one
+        shutil.rmtree(server.repository / "wrong")
 
 
 def test_tritons_own_parameters_are_none_of_ours(server: Served) -> None:

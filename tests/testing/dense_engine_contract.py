@@ -137,11 +137,15 @@ class DenseEngineContract:
         bound = engine.bind({name: array.copy() for name, array in first.items()}, ["layer", "click"])
         if bound is None:
             return
-        answers = [[array.copy() for array in bound.run()]]
+        results = bound.run()
+        answers = [[array.copy() for array in results]]
         for inputs in others:
             for name, array in bound.inputs.items():
                 array[...] = inputs[name]
-            answers.append([array.copy() for array in bound.run()])
+            last, is_kept = results, bound.keeps_results
+            results = bound.run()
+            assert not is_kept or results is last
+            answers.append([array.copy() for array in results])
         for inputs, found in zip((first, *others), answers, strict=True):
             for name, array in zip(["layer", "click"], found, strict=True):
                 np.testing.assert_allclose(array, expected(inputs)[name], rtol=0, atol=4 * self.tolerance)
