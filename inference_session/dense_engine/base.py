@@ -16,8 +16,8 @@ class BoundRun(ABC):
     inputs: Mapping[str, NDArray[Any]]
     """The memory of each input, where the host writes it; inputs that the device itself writes are not among them."""
 
-    keeps_results = False
-    """Whether the next run returns the list that the last one did, with new values in the same arrays."""
+    results: list[NDArray[Any]] | None = None
+    """The list that the next run returns, with new values in the same arrays; None: each run returns another."""
 
     @abstractmethod
     def run(self) -> list[np.ndarray[Any, Any]]:

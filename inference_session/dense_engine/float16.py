@@ -25,7 +25,7 @@ def in_float16(path: Path, vectors: Collection[str] = ()) -> bytes:
     """An ONNX file that computes in float16 what the one at `path` does; its float32 inputs and outputs stay so.
 
     Constants beyond float16's range become its largest number, and those that would vanish its smallest.
-    Operators that ONNX Runtime has in float32 only stay as they are, between casts.
+    Operators that ONNX Runtime's converter leaves in float32 stay so, between casts.
 
     Args:
         path: the file.

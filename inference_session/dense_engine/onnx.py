@@ -117,15 +117,13 @@ def _dtype_name(kind: str) -> str:
 class OnnxBoundRun(BoundRun):
     """A run of the network on the processor over arrays that stay where they are.
 
-    The first run tells the shapes of the outputs. Further ones write them to memory that was bound for them as well,
-    until the network is seen to give its outputs other shapes.
+    The first run tells the shapes of the outputs. Further ones write them to memory that was bound for them as well
+    (`results`), until the network is seen to give its outputs other shapes.
     """
 
     def __init__(self, session: Any, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> None:
         self.inputs = inputs
         self._outputs = outputs
-        self._results: list[NDArray[Any]] | None = None
-        """Where outputs are written; None: ONNX Runtime allocates them."""
         self._may_bind_results = True
         self._binding = session.io_binding()
         for name, array in inputs.items():
@@ -140,13 +138,12 @@ class OnnxBoundRun(BoundRun):
         try:
             self._run()
         except (RuntimeError, *VALUE_ERRORS) as error:
-            if self._results is None:
+            if self.results is None:
                 raise refused(error) from error
             return self._run_unbound()
-        if self._results is None:
+        if self.results is None:
             return self._results_of_first_run()
-        self.keeps_results = True
-        return self._results
+        return self.results
 
     def _bind_outputs(self) -> None:
         self._binding.clear_binding_outputs()
@@ -155,7 +152,7 @@ class OnnxBoundRun(BoundRun):
 
     def _run_unbound(self) -> list[np.ndarray[Any, Any]]:
         """Run again because outputs may have new shapes; from then on ONNX Runtime allocates them."""
-        self._results, self._may_bind_results, self.keeps_results = None, False, False
+        self.results, self._may_bind_results = None, False
         self._bind_outputs()
         return self.run()
 
@@ -165,9 +162,9 @@ class OnnxBoundRun(BoundRun):
         if not self._may_bind_results or not all(array.size and array.dtype != object for array in found):
             self._bind_outputs()  # else the next run would write over arrays that a caller still holds
             return found
-        self._results = [np.empty_like(array) for array in found]
+        self.results = [np.empty_like(array) for array in found]
         self._binding.clear_binding_outputs()
-        for name, array in zip(self._outputs, self._results, strict=True):
+        for name, array in zip(self._outputs, self.results, strict=True):
             self._binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         return found
 

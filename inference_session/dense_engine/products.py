@@ -27,7 +27,7 @@ class Products:
     """A network, and where its values come from."""
 
     def __init__(self, model: ModelProto) -> None:
-        self.graph = model.graph
+        self._graph = model.graph
         self._makers = {name: node for node in model.graph.node for name in node.output}
         self._users: dict[str, list[NodeProto | None]] = {value.name: [None] for value in model.graph.output}
         for node in model.graph.node:
@@ -73,7 +73,7 @@ class Products:
         """A new constant; returns its name, which is not exactly `name` if another value has that one."""
         name = self.new_name(name)
         self._constants[name] = numpy_helper.from_array(array, name)
-        self.graph.initializer.append(self._constants[name])
+        self._graph.initializer.append(self._constants[name])
         return name
 
     def new_name(self, name: str) -> str:

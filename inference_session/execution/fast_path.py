@@ -176,7 +176,6 @@ class FastPath:
             joined = self._layout.outputs.joined(results, wanted, batch.counts, batch.num_samples)
             # Predictions of several labels are no result, but made of some: each batch has its own.
             is_results = {*map(id, joined.arrays)} <= {*map(id, results)}
-            is_kept = batch.run.keeps_results and batch.output_rows is None
-            batch.answer = (results, wanted, joined) if is_results and is_kept else None
+            batch.answer = (results, wanted, joined) if is_results and results is batch.run.results else None
             return joined
         return last[2]

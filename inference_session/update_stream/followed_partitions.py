@@ -1,10 +1,10 @@
 """Which partitions an update stream follows, and from where it reads them.
 
-discover    topics of the model's tables: new ones from where their rows are durable up to, else from the oldest
-message; ones that are not there are left, and go on from there when they come back
-prove       that a topic is still the one of which messages were applied (positions.py), where one is followed that
-was applied before, when a connection ends or brokers do not answer, and where a partition ends too
-early
+It follows new topics of the model's tables from where their rows are durable up to, else from the oldest message. A
+topic that is gone is left, and followed from there when it is back.
+
+A topic has to be proved to be still the one of which messages were applied (positions.py): where one is followed that
+was applied before, when a connection ends or brokers do not answer, and where a partition ends too early.
 """
 
 from __future__ import annotations

@@ -64,10 +64,12 @@ def describe(spec: ModelSpec, name: str, *, max_batch_size: int = _MAX_SAMPLES, 
 
 
 def all_inputs(spec: ModelSpec) -> list[TensorSpec]:
+    """What requests may give: the model's inputs, and which context each sample belongs to."""
     return [*spec.inputs, *([TensorSpec(CANDIDATES, "int32", (-1,))] if spec.context else [])]
 
 
 def all_outputs(spec: ModelSpec) -> list[TensorSpec]:
+    """What requests may ask for: the model's outputs, and the predictions of all tasks."""
     if not spec.label_outputs or PREDICTIONS in [tensor.name for tensor in spec.outputs]:
         return list(spec.outputs)
     return [*spec.outputs, TensorSpec(PREDICTIONS, "float32", (-1, len(spec.labels)))]
