@@ -19,6 +19,9 @@ class BoundRun(ABC):
     results: list[NDArray[Any]] | None = None
     """The list that the next run returns, with new values in the same arrays; None: each run returns another."""
 
+    result_bytes = 0
+    """Of the arrays in `results`."""
+
     @abstractmethod
     def run(self) -> list[np.ndarray[Any, Any]]:
         """The outputs that were bound, in their order; see DenseEngine.run. The next run may write over them."""

@@ -152,7 +152,7 @@ class OnnxBoundRun(BoundRun):
 
     def _run_unbound(self) -> list[np.ndarray[Any, Any]]:
         """Run again because outputs may have new shapes; from then on ONNX Runtime allocates them."""
-        self.results, self._may_bind_results = None, False
+        self.results, self.result_bytes, self._may_bind_results = None, 0, False
         self._bind_outputs()
         return self.run()
 
@@ -163,6 +163,7 @@ class OnnxBoundRun(BoundRun):
             self._bind_outputs()  # else the next run would write over arrays that a caller still holds
             return found
         self.results = [np.empty_like(array) for array in found]
+        self.result_bytes = sum(array.nbytes for array in found)
         self._binding.clear_binding_outputs()
         for name, array in zip(self._outputs, self.results, strict=True):
             self._binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)

@@ -30,7 +30,9 @@ from inference_session.rows.base import Rows
 
 _MAX_PLANS = 1024
 MAX_BYTES = 64 << 20
-"""The most bytes of inputs and vectors in one batch. Larger batches gain little, and the memory is kept for good."""
+"""The most bytes of inputs and vectors in one batch. Larger batches gain little, and the memory is kept for good. Also
+the most bytes of outputs that the plans before the newest keep.
+"""
 _FIRST_REQUESTS, MAX_REQUESTS = 16, 4096
 
 _Case: TypeAlias = "tuple[bytes, int, tuple[str, ...]]"
@@ -164,8 +166,7 @@ class HostStaging:
             return True
         if self._inputs["wanted_bytes"].sum() + self._vector_records["wanted_bytes"].sum() > MAX_BYTES:
             return False
-        self._plans.clear()  # they use the memory that is replaced
-        self._batches.clear()
+        self._forget_plans()  # they use the memory that is replaced
         for kind, records in (("input", self._inputs), ("vectors", self._vector_records)):
             for i in np.flatnonzero(records["wanted_bytes"] > records["num_bytes"]).tolist():
                 num_bytes = _power_of_two(int(records["wanted_bytes"][i]))
@@ -175,12 +176,17 @@ class HostStaging:
 
     def _plan(self, case: tuple[bytes, tuple[str, ...]]) -> BoundRun | None:
         """The network bound to the memory of batches of these sizes; None: `run_many` refuses such requests."""
-        if len(self._plans) >= _MAX_PLANS:
-            self._plans.clear()
+        kept_bytes = sum(run.result_bytes for run in self._plans.values() if run is not None)
+        if len(self._plans) >= _MAX_PLANS or kept_bytes > MAX_BYTES:
+            self._forget_plans()
         shapes = self._form.shapes(self._open_sizes)
         fits = self._form.fits(shapes)
         self._plans[case] = run = self._dense.bind(self._network_inputs(shapes), case[1]) if fits else None
         return run
+
+    def _forget_plans(self) -> None:
+        self._plans.clear()
+        self._batches.clear()
 
     def _network_inputs(self, shapes: Shapes) -> dict[str, NDArray[Any]]:
         """What the network reads, in the shapes of the batch that was staged last."""

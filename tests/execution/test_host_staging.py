@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -278,6 +279,24 @@ def test_batches_that_are_too_large_take_the_plain_way(
         assert_same(session.run(inputs), plain.run(inputs))
         one = staged_model.inputs(1, np.random.default_rng(0))
         assert session.run_arrays(arrays_of([one] * 20), 20) is None
+
+
+def test_outputs_of_many_shapes_take_bounded_memory(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each shape's outputs have memory of their own, which is kept for the next batch of that shape."""
+    monkeypatch.setattr(staged, "MAX_BYTES", 1 << 20)
+    batches = [staged_model.inputs(n, np.random.default_rng(0), length=50) for n in range(1, 61)]
+    num_bytes = 0
+    with InferenceSession.open(directory) as session:
+        session.run(batches[-1])  # the memory of its inputs and vectors is enough for the others
+        tracemalloc.start()
+        for inputs in batches:
+            for _ in range(2):
+                assert session.run_arrays(arrays_of([inputs]), 1) is not None
+            num_bytes += sum(array.nbytes for array in session.run(inputs).values())
+        kept_bytes, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert num_bytes > 5 << 20
+    assert kept_bytes < 3 << 20
 
 
 def test_more_elements_than_allowed_are_refused(directory: Path) -> None:
