@@ -22,34 +22,28 @@ from inference_session.device.discovery import open_devices
 from inference_session.device.host import vectors_at_line
 from inference_session.errors import (
     HotrowError,
-    ModelFormatError,
     SessionClosedError,
     UnavailableError,
     UnsupportedModelError,
 )
 from inference_session.execution.fast_path import FastPath
+from inference_session.execution.full_path import FullPath
 from inference_session.execution.model import open_model
-from inference_session.execution.network import Network, RunResult
-from inference_session.execution.replicas import Replica
 from inference_session.execution.staged_batch import Arrays
 from inference_session.execution.stages import Mark, unmarked
 from inference_session.execution.upkeep import Upkeep
-from inference_session.execution.warm_up import MadeUpBatch, warm_up
+from inference_session.execution.warm_up import WarmUp
 from inference_session.kernels.cpu import lookup as cpu
-from inference_session.model_spec import CANDIDATES, SESSION_FILE
-from inference_session.requests.batch import CheckedRequest, JoinedBatch, Request
+from inference_session.requests.batch import Request
 from inference_session.requests.caller_arrays import (
     as_input,
     as_keys,
     as_rows,
     as_written_keys,
     check_arguments,
-    inputs_with_gpu,
     is_on_gpu,
-    may_stay_on_gpu,
 )
 from inference_session.requests.canary import check_canary
-from inference_session.requests.grouped import GroupedRequests
 from inference_session.requests.outputs import Answer, JoinedAnswer
 from inference_session.rows import fetch
 from inference_session.rows.dump import DumpReport, dump
@@ -58,7 +52,6 @@ from inference_session.stats import SessionCounts, SessionStats
 from inference_session.version_directory.version import VersionDirectory
 
 if TYPE_CHECKING:
-    from inference_session.execution.kept_contexts import KeptContexts
     from inference_session.sizing.key_recorder import KeyRecorder
     from inference_session.update_stream.stream_stats import StreamSnapshot
 
@@ -120,15 +113,17 @@ class InferenceSession:
         self.directory = version.path
         self._closed = True  # until everything below is set
         cpu.compile_kernels()
+        self._model = model = open_model(version, config, devices)
         # Others may read these four, but only a session calls what changes them.
-        self.layout, self.rows, self.replicas, self.kept_contexts = open_model(version, config, devices)
+        self.layout, self.rows, self.replicas, self.kept_contexts = (
+            model.layout,
+            model.rows,
+            model.replicas,
+            model.kept_contexts,
+        )
         self.stages_arrays = self.replicas.all[0].staged is not None
         """Whether `run_arrays` answers any requests to this model."""
         self._writer = self.rows[0].writer  # the same for all devices
-        self._input_types = {tensor.name: np.dtype(tensor.dtype) for tensor in spec.inputs}
-        if spec.ranking is not None:
-            self._input_types[CANDIDATES] = np.dtype(np.int32)
-        self._rejects_unknown = config.unknown_keys == "reject"
         self._count_into(SessionStats(spec), None)  # until warmed up
         self._rows_before: RowStats | None = None
         self.upkeep = Upkeep(version, config, self.rows)
@@ -196,9 +191,11 @@ class InferenceSession:
             return answers[0]
         check_arguments(inputs, outputs)
         if any(map(is_on_gpu, inputs.values())):
-            answer = self._run_from_gpu(inputs, outputs)
+            self._check_open()
+            answer = self._full_path.answer_from_gpu(inputs, outputs)
         else:
-            arrays = {name: as_input(name, value, self._input_types.get(name)) for name, value in inputs.items()}
+            types = self._full_path.input_types
+            arrays = {name: as_input(name, value, types.get(name)) for name, value in inputs.items()}
             answer = self.run_many([Request(arrays, outputs)])[0]
         if isinstance(answer, HotrowError):
             raise answer
@@ -213,65 +210,7 @@ class InferenceSession:
         self._check_open()
         if answers := self._fast_path.answer(requests, mark):
             return [*answers]
-        return self._answer(GroupedRequests(requests, self.layout, may_join=self.spec.joins_requests), mark)
-
-    def _answer(self, requests: GroupedRequests, mark: Mark) -> list[Answer | HotrowError]:
-        """Compute the groups one after the other, each on the device that has the least to do."""
-        for group in requests:
-            try:
-                answers = self.replicas.run(lambda replica: self._answer_on(replica, group.requests, mark))  # noqa: B023
-                requests.answer(group, answers)
-            except HotrowError as error:  # noqa: PERF203  no other group is affected
-                requests.fail(group, error)
-        self._stats.count_requests(len(requests.answers), requests.num_failed)
-        return requests.answers
-
-    def _answer_on(self, replica: Replica, requests: Sequence[CheckedRequest], mark: Mark) -> list[Answer]:
-        """The answers to requests of equal shapes, computed as one batch on a device."""
-        mark("look-up")
-        batch = self.layout.join(requests)
-        is_ranking, num_reused = requests[0].num_candidates is not None, 0
-        network = replica.ranking if is_ranking else replica.network
-        if self.kept_contexts is not None and is_ranking:
-            num_reused = self._fill_in_contexts(self.kept_contexts, batch, requests)
-            network = self.kept_contexts.candidates
-        outputs = self._run(network, batch, self.layout.wanted(requests), mark).outputs
-        mark("answer")
-        self._count(requests, num_reused)
-        return self.layout.split(batch.in_order(outputs), requests)
-
-    def _run(self, network: Network, batch: JoinedBatch, wanted: Sequence[str], mark: Mark = unmarked) -> RunResult:
-        """Look the keys of a batch up, and run a network over their vectors."""
-        plan = network.plan(batch, wanted)
-        with plan.held():
-            lookup = plan.fill(batch)
-            network.rows.look_up(lookup)
-            if self._recorder is not None:
-                self._recorder.record(lookup)
-            mark("network")
-            outputs = plan.run_network(batch)
-            num_unknown = plan.num_unknown(lookup)
-        if self._rejects_unknown:
-            network.refuse_unknown(num_unknown)
-        self._stats.count_keys(network.tables, lookup.num_keys, num_unknown)
-        return RunResult(outputs, num_unknown)
-
-    def _fill_in_contexts(self, kept: KeptContexts, batch: JoinedBatch, requests: Sequence[CheckedRequest]) -> int:
-        """Add to the batch the kept, or computed, results of its contexts; returns how many were kept."""
-        wanted = kept.find(requests)
-        num_known = sum(key in wanted.found for key in wanted.keys)
-        if wanted.missing:
-            missing = kept.batch_of(wanted)
-            kept.add(wanted, missing, self._run(kept.contexts, missing, kept.values))
-        kept.fill(batch, wanted)
-        return num_known
-
-    def _count(self, requests: Sequence[CheckedRequest], num_reused: int) -> None:
-        num_samples = sum(request.num_samples for request in requests)
-        self._stats.count_batch(num_samples)
-        if self.spec.ranking is not None:
-            num_contexts = sum(request.num_contexts for request in requests)
-            self._stats.count_contexts(num_contexts, num_samples, num_reused)
+        return self._full_path.answer(requests, mark)
 
     def run_arrays(
         self,
@@ -297,25 +236,6 @@ class InferenceSession:
         if self._closed:
             self._check_open()
         return self._fast_path.run(arrays, num_requests, outputs, mark, num_requests=num_requests, finish=finish)
-
-    def _run_from_gpu(self, inputs: Mapping[str, ArrayLike], outputs: Sequence[str] | None) -> Answer | HotrowError:
-        """As `run`, for inputs of which some are on a GPU; they are not joined with other requests."""
-        self._check_open()
-        take = self.replicas.all[0].device.given if self._reads_gpu_inputs else None
-        try:
-            arrays = inputs_with_gpu(inputs, self._input_types, take)
-        except HotrowError:
-            self._stats.count_requests(1, 1)
-            raise
-        request = Request(arrays, outputs)
-        return self._answer(GroupedRequests([request], self.layout, may_join=False, on_gpu=True), unmarked)[0]
-
-    @property
-    def _reads_gpu_inputs(self) -> bool:
-        """Whether inputs on the session's one GPU are read there: nothing on the host reads keys."""
-        if self.num_devices > 1:
-            return False
-        return self.rows[0].is_launched and self._recorder is None and may_stay_on_gpu(self.spec, self.layout)
 
     def lookup(self, table: str, keys: ArrayLike) -> NDArray[np.float32]:
         """Vectors of one table: float32 [n, embedding_dim].
@@ -450,40 +370,18 @@ class InferenceSession:
         """Prepare everything that the first requests need: the network, its memory, the hot rows."""
         seconds = self.config.warm_up_s / len(self.replicas.all)
         hot_keys = self.upkeep.read_hot_keys() if seconds else {}
+        work = WarmUp(self.version, self.layout, self._fast_path, self._full_path, hot_keys, seconds)
         for replica in self.replicas.all:  # one by one, as only one may record
-            answer = partial(self._answer_made_up, replica)
-            replica.thread.run(partial(warm_up, replica, self.layout, hot_keys, seconds, answer))
+            replica.thread.run(partial(work.run, replica))
         if self.failure is not None:
             raise UnavailableError(self.failure)
 
-    def _answer_made_up(self, replica: Replica, batch: MadeUpBatch) -> None:
-        """Answer a batch in each way in which requests may be answered.
-
-        Raises:
-            ModelFormatError: the answer is not what session.json says.
-        """
-        answers: list[Answer] = []
-        # Zeros may be an invalid request, and a store may be down; a failed warm-up batch affects no request.
-        with contextlib.suppress(HotrowError):
-            checked = [self.layout.check(batch.request)] * batch.num_requests
-            # The first runs of a shape bind it; the last one runs as requests will.
-            for _ in range(2 if replica.network.rows.is_launched else 1):
-                answers = self._answer_on(replica, checked, unmarked)
-            number, outputs = batch.num_requests, batch.request.outputs
-            if arrays := self._fast_path.arrays_of([batch.request] * number):
-                for _ in range(2):
-                    self._fast_path.run_on(replica, arrays, number, outputs, unmarked, num_requests=number)
-        if answers and self.layout.has_network:
-            if difference := self.layout.outputs.difference(answers[0]):
-                raise ModelFormatError(f"{self.directory / SESSION_FILE}: {difference}")
-            self.layout.outputs.learn_sizes(answers[0])
-
     def _count_into(self, stats: SessionStats, recorder: KeyRecorder | None) -> None:
         """Count requests in `stats`, and record their keys."""
-        self._stats, self._recorder = stats, recorder
-        self._fast_path = FastPath(
-            self.spec, self.layout, self.replicas, stats, recorder=recorder, rejects_unknown=self._rejects_unknown
-        )
+        self._stats = stats
+        rejects_unknown = self.config.unknown_keys == "reject"
+        self._fast_path = FastPath(self._model, stats, recorder=recorder, rejects_unknown=rejects_unknown)
+        self._full_path = FullPath(self._model, stats, recorder=recorder, rejects_unknown=rejects_unknown)
 
     def _begin_counting(self) -> None:
         """From now on, requests are counted, make rows hot, and are recorded if a setting asks for it."""

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import HotrowError
-from inference_session.execution.replicas import Replica, Replicas
+from inference_session.execution.model import Model
+from inference_session.execution.replicas import Replica
 from inference_session.execution.staged_batch import Arrays, StagedBatch, Staging
 from inference_session.execution.stages import Mark
-from inference_session.model_spec import ModelSpec
-from inference_session.requests.batch import Request, RequestLayout
+from inference_session.requests.batch import Request
 from inference_session.requests.outputs import Answer, JoinedAnswer, RequestedOutputs
 from inference_session.requests.ranking_layout import gives_one_context, split_by_context
 from inference_session.stats import SessionStats
@@ -34,26 +34,18 @@ class FastPath:
     """
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        layout: RequestLayout,
-        replicas: Replicas,
-        stats: SessionStats,
-        *,
-        recorder: KeyRecorder | None,
-        rejects_unknown: bool,
+        self, model: Model, stats: SessionStats, *, recorder: KeyRecorder | None, rejects_unknown: bool
     ) -> None:
-        """Answer on these devices.
+        """Answer on the model's devices.
 
         Args:
-            spec: the model.
-            layout: of its requests.
-            replicas: the model on each device.
+            model: what computes the answers.
             stats: where requests are counted.
             recorder: gets the keys that are looked up; None: nobody asked for them.
             rejects_unknown: whether unknown keys are an error, which `run_many` raises.
         """
-        self._spec, self._layout, self._replicas, self._stats = spec, layout, replicas, stats
+        spec = model.spec
+        self._spec, self._layout, self._replicas, self._stats = spec, model.layout, model.replicas, stats
         self._recorder, self._rejects_unknown = recorder, rejects_unknown
         self._joins_requests, self._ranks = spec.joins_requests, spec.ranking is not None
         self._input_names = tuple(tensor.name for tensor in spec.inputs)

@@ -48,6 +48,7 @@ class _NetworkFiles(NamedTuple):
 class Model(NamedTuple):
     """What a session computes answers with."""
 
+    spec: ModelSpec
     layout: RequestLayout
     rows: tuple[Rows, ...]
     """The rows that each device looks up. Devices may share one object."""
@@ -90,7 +91,7 @@ def open_model(version: VersionDirectory, config: SessionConfig, devices: Sequen
         ]
         network, ranking = networks[0], networks[-1]
         replicas.append(Replica(network, ranking, thread, _stage(spec, config, layout, network, ranking)))
-    return Model(layout, rows, Replicas(replicas), _keep_contexts(version, config, rows[0], layout))
+    return Model(spec, layout, rows, Replicas(replicas), _keep_contexts(version, config, rows[0], layout))
 
 
 def _files_of(spec: ModelSpec) -> list[_NetworkFiles]:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from inference_session.device.host import HOST
-from inference_session.errors import UnavailableError
+from inference_session.errors import HotrowError, ModelFormatError, UnavailableError
+from inference_session.execution.fast_path import FastPath
+from inference_session.execution.full_path import FullPath
 from inference_session.execution.replicas import Replica
-from inference_session.model_spec import ModelSpec
+from inference_session.execution.stages import unmarked
+from inference_session.model_spec import SESSION_FILE, ModelSpec
 from inference_session.requests.batch import Request, RequestLayout
+from inference_session.requests.outputs import Answer
 from inference_session.requests.ranking_layout import RankingLayout
 from inference_session.rows.hot_keys import HotKeys
+from inference_session.version_directory.version import VersionDirectory
 
 _BATCHES = ((1, 1), (1, 1), (1, 64), (4, 1), (16, 1), (8, 64), (16, 1), (8, 64), (1, 64), (1, 1))
 """For each batch, the number of requests, and of samples in each. The first batch prepares kernels and network."""
@@ -46,35 +52,58 @@ def made_up_batches(spec: ModelSpec, layout: RequestLayout, *, on_gpu: bool) -> 
             yield MadeUpBatch(layout.made_up_ranking(*size), 1, size)
 
 
-def warm_up(
-    replica: Replica,
-    layout: RequestLayout,
-    hot_keys: HotKeys,
-    seconds: float,
-    answer: Callable[[MadeUpBatch], None],
-) -> None:
-    """Answer made-up batches on a device, and load rows before a request needs them.
+@dataclass(frozen=True)
+class WarmUp:
+    """The warm-up of a session: made-up batches are answered, and rows loaded, before a request needs them."""
 
-    Args:
-        replica: the device's; runs in its thread.
-        layout: of the model's requests.
-        hot_keys: the rows that a cache loads.
-        seconds: how long it takes at most after the first batch, which is always answered.
-        answer: answers a batch on the device.
-    """
-    spec = replica.network.spec
-    batches = made_up_batches(spec, layout, on_gpu=replica.device is not HOST)
-    answer(next(batches))  # without a time limit: kernels and network must be ready
-    deadline = time.monotonic() + seconds
-    if seconds:
-        with suppress(UnavailableError):  # if a store is down, some rows, or none, are enough
-            replica.network.rows.warm_up(hot_keys, deadline)
-    ranked = []
-    for batch in batches:
-        if time.monotonic() < deadline:
-            answer(batch)
-            ranked += [batch.ranking] if batch.ranking else []
-    for network in {replica.network, replica.ranking}:
-        network.dense.end_warm_up()
-    if isinstance(layout, RankingLayout) and spec.is_divided and replica.ranking.dense.replays:
-        layout.replayed = tuple(ranked)
+    version: VersionDirectory
+    layout: RequestLayout
+    """Of the model's requests."""
+    fast_path: FastPath
+    full_path: FullPath
+    """The ways in which requests may be answered."""
+    hot_keys: HotKeys
+    """The rows that a cache loads."""
+    seconds: float
+    """How long it takes on a device at most after the first batch, which is always answered."""
+
+    def run(self, replica: Replica) -> None:
+        """Warm a device up, in its thread.
+
+        Raises:
+            ModelFormatError: an answer is not what session.json says.
+        """
+        spec = replica.network.spec
+        batches = made_up_batches(spec, self.layout, on_gpu=replica.device is not HOST)
+        self._answer(replica, next(batches))  # without a time limit: kernels and network must be ready
+        deadline = time.monotonic() + self.seconds
+        if self.seconds:
+            with suppress(UnavailableError):  # if a store is down, some rows, or none, are enough
+                replica.network.rows.warm_up(self.hot_keys, deadline)
+        ranked = []
+        for batch in batches:
+            if time.monotonic() < deadline:
+                self._answer(replica, batch)
+                ranked += [batch.ranking] if batch.ranking else []
+        for network in {replica.network, replica.ranking}:
+            network.dense.end_warm_up()
+        if isinstance(self.layout, RankingLayout) and spec.is_divided and replica.ranking.dense.replays:
+            self.layout.replayed = tuple(ranked)
+
+    def _answer(self, replica: Replica, batch: MadeUpBatch) -> None:
+        """Answer a batch in each way in which requests may be answered, and compare an answer with session.json."""
+        answers: list[Answer] = []
+        # Zeros may be an invalid request, and a store may be down; a failed warm-up batch affects no request.
+        with suppress(HotrowError):
+            checked = [self.layout.check(batch.request)] * batch.num_requests
+            # The first runs of a shape bind it; the last one runs as requests will.
+            for _ in range(2 if replica.network.rows.is_launched else 1):
+                answers = self.full_path.answer_on(replica, checked, unmarked)
+            number, outputs = batch.num_requests, batch.request.outputs
+            if arrays := self.fast_path.arrays_of([batch.request] * number):
+                for _ in range(2):
+                    self.fast_path.run_on(replica, arrays, number, outputs, unmarked, num_requests=number)
+        if answers and self.layout.has_network:
+            if difference := self.layout.outputs.difference(answers[0]):
+                raise ModelFormatError(f"{self.version.path / SESSION_FILE}: {difference}")
+            self.layout.outputs.learn_sizes(answers[0])
