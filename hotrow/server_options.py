@@ -15,6 +15,8 @@ from triton_backend.client.server import RemoteServer
 from triton_backend.client.tls import ClientTls
 
 PEM_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_MAX_KEY_BYTES = 4096
+"""A key is sent with each call; a device could be read without end."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,11 @@ class ServerAddress:
 def read_key(path: Path) -> str:
     """The key of restricted APIs in a file; ConfigurationError where the file holds no key."""
     try:
-        key = path.read_text(encoding="ascii").strip()
+        with path.open("rb") as file:
+            key = file.read(_MAX_KEY_BYTES + 1).decode("ascii").strip()
     except UnicodeDecodeError:
         key = ""
-    if not key.isprintable() or not key or any(c in key for c in " =:,"):
+    if not key.isprintable() or not 0 < len(key) <= _MAX_KEY_BYTES or any(c in key for c in " =:,"):
         raise ConfigurationError(f"{path}: a key is one word of ASCII characters other than space, '=', ':' and ','")
     return key
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from inference_session.errors import ConfigurationError
+from inference_session.platform.file_names import as_file_name
 from inference_session.platform.json_records import is_text
 from inference_session.urls.kafka_url import KafkaUrl
 from inference_session.urls.store_url import DEFAULT_TIMEOUT_MS, StoreUrl
@@ -99,6 +100,11 @@ def _text(value: Any) -> str:
     return text
 
 
+def _path(value: Any) -> str:
+    """As the calls of this process take it. Empty: none."""
+    return as_file_name(_text(value))
+
+
 _PRINTABLE = "text that UTF-8 can express, without zero characters"
 
 
@@ -149,7 +155,7 @@ def _device(value: Any) -> str:
 
 def _folder(value: Any) -> str:
     """Empty: none."""
-    text = _text(value)
+    text = _path(value)
     if text and not Path(text).is_absolute():
         raise ValueError("allowed: the absolute path of a folder")
     return text
@@ -238,9 +244,9 @@ class SessionConfig:
 
     warm_up_s: float = _setting(0.0, _seconds)
     """The longest that opening a version spends on fetching hot rows and on running batches of several sizes."""
-    state_dir: str = _setting("", _text)
+    state_dir: str = _setting("", _path)
     """Folder where a session keeps which rows are hot, for the next version or process. Empty: nothing is kept."""
-    canary_requests: str = _setting("", _text)
+    canary_requests: str = _setting("", _path)
     """A file of recorded requests and answers (canary.py) that a version has to answer before it serves."""
     canary_tolerance: float = _setting(0.2, _number(0, math.inf))
     """How far answers may be from the recorded ones: the mean absolute difference of any output."""

@@ -18,7 +18,7 @@ LIBRARY = {
     # Each package of the library, and those that it may import; lower ones come first.
     "errors": "",
     "platform": "errors",
-    "urls": "errors",
+    "urls": "errors platform",
     "model_spec": "errors platform",
     "kernels": "errors",
     "stats": "kernels model_spec",

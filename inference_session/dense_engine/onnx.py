@@ -14,7 +14,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from inference_session.dense_engine.base import BoundRun, DenseEngine
 from inference_session.errors import InvalidRequestError, ModelFormatError, SessionClosedError, first_line
-from inference_session.platform.file_names import decoded
+from inference_session.platform.file_names import path_for_library
 
 # What ONNX Runtime raises when a file cannot become a network …
 _LOAD_ERRORS = (
@@ -59,7 +59,10 @@ class OnnxEngine(DenseEngine):
         try:
             # ONNX Runtime's fallback prints to stdout and tries the same provider again.
             self._session: Any = onnxruntime.InferenceSession(
-                decoded(path) if content is None else content, options, providers=list(providers), enable_fallback=0
+                path_for_library(path) if content is None else content,
+                options,
+                providers=list(providers),
+                enable_fallback=0,
             )
             self.input_types = {tensor.name: _dtype_name(tensor.type) for tensor in self._session.get_inputs()}
             """As NumPy calls them."""

@@ -18,6 +18,7 @@ from inference_session.parameter_server.namespace import Namespace, StoredTable
 from inference_session.parameter_server.retirement import Retirement
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
+from inference_session.platform.file_names import as_file_name
 from inference_session.urls.store_url import DEFAULT_TIMEOUT_MS, StoreUrl
 from inference_session.version_directory.version import VersionDirectory
 
@@ -92,7 +93,7 @@ def create_store(
     if url.scheme == "rocksdb":
         from inference_session.parameter_server.rocksdb.store import RocksDbStore
 
-        return RocksDbStore(Path(url.path), namespace, embedding_dims, writable=writable)
+        return RocksDbStore(Path(as_file_name(url.path)), namespace, embedding_dims, writable=writable)
     from inference_session.parameter_server.redis.store import RedisStore
 
     return RedisStore(url, namespace, embedding_dims, timeout_ms=timeout_ms)
@@ -104,7 +105,7 @@ def list_tables(url: str | StoreUrl) -> list[StoredTable]:
     if url.scheme == "rocksdb":
         from inference_session.parameter_server.rocksdb.store import list_rocksdb_tables
 
-        return list_rocksdb_tables(Path(url.path))
+        return list_rocksdb_tables(Path(as_file_name(url.path)))
     from inference_session.parameter_server.redis.store import list_redis_tables
 
     return list_redis_tables(url, timeout_ms=_LIST_TIMEOUT_MS)

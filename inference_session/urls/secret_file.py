@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from inference_session.errors import ConfigurationError
+from inference_session.platform.file_names import as_file_name
 
 OPTION = "password_file"
 """The option of URLs that names such a file."""
@@ -30,7 +31,7 @@ def read_secret(path: Path) -> str:
     if not path.is_absolute():
         raise ConfigurationError(f"{OPTION} cannot be {str(path)!r}; allowed: an absolute path")
     try:
-        with path.open("rb") as file:
+        with Path(as_file_name(str(path))).open("rb") as file:
             secret = file.read(MAX_BYTES + 1).decode("utf-8").rstrip("\r\n")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -67,6 +68,37 @@ def test_a_key_file_without_a_key_is_named(run: Run, tmp_path: Path, content: by
 
     assert code == 1
     assert errors.startswith(f"hotrow: {tmp_path / 'key'}: a key is one word")
+
+
+def test_a_device_in_place_of_a_key_file_is_named(run: Run) -> None:
+    """It was read without end."""
+    code, _, errors = run("versions", "ctr", "--url", "localhost:1", "--key-file", "/dev/zero")
+
+    assert code == 1
+    assert errors.startswith("hotrow: /dev/zero: a key is one word")
+
+
+def test_an_address_that_is_no_text_is_named(run: Run) -> None:
+    """It ended the command with a traceback."""
+    code, _, errors = run("health", "--model", "ctr", "--url", os.fsdecode(b"\xff:1"))
+
+    assert code == 1
+    assert errors == "hotrow: '\\udcff:1' is not the address of a server; expected HOST:GRPC_PORT\n"
+
+
+def test_a_folder_whose_name_is_not_utf8_is_named(run: Run, model: Path, version_dir: Path, tmp_path: Path) -> None:
+    """Libraries said that there was no such file, or raised a UnicodeEncodeError."""
+    folder = tmp_path / os.fsdecode(b"a\xff")
+    commands = [
+        ("import", "onnx", model, "--name", "ctr", "--repository", folder),
+        ("push", version_dir, "--to", f"rocksdb://{folder}/rows"),
+    ]
+    for command in commands:
+        code, _, errors = run(*command)
+
+        assert code == 1
+        assert "a\ufffd" in errors
+        assert errors.endswith("a name in this path is not UTF-8, which libraries cannot open; rename it\n")
 
 
 @pytest.mark.parametrize("path", [(), ("import",), ("import", "onnx"), ("import", "hugectr"), ("serve",), ("inspect",)])

@@ -80,7 +80,7 @@ class RemoteServer:
     """
 
     def __init__(self, url: str, *, restricted_key: str | None = None, tls: ClientTls | None = None) -> None:
-        if "/" in url or ":" not in url:
+        if "/" in url or ":" not in url or not url.isprintable():
             raise ConfigurationError(f"{url!r} is not the address of a server; expected HOST:GRPC_PORT")
         try:
             from tritonclient import grpc

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, ValueInfoProto, save_model
 
 from inference_session.importers.onnx.graph import make_node, needed_nodes
-from inference_session.platform.file_names import decoded
+from inference_session.platform.file_names import path_for_library
 
 _FATAL = 4
 MAX_INLINE_BYTES = 1_900_000_000
@@ -33,7 +33,7 @@ def open_network(model: Path | bytes, *, optimised: bool = False) -> Any:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = _FATAL
     options.intra_op_num_threads = 1
-    source = model if isinstance(model, bytes) else decoded(model)
+    source = model if isinstance(model, bytes) else path_for_library(model)
     # ONNX Runtime's fallback prints to stdout and tries the same provider again.
     return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"], enable_fallback=0)
 

@@ -17,6 +17,7 @@ from inference_session.kernels.records import address_of
 from inference_session.parameter_server.base import LateError
 from inference_session.parameter_server.redis.layout import command
 from inference_session.parameter_server.redis.replies import CURSOR, POLLIN, STREAM, Status, receive_rows
+from inference_session.platform.file_names import as_file_name
 from inference_session.urls.store_url import StoreUrl
 
 _BUFFER_BYTES = 256 << 10
@@ -93,7 +94,7 @@ class Login(NamedTuple):
         """Read the certificates that the URL names; StoreError if they cannot be."""
         if not url.uses_tls:
             return cls(url, None, must_be_master)
-        options = url.options
+        options = {name: as_file_name(value) for name, value in url.options.items()}
         try:
             context = ssl.create_default_context(cafile=options.get("tls_ca_certificate"))
             if "tls_client_certificate" in options:

@@ -18,6 +18,7 @@ from stat import S_ISDIR
 from typing import Any
 
 from inference_session.errors import ConfigurationError, SessionClosedError, StoreError, UnavailableError
+from inference_session.platform.file_names import path_for_library
 
 try:
     from rocksdict import (
@@ -213,7 +214,7 @@ def open_writer(path: Path) -> Any:
     """Open a database for writing, made if there is none."""
     path.mkdir(parents=True, exist_ok=True)
     families = {name: family_options() for name in list_families(path)}
-    return Rdict(str(path), options=family_options(), column_families=families)
+    return Rdict(path_for_library(path), options=family_options(), column_families=families)
 
 
 def open_reader(path: Path, secondary_path: Path) -> Any:
@@ -221,7 +222,7 @@ def open_reader(path: Path, secondary_path: Path) -> Any:
     refuse_absent(path)
     with translated(path):
         _refuse_incomplete(path)
-        return _open_as(path, AccessType.secondary(str(secondary_path)))
+        return _open_as(path, AccessType.secondary(path_for_library(secondary_path)))
 
 
 def _refuse_incomplete(path: Path, num_attempts: int = 5) -> None:
@@ -239,7 +240,7 @@ def _refuse_incomplete(path: Path, num_attempts: int = 5) -> None:
 
 def _open_as(path: Path, access_type: Any) -> Any:
     families = {name: family_options() for name in stored_families(path)}
-    return Rdict(str(path), options=family_options(), column_families=families, access_type=access_type)
+    return Rdict(path_for_library(path), options=family_options(), column_families=families, access_type=access_type)
 
 
 def state_of_files(path: Path) -> object:
@@ -288,7 +289,7 @@ def _identity_file(path: Path) -> Path:
 
 def stored_families(path: Path) -> list[str]:
     """Names of a database's column families, `default` among them."""
-    names: list[str] = Rdict.list_cf(str(path))
+    names: list[str] = Rdict.list_cf(path_for_library(path))
     return names
 
 
