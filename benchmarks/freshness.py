@@ -37,9 +37,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from demo.client import MODEL, Client
 from demo.metrics import auc_by_task
 from demo.movielens import TASKS, Inputs, MovieLens, fetch, take
-from inference_session.model_spec import DENSE_FILE, KEYS_FILE, LookupSpec, ModelSpec
+from inference_session.model_spec import DENSE_FILE, KEYS_FILE, LookupSpec
 from inference_session.update_stream import Publisher
 from inference_session.update_stream.table_changes import open_tables
+from inference_session.version_directory.session_file import read_spec
 from tests.testing.broker import Broker
 from triton_backend.launcher.server import ServerOptions, TritonServer
 
@@ -79,7 +80,7 @@ class Trainer:
     """
 
     def __init__(self, version_dir: Path, tasks: Sequence[str], learning: Mapping[str, tuple[str, float]]) -> None:
-        self._lookups = ModelSpec.read(version_dir).lookups
+        self._lookups = read_spec(version_dir).lookups
         self._tasks, self._learning = list(tasks), learning
         self._network = _network(version_dir / DENSE_FILE)
         self._key_network = _network(version_dir / KEYS_FILE) if (version_dir / KEYS_FILE).exists() else None
@@ -211,7 +212,7 @@ def of_folder(folder: Path, repository: Path) -> Events:
     model = folder.resolve().name
     command = [sys.executable, "-m", "hotrow", "import", "onnx", str(folder / "model.onnx"), "--name", model]
     subprocess.run([*command, "--repository", str(repository)], check=True, stdout=subprocess.DEVNULL)
-    spec = ModelSpec.read(repository / model / "1")
+    spec = read_spec(repository / model / "1")
     largest = sorted(spec.tables, key=lambda table: -table.num_rows)[: len(RATES)]
     keys = {one.table: one.keys for one in reversed(spec.lookups) if one.pooling == "none"}
     learning = {table.folder: (keys[table.folder], rate) for table, rate in zip(largest, RATES, strict=True)}

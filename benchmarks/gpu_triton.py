@@ -38,6 +38,7 @@ from perf_analyzer import measure, perf_analyzer
 
 from inference_session.model_spec import DENSE_FILE, TABLES_FOLDER, LookupSpec, ModelSpec, TableSpec, TensorSpec
 from inference_session.version_directory import manifest
+from inference_session.version_directory.session_file import write_spec
 from triton_backend.launcher.server import ServerOptions, TritonServer
 from triton_backend.repository.config_writer import write_model_config
 
@@ -197,7 +198,7 @@ def write_hotrow(version: Path, first: Path, layout: str, num_rows: int, dense: 
     if layout == "hugectr":
         spec, dense = hugectr_spec(spec), with_slots(dense)
     onnx.save(dense, version / DENSE_FILE)
-    spec.write(version)
+    write_spec(spec, version)
     manifest.write_manifest(version)
     write_model_config(version, spec, version.parent.name, max_batch_size=MAX_BATCH_SIZE)
 

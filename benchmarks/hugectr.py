@@ -29,6 +29,7 @@ from inference_session import InferenceSession
 from inference_session.importers.hugectr import import_hugectr
 from inference_session.model_spec import LookupSpec, ModelSpec, TensorSpec
 from inference_session.version_directory import manifest
+from inference_session.version_directory.session_file import read_spec, write_spec
 from triton_backend.launcher.server import ServerOptions, TritonServer
 from triton_backend.repository.config_writer import write_model_config
 
@@ -111,20 +112,21 @@ def write_native(imported: Path, version_dir: Path) -> None:
     # Linked, not copied: hard, as a version's files have to lie in its own directory.
     shutil.copytree(imported / "tables", version_dir / "tables", copy_function=os.link)
     os.link(imported / "dense.onnx", version_dir / "dense.onnx")
-    spec = ModelSpec.read(imported)
+    spec = read_spec(imported)
     inputs = [TensorSpec(f"keys{i}", "int64", (-1, slots, 1)) for i, slots in enumerate(SLOTS)]
     lookups = [
         LookupSpec(lookup.table, f"keys{i}", lookup.dense_input, pooling=lookup.pooling)
         for i, lookup in enumerate(spec.lookups)
     ]
-    ModelSpec(
+    keyed = ModelSpec(
         inputs=(TensorSpec("dense", "float32", (-1, DENSE_DIM)), *inputs),
         outputs=spec.outputs,
         tables=spec.tables,
         lookups=tuple(lookups),
         labels=spec.labels,
         label_outputs=spec.label_outputs,
-    ).write(version_dir)
+    )
+    write_spec(keyed, version_dir)
     manifest.write_manifest(version_dir)
 
 
@@ -187,7 +189,7 @@ def through_triton(folder: Path, keys: list[NDArray[np.int64]], num_calls: int) 
     (folder / "wdl/config.pbtxt").write_text(CONFIG, encoding="utf-8")
     (folder / "native/wdl").rename(repository / "native")
     version_dir = repository / "native/1"
-    write_model_config(version_dir, ModelSpec.read(version_dir), "native", max_batch_size=4096)
+    write_model_config(version_dir, read_spec(version_dir), "native", max_batch_size=4096)
     options = ServerOptions(repository, http_port=0, grpc_port=0, metrics_port=0)
     with TritonServer.start(options) as server, grpc_client.InferenceServerClient(server.endpoints["gRPC"]) as client:
         for num_samples in (10, 64):

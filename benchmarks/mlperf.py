@@ -32,7 +32,7 @@ from mlperf_peers import Hotrow, Peer, PlainOnnxRuntime, PyTorch, Triton, stored
 from mlperf_samples import Samples
 from numpy.typing import NDArray
 
-from inference_session.model_spec import ModelSpec
+from inference_session.version_directory.session_file import read_spec
 from triton_backend.launcher.server import ServerOptions, TritonServer
 from triton_backend.repository.config_writer import write_model_config
 
@@ -164,7 +164,7 @@ def _peers(
 
 
 def _tables_of_peers(version_dir: Path, options: argparse.Namespace) -> list[NDArray[np.float32]] | None:
-    num_bytes = sum(4 * model.DIM * table.num_rows for table in ModelSpec.read(version_dir).tables)
+    num_bytes = sum(4 * model.DIM * table.num_rows for table in read_spec(version_dir).tables)
     if options.no_peers:
         return None
     if num_bytes > options.peer_bytes:
@@ -174,7 +174,7 @@ def _tables_of_peers(version_dir: Path, options: argparse.Namespace) -> list[NDA
 
 
 def _describe(version_dir: Path, options: argparse.Namespace) -> None:
-    spec = ModelSpec.read(version_dir)
+    spec = read_spec(version_dir)
     rows, num_bytes = (sum(getattr(table, what) for table in spec.tables) for what in ("num_rows", "num_bytes"))
     print(
         f"{rows:,} rows x {model.DIM} in {options.tables}, {num_bytes / 1e9:.2f} GB; {options.device}, "
@@ -206,7 +206,7 @@ def _in_process(folder: Path, version_dir: Path, samples: Samples, options: argp
 
 
 def _through_triton(version_dir: Path, samples: Samples, options: argparse.Namespace) -> None:
-    write_model_config(version_dir, ModelSpec.read(version_dir), NAME, max_batch_size=_batch_pairs(options, "Offline"))
+    write_model_config(version_dir, read_spec(version_dir), NAME, max_batch_size=_batch_pairs(options, "Offline"))
     _set_parameters(version_dir.parent / "config.pbtxt", _settings(options))
     repository = version_dir.parent.parent
     with _served(repository) as url:

@@ -16,9 +16,10 @@ from mlperf_model import Arrays
 from numpy.typing import NDArray
 
 from inference_session import InferenceSession
-from inference_session.model_spec import TABLES_FOLDER, ModelSpec
+from inference_session.model_spec import TABLES_FOLDER
 from inference_session.tables.quantized_rows import dequantize_rows
 from inference_session.tables.table_file import TableFile
+from inference_session.version_directory.session_file import read_spec
 
 _TRITON_TYPES = {"int32": "INT32", "float32": "FP32"}
 _REQUESTS_UNDER_WAY = 32
@@ -187,7 +188,7 @@ class PyTorch(Peer):
 
 def stored_rows(version_dir: Path) -> list[NDArray[np.float32]]:
     """The rows of each table as hotrow serves them, float32."""
-    spec = ModelSpec.read(version_dir)
+    spec = read_spec(version_dir)
     rows: list[Any] = [None] * len(spec.tables)
     for table in spec.tables:
         file = TableFile.open(version_dir / TABLES_FOLDER / table.folder, table)

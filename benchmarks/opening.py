@@ -21,6 +21,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from inference_session.model_spec import DENSE_FILE, TABLES_FOLDER, LookupSpec, ModelSpec, TableSpec, TensorSpec
 from inference_session.version_directory.manifest import FORMAT, MANIFEST_FILE
+from inference_session.version_directory.session_file import write_spec
 
 ROUNDS = 7
 NUM_TABLES, DIM = 26, 128
@@ -72,14 +73,15 @@ def write_version(version: Path, rows_per_table: int) -> None:
         with (folder / "emb_vector").open("wb") as file:
             file.truncate(rows_per_table * DIM * 4)
     onnx.save(dense_network(), version / DENSE_FILE)
-    ModelSpec(
+    spec = ModelSpec(
         inputs=tuple(TensorSpec(name, "int64", (-1, 1)) for name in names),
         outputs=(TensorSpec("click", "float32", (-1, 1)),),
         tables=tuple(TableSpec(name, name, rows_per_table, DIM, keys="row_number") for name in names),
         lookups=tuple(LookupSpec(name, name, "vectors", joined=True) for name in names),
         labels=("click",),
         label_outputs=("click",),
-    ).write(version)
+    )
+    write_spec(spec, version)
     files = {p.relative_to(version).as_posix(): p.stat().st_size for p in version.rglob("*") if p.is_file()}
     entries = {name: {"bytes": size, "sha256": ""} for name, size in files.items()}  # opening checks sizes
     (version / MANIFEST_FILE).write_text(json.dumps({"format": FORMAT, "files": entries}))

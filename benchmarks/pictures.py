@@ -34,8 +34,8 @@ from demo.movielens import Inputs, MovieLens, fetch, take
 from demo.report import REPOSITORY
 from hotrow.metrics_page import MetricsPage
 from hotrow.top_view import TopView
-from inference_session.model_spec import ModelSpec
 from inference_session.update_stream import Publisher
+from inference_session.version_directory.session_file import read_spec
 from tests.testing.broker import Broker
 from tests.testing.command_line import hotrow
 from tests.testing.prometheus import Panel, Prometheus, panels
@@ -134,7 +134,7 @@ def asking(served: Served, samples: Inputs) -> Iterator[None]:
 def publishing(broker: Broker) -> Iterator[None]:
     """A publisher sends a hundred rows of random users each second."""
     rng = np.random.default_rng(0)
-    table = ModelSpec.read(REPOSITORY / MODEL / "1").table("users.weight")
+    table = read_spec(REPOSITORY / MODEL / "1").table("users.weight")
     with Publisher(broker.url, MODEL) as publisher:
 
         def publish() -> None:

@@ -45,6 +45,7 @@ from inference_session.model_spec import DENSE_FILE, TABLES_FOLDER, LookupSpec, 
 from inference_session.tables.table_file import write_table
 from inference_session.update_stream import Publisher
 from inference_session.version_directory import manifest
+from inference_session.version_directory.session_file import read_spec, write_spec
 from inference_session.versions.model_version import ModelVersion
 from triton_backend.launcher.server import ServerOptions, TritonServer
 from triton_backend.repository.config_writer import write_model_config
@@ -155,7 +156,7 @@ def write_version(folder: Path, version: int, numbers: NDArray[np.int64], since:
     )
     write_table(directory / TABLES_FOLDER / TABLE, [rows_of(version, keys, numbers)], keys=[keys])
     onnx.save(_network(version), directory / DENSE_FILE)
-    spec.write(directory)
+    write_spec(spec, directory)
     manifest.write_manifest(directory)
     return directory
 
@@ -229,7 +230,7 @@ class Triton:
     where = "through Triton"
 
     def __init__(self, directory: Path, settings: dict[str, Any]) -> None:
-        path = write_model_config(directory, ModelSpec.read(directory), MODEL)
+        path = write_model_config(directory, read_spec(directory), MODEL)
         with path.open("a", encoding="utf-8") as config:
             for name, value in settings.items():
                 config.write(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')

@@ -28,11 +28,11 @@ from inference_session.model_spec import (
     SESSION_FILE,
     TABLES_FOLDER,
     VECTOR_FILE,
-    ModelSpec,
 )
 from inference_session.platform.mapped_large_pages import large_page_fraction, large_page_setting
 from inference_session.platform.memory import available_bytes
 from inference_session.sizing.memory import PROCESS_BYTES, MemoryItem, bytes_in, memory_items
+from inference_session.version_directory.session_file import read_spec
 from triton_backend.launcher.installation import (
     Installation,
     ServerNotFoundError,
@@ -424,7 +424,7 @@ def _needs(repository: Path, model: ServableModel) -> _Needs:
     version_dir = folder / str(model.versions[-1])
     if not (version_dir / SESSION_FILE).exists():
         return _Needs([], set())
-    spec = ModelSpec.read(version_dir)
+    spec = read_spec(version_dir)
     items = memory_items(spec, version_dir, cache_bytes=configured_cache_bytes(spec, version_dir))
     settings = {**spec.settings, **parameters}
     dense = DenseSettings.of(settings) if (version_dir / DENSE_FILE).exists() else None

@@ -19,7 +19,7 @@ LIBRARY = {
     "errors": "",
     "platform": "errors",
     "urls": "errors platform",
-    "model_spec": "errors platform",
+    "model_spec": "errors",
     "kernels": "errors",
     "stats": "kernels model_spec",
     "config": "errors platform urls",

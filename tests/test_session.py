@@ -35,6 +35,7 @@ from inference_session.errors import (
 )
 from inference_session.model_spec import ModelSpec, TensorSpec
 from inference_session.version_directory.manifest import write_manifest
+from inference_session.version_directory.session_file import read_spec, write_spec
 from tests.testing import onnx_models, small_model
 from tests.testing.triton_models import write_ctr, write_types
 
@@ -66,7 +67,7 @@ def assert_answers(answer: Any, expected: small_model.Arrays) -> None:
 
 def describe(directory: Path, spec: ModelSpec) -> None:
     """Write another session.json, with a manifest that it agrees with."""
-    spec.write(directory)
+    write_spec(spec, directory)
     write_manifest(directory)
 
 
@@ -464,7 +465,7 @@ def test_networks_that_do_not_fit_session_json_are_refused(
     small_model.write(tmp_path / "1")
     pooled = dataclasses.replace(small_model.SPEC.lookups[2], **lookup)
     lookups = (*small_model.SPEC.lookups[:2], pooled, *small_model.SPEC.lookups[3:])
-    dataclasses.replace(small_model.SPEC, lookups=lookups).write(tmp_path / "1")
+    write_spec(dataclasses.replace(small_model.SPEC, lookups=lookups), tmp_path / "1")
     write_manifest(tmp_path / "1")
 
     with pytest.raises(ModelFormatError, match=rf"session\.json: {message}, which no input, look-up or graph provides"):
@@ -475,7 +476,7 @@ def test_an_output_that_no_network_makes_is_refused(tmp_path: Path) -> None:
     """When the version is opened, not when a client asks for it."""
     small_model.write(tmp_path / "1")
     outputs = (*small_model.SPEC.outputs, TensorSpec("nowhere", "float32", (-1, 1)))
-    dataclasses.replace(small_model.SPEC, outputs=outputs).write(tmp_path / "1")
+    write_spec(dataclasses.replace(small_model.SPEC, outputs=outputs), tmp_path / "1")
     write_manifest(tmp_path / "1")
 
     with pytest.raises(ModelFormatError, match=r"session\.json: output 'nowhere' is not an output of dense\.onnx"):
@@ -494,7 +495,7 @@ def test_an_output_that_no_network_makes_is_refused(tmp_path: Path) -> None:
 def test_outputs_other_than_described_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     """Triton tells clients the type and shape in session.json; an empty request is answered with them."""
     write_ctr(tmp_path / "ctr" / "1")
-    spec = ModelSpec.read(tmp_path / "ctr" / "1")
+    spec = read_spec(tmp_path / "ctr" / "1")
     like = dataclasses.replace(spec.outputs[1], **change)
     describe(tmp_path / "ctr" / "1", dataclasses.replace(spec, outputs=(spec.outputs[0], like)))
 
@@ -506,7 +507,7 @@ def test_outputs_other_than_described_are_refused(tmp_path: Path, change: dict[s
 def test_labels_other_than_the_columns_of_predictions_are_refused(tmp_path: Path, labels: tuple[str, ...]) -> None:
     """A client that reads a column by its name would read another, or none."""
     write_ctr(tmp_path / "ctr" / "1")
-    describe(tmp_path / "ctr" / "1", dataclasses.replace(ModelSpec.read(tmp_path / "ctr" / "1"), labels=labels))
+    describe(tmp_path / "ctr" / "1", dataclasses.replace(read_spec(tmp_path / "ctr" / "1"), labels=labels))
 
     message = rf"field 'labels' has {len(labels)} names, but the predictions have 2 columns"
     with pytest.raises(ModelFormatError, match=rf"session\.json: {message}$"):
@@ -529,7 +530,7 @@ def test_predictions_may_have_fewer_columns_where_their_number_is_open(tmp_path:
 def test_inputs_that_the_network_reads_as_another_type_are_refused(tmp_path: Path) -> None:
     """Not every request, as if its client had made a mistake."""
     write_ctr(tmp_path / "ctr" / "1")
-    spec = ModelSpec.read(tmp_path / "ctr" / "1")
+    spec = read_spec(tmp_path / "ctr" / "1")
     dense = dataclasses.replace(spec.inputs[1], dtype="float64")
     describe(tmp_path / "ctr" / "1", dataclasses.replace(spec, inputs=(spec.inputs[0], dense)))
 

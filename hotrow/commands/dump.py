@@ -8,7 +8,7 @@ import click
 
 from hotrow.progress import row_progress
 from inference_session.errors import ConfigurationError
-from inference_session.model_spec import ModelSpec
+from inference_session.version_directory.session_file import read_spec
 
 _READING_ONLY = {
     "cache_bytes": "0",
@@ -56,7 +56,7 @@ def command(
 
     given = {"volatile_store": volatile_store, "persistent_store": persistent_store, "store_namespace": namespace}
     settings = {name: value for name, value in given.items() if value is not None}
-    spec = ModelSpec.read(version_dir)
+    spec = read_spec(version_dir)
     config = configured_session(spec, version_dir, **settings, **_READING_ONLY)
     if config.update_stream is not None and not config.has_store:
         raise ConfigurationError(

@@ -12,6 +12,7 @@ from hotrow.progress import byte_progress
 from inference_session.errors import ConfigurationError
 from inference_session.model_spec import TABLES_FOLDER, ModelSpec, VectorType, is_folder_name
 from inference_session.platform.staging import MAX_VERSION
+from inference_session.version_directory.session_file import read_spec
 from triton_backend.repository.instances import suitable_instances
 from triton_backend.repository.model_config import MAX_BATCH_SIZE
 from triton_backend.repository.view import has_gpu
@@ -291,4 +292,4 @@ def dynamicemb(dump: Path, name: str, repository: Path, version: int | None) -> 
 
 
 def _table_folders(version_dir: Path) -> list[Path]:
-    return [version_dir / TABLES_FOLDER / table.folder for table in ModelSpec.read(version_dir).tables]
+    return [version_dir / TABLES_FOLDER / table.folder for table in read_spec(version_dir).tables]

@@ -21,6 +21,7 @@ from inference_session.platform.mapped_large_pages import large_page_fraction
 from inference_session.urls.store_url import OPTIONS as URL_OPTIONS
 from inference_session.urls.store_url import StoreUrl
 from inference_session.version_directory import manifest
+from inference_session.version_directory.session_file import read_spec
 
 
 def _target(ctx: click.Context, parameter: click.Parameter, value: str) -> Path | StoreUrl:
@@ -75,7 +76,7 @@ def _stored_table(table: StoredTable) -> dict[str, Any]:
 
 
 def _inspect_version(version_dir: Path, *, as_json: bool, verify: bool) -> None:
-    spec = ModelSpec.read(version_dir)
+    spec = read_spec(version_dir)
     _check_files(version_dir, checksums=verify)
     if verify:
         _check_indexes(version_dir, spec)

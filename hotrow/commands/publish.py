@@ -11,8 +11,9 @@ import click
 
 from hotrow.progress import row_progress
 from inference_session.errors import ConfigurationError
-from inference_session.model_spec import SESSION_FILE, ModelSpec
+from inference_session.model_spec import SESSION_FILE
 from inference_session.urls.kafka_url import KafkaUrl
+from inference_session.version_directory.session_file import read_spec
 
 if TYPE_CHECKING:
     from inference_session.update_stream.publisher import Encoding, Publisher
@@ -80,7 +81,7 @@ def _sources(source: Path, table: str | None, since: Path | None) -> list[_Sourc
         return [_whole(open_folder(source, table))]
     tables = open_tables(source)
     if table is not None:
-        wanted = ModelSpec.read(source).table(table)
+        wanted = read_spec(source).table(table)
         tables = [one for one in tables if one.spec == wanted]
     if since is None:
         return [_whole(one) for one in tables]

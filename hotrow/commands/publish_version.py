@@ -13,6 +13,7 @@ from inference_session.model_spec import ModelSpec
 from inference_session.platform.memory import available_bytes
 from inference_session.platform.staging import MAX_VERSION
 from inference_session.version_directory import manifest
+from inference_session.version_directory.session_file import read_spec
 from triton_backend.repository.config_writer import STANDALONE_CODE, write_model_config
 from triton_backend.repository.model_config import MAX_BATCH_SIZE, configured_cache_bytes
 
@@ -57,7 +58,7 @@ def command(folder: Path, name: str, repository: Path, version: int | None, max_
         standalone = code.exists() and code.read_text(encoding="utf-8") == STANDALONE_CODE
         write_model_config(version_dir, spec, name, max_batch_size=max_batch_size, standalone=standalone)
 
-    ModelSpec.read(folder)  # its error says how to name a version directory
+    read_spec(folder)  # its error says how to name a version directory
     total_bytes = sum(entry.num_bytes for entry in manifest.read_manifest(folder))
     with byte_progress(f"Publishing {folder.name}", total_bytes) as progress:
         report = publish_version(folder, repository, name, version=version, progress=progress, complete=configure)

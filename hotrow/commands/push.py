@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import click
 
 from hotrow.progress import byte_progress, row_progress
-from inference_session.model_spec import ModelSpec
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.urls.store_url import StoreUrl
 from inference_session.version_directory import manifest
+from inference_session.version_directory.session_file import read_spec
 
 if TYPE_CHECKING:
     from inference_session.parameter_server.table_push import TablePush
@@ -64,7 +64,7 @@ def command(version_dir: Path, store_url: str, verify: bool, verify_sample: int 
     from inference_session.parameter_server.create import create_store
     from inference_session.parameter_server.table_push import TablePush
 
-    spec = ModelSpec.read(version_dir)
+    spec = read_spec(version_dir)
     total_bytes = sum(entry.num_bytes for entry in manifest.read_manifest(version_dir))
     with byte_progress(f"Verifying {version_dir}", total_bytes) as progress:
         manifest.verify(version_dir, checksums=True, progress=progress)

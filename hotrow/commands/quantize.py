@@ -10,8 +10,8 @@ import click
 from hotrow.output import print_json
 from hotrow.progress import byte_progress
 from inference_session.errors import CanaryError
-from inference_session.model_spec import ModelSpec
 from inference_session.platform.staging import next_version
+from inference_session.version_directory.session_file import read_spec
 
 if TYPE_CHECKING:
     from hotrow.answer_quality import AnswerQuality
@@ -109,7 +109,7 @@ def _canary(version_dir: Path) -> Path | None:
     """The model's recorded requests, where its settings name some."""
     from triton_backend.repository.model_config import configured_session
 
-    name = configured_session(ModelSpec.read(version_dir), version_dir).canary_requests
+    name = configured_session(read_spec(version_dir), version_dir).canary_requests
     return version_dir.parent / name if name else None
 
 

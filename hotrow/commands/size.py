@@ -15,6 +15,7 @@ from hotrow.output import print_json
 from inference_session.errors import ConfigurationError
 from inference_session.model_spec import ModelSpec
 from inference_session.sizing.trace_file import TRACE_FORMATS
+from inference_session.version_directory.session_file import read_spec
 
 if TYPE_CHECKING:
     from inference_session.device.placement import Place, Shard
@@ -171,7 +172,7 @@ def _memory(
     from triton_backend.repository.model_config import configured_cache_bytes, configured_instances, configured_session
 
     with served_version(directory) as version:
-        spec = ModelSpec.read(version.directory)
+        spec = read_spec(version.directory)
         if cache_bytes is None:
             cache_bytes = configured_cache_bytes(spec, version.directory, on_device=devices > 0, **version.settings)
         config = configured_session(spec, version.directory, **version.settings)

@@ -31,6 +31,7 @@ from inference_session.model_spec import KEY_FILE, TABLES_FOLDER, VECTOR_FILE, M
 from inference_session.platform.staging import stage_version
 from inference_session.version_directory.manifest import write_manifest
 from inference_session.version_directory.publishing import share_unchanged
+from inference_session.version_directory.session_file import write_spec
 from triton_backend.repository.config_writer import write_model_config
 
 _SHARED_FILE = ".ranks"
@@ -324,7 +325,7 @@ class _Export:
         plan = self.plan
         found = assemble(staging, target, network, dict(zip(table_names(files), files, strict=True)))
         spec = self._spec(found, files, rows)
-        spec.write(staging)
+        write_spec(spec, staging)
         write_manifest(staging, known=checksums)
         _verify(staging, spec, plan.inputs.arrays(), expected)
         write_model_config(staging, spec, self.name)

@@ -20,6 +20,7 @@ from inference_session.errors import ConfigurationError, UnsupportedModelError
 from inference_session.importers.onnx import import_onnx
 from inference_session.model_spec import ModelSpec, folder_names
 from inference_session.update_stream.publisher import DEFAULT_TIMEOUT_S, Publisher
+from inference_session.version_directory.session_file import write_spec
 from triton_backend.repository.config_writer import write_model_config
 
 _CHUNK_ROWS = 1 << 16
@@ -146,7 +147,7 @@ def export_keras(model: Any, repository: Path, name: str) -> int:
     began = datetime.now(timezone.utc).isoformat()
 
     def complete(staging: Path, spec: ModelSpec) -> None:
-        replace(spec, settings={**spec.settings, "update_since": began}, source=model.name).write(staging)
+        write_spec(replace(spec, settings={**spec.settings, "update_since": began}, source=model.name), staging)
         write_model_config(staging, spec, name)
 
     with tempfile.TemporaryDirectory(prefix="hotrow-keras-") as folder:

@@ -33,6 +33,7 @@ from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_version
 from inference_session.version_directory.manifest import write_manifest
 from inference_session.version_directory.publishing import share_unchanged
+from inference_session.version_directory.session_file import write_spec
 
 _WEIGHTS, _CONFIG, _SAMPLES = "data/weights/", "_weights_config.json", "data/sample_inputs/"
 _DAMAGE = (zipfile.BadZipFile, zlib.error, KeyError, NotImplementedError, EOFError)
@@ -76,7 +77,7 @@ def import_program(
             files = _write_tables(staging, tables, weights, progress)
             spec = assemble(staging, target, _network(loaded, files), files)
             spec = ModelSpec(**{**spec.__dict__, "source": program.name})
-            spec.write(staging)
+            write_spec(spec, staging)
             if complete:
                 complete(staging, spec)
             write_manifest(staging)

@@ -33,6 +33,7 @@ from inference_session.requests.hugectr_csr import HPS_COUNTS, HPS_KEYS
 from inference_session.tables.table_index import build_index
 from inference_session.version_directory.manifest import write_manifest
 from inference_session.version_directory.publishing import share_unchanged
+from inference_session.version_directory.session_file import write_spec
 
 _FILE = re.compile(r"(?P<table>.+)_emb_(?P<kind>keys|values)\.rank_(?P<rank>\d+)\.world_size_(?P<size>\d+)")
 _KEY_BYTES, _FLOAT_BYTES = 8, 4
@@ -63,7 +64,7 @@ def import_dynamicemb(
     tables = _find(dump)
     with stage_version(repository, name, version) as (staging, version_dir):
         spec = _spec([table.write(staging, folder, progress) for table, folder in _placed(tables)])
-        spec.write(staging)
+        write_spec(spec, staging)
         if complete:
             complete(staging, spec)
         write_manifest(staging, progress)

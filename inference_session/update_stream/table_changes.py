@@ -16,13 +16,13 @@ from inference_session.model_spec import (
     SESSION_FILE,
     TABLES_FOLDER,
     VECTOR_FILE,
-    ModelSpec,
     TableSpec,
     folder_names,
 )
 from inference_session.tables.quantized_rows import dequantize_rows
 from inference_session.tables.table_file import TableFile
 from inference_session.version_directory import manifest
+from inference_session.version_directory.session_file import read_spec
 from inference_session.version_directory.version import VersionDirectory
 
 _CHUNK_BYTES = 8 << 20
@@ -95,7 +95,7 @@ def open_folder(folder: Path, table: str) -> Table:
     """
     version_dir = folder.resolve().parent.parent
     if folder.resolve().parent.name == TABLES_FOLDER and (version_dir / SESSION_FILE).exists():
-        model = ModelSpec.read(version_dir)
+        model = read_spec(version_dir)
         spec = next((one for one in model.tables if one.folder == folder.resolve().name), None)
         if spec is None:
             raise ModelFormatError(f"{folder}: {version_dir / SESSION_FILE} names no table in this folder")

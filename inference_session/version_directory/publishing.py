@@ -35,6 +35,7 @@ from inference_session.tables.table_file import TableFile
 from inference_session.version_directory import manifest
 from inference_session.version_directory.manifest import MANIFEST_FILE, FileEntry
 from inference_session.version_directory.names import state_file
+from inference_session.version_directory.session_file import read_spec
 from inference_session.version_directory.verified_files import FileState, VerifiedFiles, verified_state
 
 _CHUNK_BYTES = 4 << 20
@@ -139,7 +140,7 @@ def publish_version(
         ConfigurationError: the version exists already, or the name cannot be a folder's.
         UnavailableError: the disk has too little space; or another process writes this version now.
     """
-    spec = ModelSpec.read(folder)
+    spec = read_spec(folder)
     manifest.verify(folder, checksums=False)
     for table in spec.tables:
         _check_table(folder / TABLES_FOLDER / table.folder, table)

@@ -28,6 +28,7 @@ from inference_session.platform.staging import stage_folder
 from inference_session.tables.quantized_rows import dequantize_rows, quantize_rows
 from inference_session.version_directory import manifest
 from inference_session.version_directory.publishing import link_file
+from inference_session.version_directory.session_file import read_spec, write_spec
 
 _CHUNK_BYTES = 512 << 10
 """Bytes of float32 vectors that are in memory at a time: what is read again stays in a processor's cache."""
@@ -91,7 +92,7 @@ def quantize_version(
         ModelFormatError: a file is missing or damaged, or the type cannot hold a row; names the file, or table and row.
         UnavailableError: the disk has too little space, or another process writes the target now.
     """
-    before = ModelSpec.read(version_dir)
+    before = read_spec(version_dir)
     after = narrowed(before, dtype)
     if after == before:
         kinds = ", ".join(sorted({f"{table.embedding_dim} x {table.dtype}" for table in before.tables})) or "none"
@@ -105,7 +106,7 @@ def quantize_version(
         for old, new in _changed_tables(before, after):
             place = Path(TABLES_FOLDER, old.folder, VECTOR_FILE)
             _rewrite(version_dir / place, staging / place, old, new.dtype, progress)
-        after.write(staging)
+        write_spec(after, staging)
         manifest.write_manifest(staging, progress)
         if accept:
             accept(staging)

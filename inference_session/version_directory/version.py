@@ -11,6 +11,7 @@ from inference_session.model_spec import KEY_FILE, SESSION_FILE, TABLES_FOLDER, 
 from inference_session.tables.table_file import TableFile
 from inference_session.version_directory.manifest import read_manifest, verify
 from inference_session.version_directory.names import absolute, model_and_version, state_file
+from inference_session.version_directory.session_file import read_spec
 from inference_session.version_directory.verified_files import VerifiedFiles
 
 
@@ -25,7 +26,7 @@ class VersionDirectory:
     @classmethod
     def read(cls, path: str | Path) -> VersionDirectory:
         """Read session.json; ModelFormatError where it is missing or damaged, ConfigurationError for its settings."""
-        spec = ModelSpec.read(Path(path))
+        spec = read_spec(Path(path))
         try:
             SessionConfig.resolve(spec.settings)
         except ConfigurationError as error:

@@ -27,7 +27,7 @@ from inference_session.importers.onnx import import_onnx
 from inference_session.model_source import hdfs_source
 from inference_session.model_source.copy import Copy
 from inference_session.model_source.create import create_source
-from inference_session.model_spec import ModelSpec, TableSpec
+from inference_session.model_spec import TableSpec
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.redis.replies import CURSOR, REPLY, read_rows
 from inference_session.parameter_server.rocksdb.store import RocksDbStore, list_rocksdb_tables
@@ -38,6 +38,7 @@ from inference_session.sizing.trace_file import read_trace
 from inference_session.tables.table_file import TableFile, write_table
 from inference_session.update_stream.encodings import Message, decode, encode_batch
 from inference_session.version_directory import manifest
+from inference_session.version_directory.session_file import read_spec
 from inference_session.version_directory.verified_files import VerifiedFiles
 from tests.fuzz.target import Target
 from tests.testing import small_model
@@ -65,7 +66,7 @@ def _serve_version(folder: Path) -> None:
 
 
 def _verify_version(folder: Path) -> None:
-    ModelSpec.read(folder / "m/1")
+    read_spec(folder / "m/1")
     manifest.verify(folder / "m/1", checksums=True)
 
 
@@ -373,7 +374,7 @@ def _metrics(folder: Path) -> list[Path]:
 
 
 TARGETS = {
-    "session_json": Target(lambda folder: [_small_model(folder) / "session.json"], lambda f: ModelSpec.read(f / "m/1")),
+    "session_json": Target(lambda folder: [_small_model(folder) / "session.json"], lambda f: read_spec(f / "m/1")),
     "manifest": Target(lambda folder: [_small_model(folder) / "MANIFEST.json"], _verify_version),
     "version": Target(_version_files, _serve_version),
     "table": Target(_table_files, _look_up),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc_client
 
-from inference_session.model_spec import ModelSpec
+from inference_session.version_directory.session_file import read_spec
 from tests.testing.served import Serve, Served, metric
 from tests.testing.servers import wait_until
 from tests.testing.triton_models import ctr_answer, write_ctr
@@ -26,7 +26,7 @@ def served(serve: Serve, tmp_path: Path) -> Served:
     version = tmp_path / "repository" / "ctr" / "1"
     write_ctr(version)
     (version.parent / "config.pbtxt").unlink()
-    write_model_config(version, ModelSpec.read(version), "ctr", num_instances=NUM_INSTANCES)
+    write_model_config(version, read_spec(version), "ctr", num_instances=NUM_INSTANCES)
     return serve(tmp_path / "repository")
 
 

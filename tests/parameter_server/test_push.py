@@ -21,6 +21,7 @@ from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.table_push import TablePush
 from inference_session.tables.table_file import write_table
 from inference_session.version_directory import manifest
+from inference_session.version_directory.session_file import read_spec, write_spec
 from tests.testing.faulty_stores import FaultStore
 from tests.testing.memory_store import MemoryStore
 from tests.testing.servers import PATIENCE_MS, RedisClusterServers, RedisServer
@@ -44,7 +45,7 @@ def version_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         TableSpec("numbered", "numbered", 700, 4, keys="row_number"),
         TableSpec("halved", "halved", 100, 3, dtype="float16", keys="row_number"),
     )
-    ModelSpec((), (), specs, ()).write(directory)
+    write_spec(ModelSpec((), (), specs, ()), directory)
     manifest.write_manifest(directory)
     return directory
 
@@ -143,7 +144,7 @@ def test_a_push_goes_on_where_it_was_interrupted(version_dir: Path, monkeypatch:
     monkeypatch.setattr(table_push, "NOTE_INTERVAL_S", 0)
     memory, calls = MemoryStore(DIMS), iter(range(100))
     store = FaultStore(memory, lambda verb: UnavailableError("gone") if verb == "insert" and next(calls) == 5 else None)
-    spec = ModelSpec.read(version_dir).tables[0]
+    spec = read_spec(version_dir).tables[0]
     with pytest.raises(UnavailableError):
         TablePush(version_dir, spec, store).run()
     assert json.loads(memory.note("hashed") or "")["rows"] == 2000
@@ -159,7 +160,7 @@ def test_a_note_of_other_files_is_no_reason_to_skip_rows(version_dir: Path, note
     """Only a push of exactly the same files is continued."""
     memory = MemoryStore(DIMS)
     memory.set_note("hashed", note)
-    push = TablePush(version_dir, ModelSpec.read(version_dir).tables[0], memory)
+    push = TablePush(version_dir, read_spec(version_dir).tables[0], memory)
     assert push.run().num_resumed == 0
     assert push.verify() == 5000
 
@@ -168,7 +169,7 @@ def test_a_note_of_other_files_is_no_reason_to_skip_rows(version_dir: Path, note
 def test_verify_finds_a_single_wrong_row(version_dir: Path, damage: str, message: str) -> None:
     """The error names the key of a row that is missing or different."""
     memory = MemoryStore(DIMS)
-    push = TablePush(version_dir, ModelSpec.read(version_dir).tables[0], memory)
+    push = TablePush(version_dir, read_spec(version_dir).tables[0], memory)
     push.run()
     key = random_keys(NUM_ROWS - 100)[1234:1235]
     if damage == "erase":

@@ -16,7 +16,6 @@ from hotrow.command_line import cli
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, SessionClosedError, StoreError, UnavailableError
 from inference_session.model_source import Copy
-from inference_session.model_spec import ModelSpec
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
@@ -27,6 +26,7 @@ from inference_session.rows.dump import dump
 from inference_session.tables.base import RowBatch
 from inference_session.tables.table_file import TableFile
 from inference_session.version_directory import manifest
+from inference_session.version_directory.session_file import read_spec
 from tests.testing import small_model
 from tests.testing.hadoop import Hdfs
 from tests.testing.memory_store import MemoryStore
@@ -153,7 +153,7 @@ def test_rows_changed_in_memory_are_dumped(version: Path, tmp_path: Path) -> Non
     """For a model without stores, the dump has the rows as its update stream changed them, without erased ones."""
     expected = of_files(version)
     first, second = list(expected["hashed"])[:2]
-    spec = ModelSpec.read(version)
+    spec = read_spec(version)
     files = [TableFile.open(version / "tables" / table.folder, table) for table in spec.tables]
     source = changing_rows(files)
     source.writer.update("hashed", *rows(first, 77, value=4))
@@ -253,7 +253,7 @@ def test_closing_ends_a_scan(server: ParameterServer) -> None:
 
 def test_rows_that_come_twice_are_dumped_once(version: Path, tmp_path: Path) -> None:
     """If a table file has equal keys, the last row is served, and only that row is dumped."""
-    spec = ModelSpec.read(version)
+    spec = read_spec(version)
     folder = version / "tables" / "hashed"
     keys = np.fromfile(folder / "key", "<i8")
     keys[:20] = keys[10]

@@ -20,6 +20,7 @@ from inference_session.model_spec import (
     TensorSpec,
 )
 from inference_session.version_directory import manifest
+from inference_session.version_directory.session_file import write_spec
 
 SLOTS, DENSE_DIM, MAX_SAMPLES = (2, 1, 3), 4, 40
 _DIMS = 16, 5, 1
@@ -76,7 +77,7 @@ def write(directory: Path, key_type: str) -> None:
     onnx.save(
         helper.make_model(model, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), directory / DENSE_FILE
     )
-    own.write(directory)
+    write_spec(own, directory)
     manifest.write_manifest(directory)
 
 

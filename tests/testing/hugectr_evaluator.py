@@ -10,8 +10,9 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from inference_session.model_spec import DENSE_FILE, ModelSpec, TableSpec
+from inference_session.model_spec import DENSE_FILE, TableSpec
 from inference_session.requests.hugectr_csr import Bags, RequestFormat, decode_keys, decode_request
+from inference_session.version_directory.session_file import read_spec
 
 Inputs = Mapping[str, NDArray[Any]]
 
@@ -20,7 +21,7 @@ class Evaluator:
     """One imported version."""
 
     def __init__(self, directory: Path) -> None:
-        self.spec = ModelSpec.read(directory)
+        self.spec = read_spec(directory)
         self._tables = [_read_table(directory / "tables" / table.folder, table) for table in self.spec.tables]
         if self.spec.layout == "hugectr":
             providers = ["CPUExecutionProvider"]

@@ -11,6 +11,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from inference_session.model_spec import LookupSpec, ModelSpec
+from inference_session.version_directory.session_file import read_spec
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -27,7 +28,7 @@ def run_network(path: Path, inputs: Arrays) -> Arrays:
 
 def evaluate(version_dir: Path, inputs: Arrays) -> Arrays:
     """The outputs of an imported model, computed as session.json describes."""
-    spec = ModelSpec.read(version_dir)
+    spec = read_spec(version_dir)
     values = dict(inputs)
     if (version_dir / "keys.onnx").exists():
         values |= run_network(version_dir / "keys.onnx", inputs)

@@ -25,6 +25,7 @@ from inference_session.model_spec import (
     TensorSpec,
 )
 from inference_session.version_directory import manifest
+from inference_session.version_directory.session_file import write_spec
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -69,7 +70,7 @@ def write(directory: Path, *, seed: int = 0) -> Arrays:
     tables["hashed/key"].tofile(directory / TABLES_FOLDER / "hashed" / "key")
     onnx.save(_dense_network(), directory / DENSE_FILE)
     onnx.save(_key_graph(), directory / KEYS_FILE)
-    SPEC.write(directory)
+    write_spec(SPEC, directory)
     manifest.write_manifest(directory)
     return tables
 

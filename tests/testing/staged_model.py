@@ -13,6 +13,7 @@ from onnx import TensorProto, helper
 from inference_session.model_spec import DENSE_FILE, TABLES_FOLDER, LookupSpec, ModelSpec, TableSpec, TensorSpec
 from inference_session.tables.quantized_rows import quantize_int8
 from inference_session.version_directory import manifest
+from inference_session.version_directory.session_file import write_spec
 
 EXTREMES = (-(2**63), -(2**31), -51, -50, -1, 0, 1, 49, 50, 2**31 - 1, 2**63 - 1)
 """Keys at the edges of the types and tables."""
@@ -84,7 +85,7 @@ def write(directory: Path, seed: int = 0) -> None:
             keys = np.unique([*EXTREMES, *range(2, 40)])[: table.num_rows]
             rng.permutation(keys).tofile(folder / "key")
     onnx.save(_network(), directory / DENSE_FILE)
-    SPEC.write(directory)
+    write_spec(SPEC, directory)
     manifest.write_manifest(directory)
 
 

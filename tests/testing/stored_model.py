@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session import InferenceSession
-from inference_session.model_spec import TABLES_FOLDER, ModelSpec
+from inference_session.model_spec import TABLES_FOLDER
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.table_push import TablePush
+from inference_session.version_directory.session_file import read_spec
 from tests.testing import small_model
 from tests.testing.servers import PATIENCE_MS
 
@@ -25,7 +26,7 @@ HASHED_DEFAULT = [0.5, -0.5]
 
 def push(directory: Path, url: str) -> None:
     """Fill a store with the rows of a version of any model."""
-    tables = ModelSpec.read(directory).tables
+    tables = read_spec(directory).tables
     dims = {table.folder: table.embedding_dim for table in tables}
     namespace = Namespace.of(directory, shared=False)
     with create_store(url, namespace, dims, writable=True, timeout_ms=PATIENCE_MS) as store:

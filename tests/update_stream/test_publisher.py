@@ -19,12 +19,13 @@ from inference_session.errors import (
     StoreError,
     UnavailableError,
 )
-from inference_session.model_spec import TABLES_FOLDER, ModelSpec
+from inference_session.model_spec import TABLES_FOLDER
 from inference_session.update_stream import Publisher
 from inference_session.update_stream.announcements import Announcements
 from inference_session.update_stream.encodings import Updates, decode
 from inference_session.urls.kafka_url import KafkaUrl
 from inference_session.version_directory import manifest
+from inference_session.version_directory.session_file import read_spec, write_spec
 from tests.testing import small_model
 from tests.testing.broker import Broker
 from tests.testing.command_line import hotrow
@@ -75,9 +76,9 @@ def test_a_table_of_a_version_goes_by_its_folder(broker: Broker, small: SmallVer
     """If another table's folder has the name that this table's would have, session.json decides."""
     version = tmp_path / "version"
     shutil.copytree(small.directory, version)
-    spec = ModelSpec.read(version)
+    spec = read_spec(version)
     tables = [replace(table, name="user weight") if table.folder == "hashed" else table for table in spec.tables]
-    replace(spec, tables=tuple(tables)).write(version)
+    write_spec(replace(spec, tables=tuple(tables)), version)
 
     source = version / TABLES_FOLDER / "hashed"
     hotrow("publish", source, "--to", broker.url, "--model", small.model, "--table", "user weight")

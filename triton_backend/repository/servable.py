@@ -10,8 +10,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from inference_session.errors import ConfigurationError, HotrowError
-from inference_session.model_spec import SESSION_FILE, ModelSpec
+from inference_session.model_spec import SESSION_FILE
 from inference_session.platform.staging import MAX_VERSION
+from inference_session.version_directory.session_file import read_spec
 from triton_backend.repository.model_config import CONFIG_FILE, ModelConfig
 
 IN_PLACE_BACKENDS = frozenset({"hugectr", "hps"})
@@ -195,7 +196,7 @@ def _check_version(version_dir: Path, config: ModelConfig) -> None:
         if not code.is_file():
             raise ConfigurationError(f'{code} does not exist; Triton would wait for it forever (backend "python")')
     if config.backend == "hotrow" or (version_dir / SESSION_FILE).exists():
-        ModelSpec.read(version_dir)
+        read_spec(version_dir)
 
 
 def _listed(names: Sequence[str]) -> str:

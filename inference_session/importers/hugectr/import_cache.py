@@ -23,15 +23,15 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from inference_session import model_spec as native
 from inference_session.errors import ModelFormatError, UnavailableError
 from inference_session.importers.hugectr.importer import write_version
 from inference_session.importers.hugectr.ps_fields import PsJson, PsModel
 from inference_session.importers.hugectr.remote_files import with_local_files
+from inference_session.model_spec import KEY_FILE, VECTOR_FILE
 from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_version
 from inference_session.platform.user_cache import lock_file, user_cache_folder
-from inference_session.version_directory import manifest
+from inference_session.version_directory import manifest, session_file
 from inference_session.version_directory.manifest import sha256_of
 
 NUM_KEPT = 3
@@ -128,7 +128,7 @@ def _files(model: PsModel, keep_rows_of: Sequence[Path]) -> list[Path]:
     """All that the import will read."""
     single = [Path(name) for name in (model.graph_file, model.dense_file, model.statistics_file) if name]
     folders = [*map(Path, model.sparse_files), *keep_rows_of]
-    return single + [folder / name for folder in folders for name in (native.KEY_FILE, native.VECTOR_FILE)]
+    return single + [folder / name for folder in folders for name in (KEY_FILE, VECTOR_FILE)]
 
 
 def _statement(settings: PsJson, model: PsModel) -> tuple[object, ...]:
@@ -163,7 +163,7 @@ def _refuse_changes(before: Sequence[tuple[Path, int, int, int]], after: Sequenc
 def _importer_hash() -> str:
     """A hash of the code that reads HugeCTR's files, so that a newer hotrow imports again."""
     code = sorted(Path(__file__).parent.rglob("*.py"))
-    formats = f"{native.FORMAT} {manifest.FORMAT}"
+    formats = f"{session_file.FORMAT} {manifest.FORMAT}"
     return _hash(formats + "".join(path.read_text(encoding="utf-8") for path in code))
 
 

@@ -32,6 +32,7 @@ from inference_session.requests.hugectr_csr import DENSE, HPS_COUNTS, HPS_KEYS, 
 from inference_session.version_directory.manifest import write_manifest
 from inference_session.version_directory.publishing import share_unchanged
 from inference_session.version_directory.quantizing import quantize_tables
+from inference_session.version_directory.session_file import write_spec
 from inference_session.version_directory.version import VersionDirectory
 
 
@@ -163,7 +164,7 @@ def write_version(
     job = _Job(settings, model, directory, keep_rows_of, may_link, progress)
     spec, num_parameters = _write_network(job) if model.graph_file else (_tables_alone(job), 0)
     spec = quantize_tables(directory, spec, tables, progress)
-    spec.write(directory)
+    write_spec(spec, directory)
     write_manifest(directory, progress)
     return spec, num_parameters
 

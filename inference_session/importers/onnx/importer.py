@@ -48,6 +48,7 @@ from inference_session.platform.staging import stage_version
 from inference_session.version_directory.manifest import write_manifest
 from inference_session.version_directory.publishing import share_unchanged
 from inference_session.version_directory.quantizing import quantize_tables
+from inference_session.version_directory.session_file import write_spec
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ def import_onnx(
         with stage_version(Path(repository), name, version) as (staging, version_dir):
             report = _Import(source, staging, version_dir, min_rows, progress, context=tuple(context)).run()
             report = replace(report, spec=quantize_tables(staging, report.spec, tables, progress))
-            report.spec.write(staging)
+            write_spec(report.spec, staging)
             if complete:
                 complete(staging, report.spec)
             write_manifest(staging, progress)

@@ -22,9 +22,10 @@ from inference_session.errors import (
     UnsupportedModelError,
 )
 from inference_session.importers.hugectr.importer import import_hugectr
-from inference_session.model_spec import ModelSpec, TensorSpec
+from inference_session.model_spec import TensorSpec
 from inference_session.requests.batch import Request
 from inference_session.version_directory.manifest import read_manifest
+from inference_session.version_directory.session_file import read_spec
 from tests.testing.example_models import ExampleModels
 from tests.testing.hugectr_evaluator import Evaluator
 from tests.testing.hugectr_graphs import GraphMaker
@@ -97,7 +98,7 @@ def source(tmp_path: Path) -> Source:
 def test_an_imported_version_says_what_it_is(source: Source, tmp_path: Path) -> None:
     """Inputs as HugeCTR's clients send them, tables by the names of their layers, the defaults of ps.json."""
     (report,) = import_hugectr(source.ps_json(), tmp_path / "repository")
-    spec = ModelSpec.read(report.version_dir)
+    spec = read_spec(report.version_dir)
 
     assert report.version_dir == tmp_path / "repository/small/1"
     assert (report.model, report.num_dense_parameters) == ("small", 17)

@@ -9,6 +9,7 @@ import pytest
 
 from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.model_spec import ModelSpec, TensorSpec
+from inference_session.version_directory.session_file import read_spec
 from tests.testing.hugectr_source import Source
 from triton_backend.repository.config_checks import check_config
 from triton_backend.repository.config_writer import write_model_config
@@ -37,7 +38,7 @@ def spec_of(found: InPlaceModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("HOTROW_CACHE_DIR", str(tmp_path / "cache"))
     with found.imported(3) as version_dir:
         assert version_dir.name == "3"
-        return ModelSpec.read(version_dir)
+        return read_spec(version_dir)
 
 
 def test_ps_json_is_found_in_three_places(source: Source, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from inference_session.importers.onnx.context import Cut
 from inference_session.importers.onnx.ranking_trials import RankingTrials
 from inference_session.model_spec import CANDIDATES, SESSION_FILE
 from inference_session.requests.ranking_layout import exceeds
+from inference_session.version_directory.session_file import read_spec
 from tests.testing.onnx_evaluation import Arrays, run_network
 from tests.testing.onnx_models import import_model, model_of, table
 from tests.testing.random_rankers import RandomRanker, random_ranker
@@ -142,7 +143,7 @@ def test_a_limit_that_is_no_number_is_refused(limited: ImportReport) -> None:
             text.replace(f'"largest_input": {limited.spec.ranking.largest_input}', f'"largest_input": {wrong}')
         )
         with pytest.raises(ModelFormatError, match=r"largest_input.*(finite number|number above 0)"):
-            type(limited.spec).read(limited.version_dir)
+            read_spec(limited.version_dir)
 
 
 def test_a_model_of_which_every_division_answers_differently_stays_whole(

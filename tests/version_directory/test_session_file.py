@@ -26,6 +26,7 @@ from inference_session.model_spec import (
     folder_names,
     is_folder_name,
 )
+from inference_session.version_directory.session_file import read_spec, write_spec
 
 SPEC = ModelSpec(
     inputs=(TensorSpec("user", "int64", (-1, 1)), TensorSpec("größe/π", "float32", (-1, 6))),
@@ -44,9 +45,9 @@ SPEC = ModelSpec(
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     """Nothing is lost or changed by session.json."""
-    SPEC.write(tmp_path)
+    write_spec(SPEC, tmp_path)
 
-    assert ModelSpec.read(tmp_path) == replace(SPEC, layout_options={"slots": [1, 2]})
+    assert read_spec(tmp_path) == replace(SPEC, layout_options={"slots": [1, 2]})
 
 
 def test_a_table_is_found_by_name_and_by_folder() -> None:
@@ -154,13 +155,13 @@ _COLUMNS = {
 )
 def test_a_bad_field_is_named(tmp_path: Path, change: Any, message: str) -> None:
     """The error names the file and what is wrong in it."""
-    SPEC.write(tmp_path)
+    write_spec(SPEC, tmp_path)
     document = json.loads((tmp_path / SESSION_FILE).read_text())
     change(document)
     (tmp_path / SESSION_FILE).write_text(json.dumps(document))
 
     with pytest.raises(ModelFormatError, match=rf"session\.json: .*{message}"):
-        ModelSpec.read(tmp_path)
+        read_spec(tmp_path)
 
 
 def test_contexts_and_candidates_fill_inputs_of_their_own(tmp_path: Path) -> None:
@@ -168,10 +169,10 @@ def test_contexts_and_candidates_fill_inputs_of_their_own(tmp_path: Path) -> Non
     user, size = SPEC.inputs
     lookups = tuple(LookupSpec("item", tensor.name, "vectors", joined=True) for tensor in SPEC.inputs)
     mixed = replace(SPEC, inputs=(replace(user, context=True), size), ranking=RankingSpec(lookups))
-    mixed.write(tmp_path)
+    write_spec(mixed, tmp_path)
 
     with pytest.raises(ModelFormatError, match="lookups of the context and of candidates fill one input"):
-        ModelSpec.read(tmp_path)
+        read_spec(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "[1]", "null", "\udcff", "[" * 100_000])
@@ -180,7 +181,7 @@ def test_foreign_bytes_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / SESSION_FILE).write_bytes(text.encode("utf-8", "surrogateescape"))
 
     with pytest.raises(ModelFormatError, match=r"session\.json"):
-        ModelSpec.read(tmp_path)
+        read_spec(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device"])
@@ -192,13 +193,13 @@ def test_what_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
         (tmp_path / SESSION_FILE).symlink_to("/dev/zero")
 
     with pytest.raises(ModelFormatError, match=r"session\.json: not readable as JSON: .*not a regular file"):
-        ModelSpec.read(tmp_path)
+        read_spec(tmp_path)
 
 
 def test_no_session_file_is_said_plainly(tmp_path: Path) -> None:
     """An empty folder is not a version directory."""
     with pytest.raises(ModelFormatError, match=r"session\.json: no such file"):
-        ModelSpec.read(tmp_path)
+        read_spec(tmp_path)
 
 
 def test_a_folder_above_a_version_names_one(tmp_path: Path) -> None:
@@ -208,7 +209,7 @@ def test_a_folder_above_a_version_names_one(tmp_path: Path) -> None:
 
     for folder, kind in ((tmp_path / "ctr", "the folder of a model"), (tmp_path, "a model repository")):
         with pytest.raises(ModelFormatError, match=f"is {kind}; give .*, such as {tmp_path / 'ctr' / '10'}"):
-            ModelSpec.read(folder)
+            read_spec(folder)
 
 
 def _places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -264,7 +265,7 @@ def test_a_value_of_another_type_is_refused_in_every_field(tmp_path: Path, place
         reduce(getitem, parents, document)[last] = value
         (tmp_path / SESSION_FILE).write_text(json.dumps(document))
         with pytest.raises(ModelFormatError, match=rf"session\.json: .*{field}"):
-            ModelSpec.read(tmp_path)
+            read_spec(tmp_path)
 
 
 @pytest.mark.parametrize("field", ["source", "folder", "may_pad", "unknown_keys"])
@@ -274,7 +275,7 @@ def test_a_field_that_comes_twice_is_refused(tmp_path: Path, field: str) -> None
     (tmp_path / SESSION_FILE).write_text(text)
 
     with pytest.raises(ModelFormatError, match=f"two fields of the name '{field}'"):
-        ModelSpec.read(tmp_path)
+        read_spec(tmp_path)
 
 
 @pytest.mark.parametrize("field", ["name", "folder", "num_rows", "embedding_dim"])
@@ -285,7 +286,7 @@ def test_a_field_that_is_missing_is_named(tmp_path: Path, field: str) -> None:
     (tmp_path / SESSION_FILE).write_text(json.dumps(document))
 
     with pytest.raises(ModelFormatError, match=rf"field 'tables\[1\]\.{field}' is missing"):
-        ModelSpec.read(tmp_path)
+        read_spec(tmp_path)
 
 
 @given(st.lists(st.text(max_size=200), max_size=20))
