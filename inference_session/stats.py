@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from threading import Lock
 from typing import Any, TypeVar
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.kernels.cpu.keys import count_keys
+from inference_session.kernels.cpu.keys import BATCH_COUNTS, count_batch
 from inference_session.kernels.machine_code import of_ints
 from inference_session.kernels.records import Lookup, address_of
 from inference_session.model_spec import ModelSpec
@@ -90,8 +90,10 @@ class SessionStats:
         self._num_keys = np.zeros(len(self._names), np.int64)
         self._num_unknown = np.zeros(len(self._names), np.int64)
         self.load_s = 0.0
-        self._addresses = address_of(self._num_keys), address_of(self._num_unknown)
-        self._add_keys = of_ints(count_keys)
+        self._staged = np.zeros(BATCH_COUNTS + 2 * len(self._names), np.int64)
+        """What compiled code counts: see `count_batch`."""
+        self._staged_address = address_of(self._staged)
+        self._count_batch = of_ints(count_batch)
 
     def count_requests(self, num_requests: int, num_failed: int) -> None:
         """Requests that have been answered, with predictions or with an error."""
@@ -114,13 +116,8 @@ class SessionStats:
 
     def count_staged(self, lookup: Lookup, num_requests: int, num_samples: int) -> None:
         """Count a batch of requests, of which all were answered."""
-        unknown = lookup.num_unknown
-        addresses = lookup.addresses or lookup.find_addresses()
-        with self._lock:
-            self._requests += num_requests
-            self._batches += 1
-            self._samples += num_samples
-            self._add_keys(*addresses, unknown.strides[0], len(unknown), *self._addresses)
+        places = lookup.places or lookup.find_places()
+        self._count_batch(self._staged_address, num_requests, num_samples, *places)  # needs no lock: it keeps the GIL
 
     def count_contexts(self, num_contexts: int, num_candidates: int, num_reused: int) -> None:
         """Count what a batch of a model with context inputs ranked, and how many of its contexts were already kept."""
@@ -132,25 +129,28 @@ class SessionStats:
     def num_looked_up(self) -> int:
         """Keys of all look-ups so far."""
         with self._lock:
-            return int(self._num_keys.sum())
+            return int(self._num_keys.sum() + self._staged[BATCH_COUNTS::2].sum())
 
     def snapshot(self) -> SessionCounts:
         """All counters at one moment."""
         with self._lock:
+            staged = self._staged.copy()
+            requests, batches, samples = staged[:BATCH_COUNTS].tolist()
             return SessionCounts(
-                requests=self._requests,
+                requests=self._requests + requests,
                 failed_requests=self._failed_requests,
-                samples=self._samples,
-                batches=self._batches,
+                samples=self._samples + samples,
+                batches=self._batches + batches,
                 contexts_total=self._contexts,
                 candidates_total=self._candidates,
                 contexts_reused_total=self._contexts_reused,
                 load_s=self.load_s,
-                tables=self._tables(self._num_keys.tolist(), self._num_unknown.tolist()),
+                tables=self._tables(staged[BATCH_COUNTS:].reshape(-1, 2)),
             )
 
-    def _tables(self, num_keys: Sequence[int], num_unknown: Sequence[int]) -> dict[str, LookupStats]:
-        """Per table folder. Must be called while holding the lock."""
+    def _tables(self, staged: NDArray[np.int64]) -> dict[str, LookupStats]:
+        """Per table folder; `staged`: keys and unknown keys of each. Must be called while holding the lock."""
+        num_keys, num_unknown = (self._num_keys + staged[:, 0]).tolist(), (self._num_unknown + staged[:, 1]).tolist()
         return {
             folder: LookupStats(name, keys, unknown)
             for (folder, name), keys, unknown in zip(self._names.items(), num_keys, num_unknown, strict=True)

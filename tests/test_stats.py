@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from inference_session.stats import added, gauge
+import numpy as np
+
+from inference_session.kernels.records import SEGMENT, Lookup
+from inference_session.stats import SessionStats, added, gauge
+from tests.testing.staged_model import SPEC, TABLES
 
 
 @dataclass(frozen=True)
@@ -43,3 +48,25 @@ def test_a_part_that_was_not_there_before_counts_from_nothing() -> None:
     later = Outer(1, 0.0, None, {}, {}, Inner(6, 60))
     assert added(earlier, later).cache == Inner(6, 60)
     assert added(later, earlier).cache is None
+
+
+def test_batches_that_compiled_code_counts_add_up_in_all_threads() -> None:
+    """Also where the counts of unknown keys are not next to each other, and with batches that Python counts."""
+    stats = SessionStats(SPEC)
+    segments = np.zeros(3, SEGMENT)
+    segments["table"] = 2, 0, 2
+    unknown = np.arange(6, dtype=np.int64).reshape(3, 2)[:, 1]
+    lookup = Lookup(segments, np.array([10, 20, 30]), unknown)
+
+    def count(_number: int) -> None:
+        for _ in range(100):
+            stats.count_staged(lookup, 2, 7)
+        stats.count_keys(segments["table"], lookup.num_keys, unknown)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(count, range(4)))
+    counts = stats.snapshot()
+    assert (counts.requests, counts.batches, counts.samples) == (800, 400, 2800)
+    keys = [(counts.tables[table.folder].lookup_keys, counts.tables[table.folder].default_vectors) for table in TABLES]
+    assert keys == [(404 * 20, 404 * 3), (0, 0), (404 * 40, 404 * 6), (0, 0), (0, 0)]
+    assert stats.num_looked_up() == 404 * 60

@@ -140,7 +140,7 @@ class HostStaging:
         num_segments = num_requests * len(self._lookups)
         parts = self._segments[:num_segments], self._num_keys[:num_segments], np.zeros(num_segments, np.int64)
         lookup = Lookup(*parts)
-        lookup.addresses = lookup.find_addresses()
+        lookup.places = lookup.find_places()
         bound = self._bound_lookups
         look_up = partial(self._rows.look_up, lookup) if bound is None else bound.bind(lookup)
         records = self._records[num_requests] = _RequestRecords(lookup, look_up, self._counts[:num_requests])

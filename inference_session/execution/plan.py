@@ -272,7 +272,7 @@ class ExecutionPlans:
                 return RaggedPlan(device, plan, lookup, network, staged=staged, used=device.used())
             lookup.num_keys = plan.keys.stage(segments, trial)
             lookup.repeat = self._rows.repeated(lookup)
-            lookup.addresses = lookup.find_addresses()
+            lookup.places = lookup.find_places()
         return RecordedPlan(device, lookup, network, [*trial.staged, *staged], plan.outputs)
 
 

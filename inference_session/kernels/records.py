@@ -107,14 +107,18 @@ class Lookup:
     """Launches this look-up once more, over whatever is in its memory by then; None: it is not one that is repeated."""
     missing_positions: NDArray[np.int64] | None = None
     """Noted by a cache that lacks some of the keys: where they are, as `kernels.cpu.lookup` says."""
-    addresses: tuple[int, int, int] | None = None
-    """Of segments, num_keys and num_unknown, where these stay for many look-ups; None: they do not."""
+    places: tuple[int, int, int, int, int] | None = None
+    """What `find_places` returns, where the arrays stay for many look-ups; None: they do not."""
     copied_keys: NDArray[np.int64] | None = None
     """Kept alive here: keys that segments lead to, and that had to be copied."""
 
-    def find_addresses(self) -> tuple[int, int, int]:
-        """What `addresses` may be set to."""
-        return address_of(self.segments), address_of(self.num_keys), address_of(self.num_unknown)
+    def find_places(self) -> tuple[int, int, int, int, int]:
+        """Where the arrays are, for compiled code: addresses of segments, num_keys and num_unknown, bytes from one of
+        num_unknown to the next, and their number.
+        """
+        unknown = self.num_unknown
+        addresses = address_of(self.segments), address_of(self.num_keys), address_of(unknown)
+        return *addresses, unknown.strides[0], len(unknown)
 
 
 def table_record(

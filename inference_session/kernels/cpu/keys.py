@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from inference_session.kernels.cpu.intrinsics import kernel, load, store
+from inference_session.kernels.cpu.intrinsics import kernel, kernel_with_gil, load, store
 from inference_session.kernels.cpu.rows import bag_length, keys_of_row, load_key
 from inference_session.kernels.records import SEGMENT
 
+BATCH_COUNTS = 3
+"""Counts of batches before those of tables."""
 _SEGMENT_BYTES, _TABLE = SEGMENT.itemsize, SEGMENT.fields["table"][1]  # type: ignore[index]
 
 
@@ -27,21 +29,41 @@ def copy_keys(segments: Any, keys: Any) -> int:
     return count
 
 
-@kernel
-def count_keys(
-    segments: int, num_keys: int, num_unknown: int, stride: int, num_segments: int, keys_of: int, unknown_of: int
+@kernel_with_gil
+def count_batch(
+    counts: int,
+    num_requests: int,
+    num_samples: int,
+    segments: int,
+    num_keys: int,
+    num_unknown: int,
+    stride: int,
+    num_segments: int,
 ) -> None:
-    """Add the keys of SEGMENT records, and how many of these are unknown, to the counts of their tables.
+    """Count a batch. It keeps the GIL, so that no other thread counts, or reads the counts, meanwhile.
 
-    All but `num_segments` and `stride` are addresses, of int64 except for the segments. `stride`: bytes from one of
-    `num_unknown` to the next.
+    Args:
+        counts: address of int64: requests, batches, samples; then keys and unknown keys of each table.
+        num_requests: of the batch.
+        num_samples: of the batch.
+        segments: address of its SEGMENT records.
+        num_keys: address of int64, the keys of each.
+        num_unknown: address of int64, how many of these are unknown.
+        stride: bytes from one of `num_unknown` to the next.
+        num_segments: how many.
     """
+    _add(counts, 0, num_requests)
+    _add(counts, 1, 1)
+    _add(counts, 2, num_samples)
     for s in range(num_segments):
         table = load(segments + _SEGMENT_BYTES * s + _TABLE, np.int64, 0)
-        store(keys_of, np.int64, table, load(keys_of, np.int64, table) + load(num_keys, np.int64, s))
-        store(
-            unknown_of, np.int64, table, load(unknown_of, np.int64, table) + load(num_unknown + s * stride, np.int64, 0)
-        )
+        _add(counts, BATCH_COUNTS + 2 * table, load(num_keys, np.int64, s))
+        _add(counts, BATCH_COUNTS + 2 * table + 1, load(num_unknown + s * stride, np.int64, 0))
+
+
+@kernel
+def _add(counts: int, place: int, number: int) -> None:
+    store(counts, np.int64, place, load(counts, np.int64, place) + number)
 
 
 def compile_kernels() -> None:
