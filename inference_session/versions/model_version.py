@@ -16,16 +16,18 @@ class ModelVersion:
 
     def __init__(self, session: InferenceSession) -> None:
         self.session = session
-        self._num_leases = 0
-        self._lock = threading.Lock()  # taken directly for every request: a Condition takes three times as long
-        self._changed = threading.Condition(self._lock)
+        self._leases: list[None] = []
+        """An item for each lease. Requests take no lock: Python adds or removes an item in one step."""
+        self._changed = threading.Condition()
         self._retired = False
 
     def take_lease(self) -> bool:
         """Count one more user; False once the version is retired, after which it accepts no users."""
-        with self._lock:
-            self._num_leases += not self._retired
-            return not self._retired
+        self._leases.append(None)
+        if self._retired:  # looked at afterwards: `drain` waits for a lease that was taken before
+            self.__exit__(None, None, None)
+            return False
+        return True
 
     def retire(self) -> None:
         """Stop giving leases."""
@@ -35,7 +37,7 @@ class ModelVersion:
     def drain(self) -> None:
         """Wait until the last lease has ended."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._num_leases)
+            self._changed.wait_for(lambda: not self._leases)
 
     def __enter__(self) -> InferenceSession:
         return self.session
@@ -43,11 +45,11 @@ class ModelVersion:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with self._lock:
-            self._num_leases -= 1
-            if self._retired and not self._num_leases:
+        self._leases.pop()
+        if self._retired:
+            with self._changed:
                 self._changed.notify_all()
 
     def __repr__(self) -> str:
         state = "retired" if self._retired else "active"
-        return f"<ModelVersion {str(self.session.directory)!r} [{state}, {self._num_leases} leases]>"
+        return f"<ModelVersion {str(self.session.directory)!r} [{state}, {len(self._leases)} leases]>"
