@@ -154,7 +154,11 @@ class FastPath:
                 if self._ranks:
                     self._stats.count_contexts(batch.num_contexts, batch.num_samples, 0)
             mark("answer")
-            joined = self._joined(batch, results, wanted)
+            last = batch.answer
+            if last is None or last[0] is not results or last[1] is not wanted:
+                joined = self._joined(batch, results, wanted)
+            else:  # most batches of a case have their results in the same arrays: the answer is the same then
+                joined = last[2]
             if num_requests != num_parts:
                 joined = joined._replace(counts=np.array([batch.num_samples]))
             return finish(joined)
@@ -162,12 +166,9 @@ class FastPath:
             model.give_back(staging)
 
     def _joined(self, batch: StagedBatch, results: Sequence[NDArray[Any]], wanted: RequestedOutputs) -> JoinedAnswer:
-        """The answer to a batch. Most batches of a case have their results in the same arrays: it is the same then."""
-        last = batch.answer
-        if last is None or last[0] is not results or last[1] is not wanted:
-            joined = self._layout.outputs.joined(results, wanted, batch.counts, batch.num_samples)
-            # Predictions of several labels are no result, but made of some: each batch has its own.
-            is_results = {*map(id, joined.arrays)} <= {*map(id, results)}
-            batch.answer = (results, wanted, joined) if is_results and results is batch.run.results else None
-            return joined
-        return last[2]
+        """The answer to a batch, kept in it where the next one's results will be in the same arrays."""
+        joined = self._layout.outputs.joined(results, wanted, batch.counts, batch.num_samples)
+        # Predictions of several labels are no result, but made of some: each batch has its own.
+        is_results = {*map(id, joined.arrays)} <= {*map(id, results)}
+        batch.answer = (results, wanted, joined) if is_results and results is batch.run.results else None
+        return joined
