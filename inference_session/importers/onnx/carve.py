@@ -13,9 +13,16 @@ from inference_session.importers.onnx.empty_lists import correct_empty_sums
 from inference_session.importers.onnx.graph import Names, needed_nodes, reads, sink_constants
 from inference_session.importers.onnx.hoisting import Hoister
 from inference_session.importers.onnx.joining import join_lookups, vectors_per_sample
-from inference_session.importers.onnx.lookups import Lookup, Surgery, take_lookups
+from inference_session.importers.onnx.lookups import Lookup, Surgery, skip_same_casts, take_lookups
+from inference_session.importers.onnx.negative_keys import read_negative_keys
 from inference_session.importers.onnx.pooling import pool_lookups
-from inference_session.importers.onnx.tables import StaysDenseError, TableSearch, find_tables, read_directly
+from inference_session.importers.onnx.tables import (
+    StaysDenseError,
+    TableSearch,
+    ask_keys_for_shapes,
+    find_tables,
+    read_directly,
+)
 from inference_session.importers.onnx.types import Dims, Types
 from inference_session.importers.onnx.weights import Weight
 
@@ -93,6 +100,10 @@ def _carve(
     tables = {name: weights[name] for name in table_names}
     read_directly(model.graph, weights, table_names, names)
     surgery = Surgery(model, tables, names, Types(model, weights))
+    read_negative_keys(surgery)
+    skip_same_casts(surgery)
+    ask_keys_for_shapes(model.graph, weights, table_names, names)
+    surgery.types = Types(model, weights)
     Hoister(model.graph, tables, names, surgery.types, surgery.opset).run()
     surgery.types = Types(model, weights)
     if merge:

@@ -219,6 +219,18 @@ def casts_keys(node: NodeProto) -> bool:
     return node.op_type == "Cast" and attribute(node, "to", 0) in KEY_TYPES
 
 
+def skip_same_casts(surgery: Surgery) -> None:
+    """Let readers of a Cast to the type that its input has read the input: Keras writes many of them."""
+    for scope in all_graphs(surgery.graph):
+        for node in scope.node:
+            if node.op_type == "Cast" and not node.domain:
+                elem_type = surgery.types.elem_type(node.input[0])
+                if elem_type and attribute(node, "to", 0) == elem_type:
+                    del node.attribute[:]
+                    node.op_type = "Identity"
+    skip_identities(surgery.graph)
+
+
 def skip_identities(graph: GraphProto) -> None:
     """Let readers of a copy read the original; copies that are the outputs of a graph stay."""
     outputs = {value.name for scope in all_graphs(graph) for value in scope.output}

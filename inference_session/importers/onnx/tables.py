@@ -149,10 +149,9 @@ def read_directly(graph: GraphProto, weights: dict[str, Weight], tables: list[st
                 nodes.append(node)
         set_nodes(scope, nodes)
     _drop_unread(graph, set(aliases) - set(tables))
-    _ask_keys_for_shapes(graph, weights, tables, names)
 
 
-def _ask_keys_for_shapes(graph: GraphProto, weights: dict[str, Weight], tables: list[str], names: Names) -> None:
+def ask_keys_for_shapes(graph: GraphProto, weights: dict[str, Weight], tables: list[str], names: Names) -> None:
     """Compute the shape of looked-up vectors from their keys and the row, without the vectors."""
     for scope in all_graphs(graph):
         gathers = {node.output[0]: node for node in scope.node if is_row_read(node) and node.input[0] in tables}
