@@ -110,10 +110,25 @@ def as_rows(keys: ArrayLike, vectors: ArrayLike, spec: TableSpec) -> tuple[NDArr
             f"table {spec.name!r}: vectors are {rows.dtype} {list(rows.shape)},"
             f" expected float32 {[len(wanted), spec.embedding_dim]}"
         )
-    return wanted, rows.astype(np.float32, copy=False)
+    stored = _in_type(rows, np.dtype(np.float32))
+    if not _holds_all(stored, rows):
+        raise InvalidRequestError(f"table {spec.name!r}: vectors have elements that float32 cannot hold")
+    return wanted, stored
+
+
+def _in_type(array: NDArray[Any], expected: np.dtype[Any]) -> NDArray[Any]:
+    with np.errstate(over="ignore"):  # the caller looks
+        return array.astype(expected, copy=False)
+
+
+def _holds_all(narrow: NDArray[Any], array: NDArray[Any]) -> bool:
+    """Whether no number became infinite in a narrower type."""
+    return narrow is array or narrow.dtype.kind != "f" or not bool((np.isinf(narrow) & ~np.isinf(array)).any())
 
 
 def _as_array(what: str, value: ArrayLike) -> NDArray[Any]:
+    if type(value) is not np.ndarray and np.ma.is_masked(value):  # NumPy would take what is below the mask
+        raise InvalidRequestError(f"{what} has masked elements: fill them first, for example with `array.filled(0)`")
     try:
         return np.asarray(value)
     except ValueError as error:  # rows of different lengths
@@ -124,5 +139,6 @@ def _narrowed(array: NDArray[Any], expected: np.dtype[Any]) -> NDArray[Any]:
     """Numbers of a list, to which NumPy gave the widest type, in the expected type; unchanged if any would be lost."""
     if array.size and array.dtype.kind + expected.kind not in ("ii", "iu", "if", "ff"):
         return array
-    narrow = array.astype(expected)
-    return array if expected.kind in "iu" and not np.array_equal(narrow, array) else narrow
+    narrow = _in_type(array, expected)
+    is_same = np.array_equal(narrow, array) if expected.kind in "iu" else _holds_all(narrow, array)
+    return narrow if is_same else array

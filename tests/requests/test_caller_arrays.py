@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from inference_session.errors import InvalidRequestError
-from inference_session.requests.caller_arrays import copied_to_host, is_on_gpu
+from inference_session.model_spec import TableSpec
+from inference_session.requests.caller_arrays import as_input, as_rows, copied_to_host, is_on_gpu
 
 
 class OnGpu:
@@ -28,3 +29,21 @@ def test_without_cupy_the_input_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
     with pytest.raises(InvalidRequestError, match=r"input 'ids' lies on a GPU, and CuPy.* is not installed.*NumPy"):
         copied_to_host("ids", OnGpu())
+
+
+def test_what_lies_below_a_mask_is_no_value() -> None:
+    """NumPy takes it as one."""
+    masked = np.ma.masked_array([[1], [2]], mask=[[False], [True]])
+    with pytest.raises(InvalidRequestError, match=r"input 'user' has masked elements: fill them first"):
+        as_input("user", masked, np.dtype(np.int64))
+    np.testing.assert_array_equal(as_input("user", masked[:1], np.dtype(np.int64)), [[1]])
+
+
+def test_numbers_that_a_type_cannot_hold_do_not_become_infinite() -> None:
+    table = TableSpec("t", "t", 10, 2)
+    for value in (1e300, -1e39):
+        assert as_input("dense", [value], np.dtype(np.float32)).dtype == np.float64  # refused for its type
+        with pytest.raises(InvalidRequestError, match=r"table 't': vectors have elements that float32 cannot hold"):
+            as_rows([1], np.array([[0, value]]), table)
+    assert as_input("dense", [1.5, np.inf], np.dtype(np.float32)).tolist() == [1.5, np.inf]
+    assert as_rows([1], np.array([[0.5, -np.inf]]), table)[1].tolist() == [[0.5, -np.inf]]
