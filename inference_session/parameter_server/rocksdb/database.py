@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -53,6 +54,10 @@ _LOCK_FILE = "LOCK"
 _LOCKS = Path("/proc/locks")
 _MAX_OPENED = 50
 """Times that a reader opens a database whose writer moves rows from its log to data files meanwhile."""
+
+_CLOSE_S, _CLOSE_PAUSE_S = 10.0, 0.001
+_IN_USE, _IN_CLOSING = "Already borrowed", "Already mutably borrowed"
+"""What rocksdict says where a thread reads by a handle that is to be closed, and where one closes it meanwhile."""
 
 _log = logging.getLogger(__name__)
 
@@ -205,9 +210,33 @@ class OpenDatabase:
             with translated(self._path):
                 if flush:
                     handle.flush()
-                handle.close()
+                _close_unused(handle)
         except UnavailableError as error:
-            _log.warning("rows stay in the write-ahead log until the database is opened again: %s", error)
+            _log.warning(
+                "the RocksDB at %r is not closed; rows stay in the write-ahead log until it is opened again: %s",
+                str(self._path),
+                error,
+            )
+
+
+def _close_unused(handle: Any) -> None:
+    """Close a handle once no thread reads by it."""
+    end = time.monotonic() + _CLOSE_S
+    while _is_in_use(handle.close):
+        if time.monotonic() > end:
+            raise UnavailableError(f"a thread still reads from it after {_CLOSE_S:g} s")
+        time.sleep(_CLOSE_PAUSE_S)
+
+
+def _is_in_use(close: Callable[[], None]) -> bool:
+    """Close a handle; True: a thread reads by it, and nothing was closed."""
+    try:
+        close()
+    except RuntimeError as error:
+        if _IN_USE not in str(error):
+            raise
+        return True
+    return False
 
 
 def open_writer(path: Path) -> Any:
@@ -356,7 +385,9 @@ def translated(path: Path) -> Iterator[None]:
             text += " (readers also need write access to its folder, where rocksdict keeps a file)"
         raise UnavailableError(f"the RocksDB at {str(path)!r} cannot be used: {text}") from error
     except Exception as error:
-        if type(error) is not Exception:  # which is all that rocksdict raises
+        if type(error) is RuntimeError and _IN_CLOSING in str(error):
+            raise SessionClosedError(f"the RocksDB at {str(path)!r} is being closed") from error
+        if type(error) is not Exception:  # which is all else that rocksdict raises
             raise
         raise _as_ours(path, str(error)) from error
 

@@ -29,7 +29,7 @@ from inference_session.parameter_server.rocksdb.database import translated
 from inference_session.parameter_server.rocksdb.store import RocksDbStore, list_rocksdb_tables
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
-from tests.testing.servers import wait_until
+from tests.testing.servers import PATIENCE_S, wait_until
 from tests.testing.store_contract import (
     DIMS,
     SharedStoreContract,
@@ -646,6 +646,30 @@ def test_a_refused_update_does_not_keep_the_database_from_its_next_writer(tmp_pa
     process.start()
     process.join()
     assert process.exitcode == 0
+
+
+def test_closing_waits_for_look_ups(tmp_path: Path) -> None:
+    """Closing failed where a look-up was in RocksDB, and left the database open."""
+    keys, failures = random_keys(50_000), list[BaseException]()
+    with open_store(tmp_path) as writer:
+        writer.insert("user", keys, random_vectors(len(keys), 4))
+    for _ in range(5):
+        store, reads = open_store(tmp_path), threading.Event()
+
+        def read(store: RocksDbStore = store, reads: threading.Event = reads) -> None:
+            try:
+                while True:
+                    fetch(store, "user", keys)
+                    reads.set()
+            except BaseException as error:  # noqa: BLE001  compared below
+                failures.append(error)
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        assert reads.wait(PATIENCE_S)
+        store.close()
+        thread.join(PATIENCE_S)
+    assert [type(error) for error in failures] == [SessionClosedError] * 5
 
 
 def test_closing_twice_and_using_after_is_no_crash(tmp_path: Path) -> None:
