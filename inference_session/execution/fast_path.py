@@ -59,10 +59,10 @@ class FastPath:
         # Arrays on a GPU are no NumPy arrays: to be refused by compiled code, they would wait for the device.
         if not arrays or type(arrays[0]) is not np.ndarray:
             return None
-        joined: JoinedAnswer | None = self.run(
-            arrays, num_parts, requests[0].outputs, mark, num_requests=len(requests), finish=JoinedAnswer.copied
+        answers: list[Answer] | None = self.run(
+            arrays, num_parts, requests[0].outputs, mark, num_requests=len(requests), finish=JoinedAnswer.copied_answers
         )
-        return None if joined is None else joined.split()
+        return answers
 
     def arrays_of(self, requests: Sequence[Request]) -> Arrays | None:
         """The arrays of these requests, as `run` takes them; None also where they ask for different outputs."""

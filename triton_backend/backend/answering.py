@@ -84,22 +84,15 @@ class RequestHandler:
         mark("check")
         try:
             with self._versions.lease() as session:
-                return self._answer_plain(session, requests, mark) or self._answer_any(session, requests, mark)
+                # The fast path for most requests: a list of arrays in, tensors out.
+                if session.stages_arrays and (plain := self._plain.read(requests)) is not None:
+                    arrays, outputs = plain
+                    responses = session.run_arrays(arrays, len(requests), outputs, mark, self._responses)
+                    if responses is not None:
+                        return responses  # type: ignore[no-any-return]
+                return self._answer_any(session, requests, mark)
         except Exception as error:  # noqa: BLE001  every request must get an answer, whatever the error
             return self._answer_failed(requests, error, mark)
-
-    def _answer_plain(
-        self, session: InferenceSession, requests: Sequence[TritonRequest], mark: Mark
-    ) -> list[TritonResponse] | None:
-        """The fast path for most requests: a list of arrays in, tensors out. None: it does not apply."""
-        plain = self._plain.read(requests) if session.stages_arrays else None
-        if plain is None:
-            return None
-        arrays, outputs = plain
-        responses: list[TritonResponse] | None = session.run_arrays(
-            arrays, len(requests), outputs, mark, self._responses
-        )
-        return responses
 
     def _responses(self, joined: JoinedAnswer) -> list[TritonResponse]:
         """The responses to plain requests, with copies of their outputs."""
@@ -108,7 +101,7 @@ class RequestHandler:
         maker = self._thread.tensors
         tensors = None if maker is None else maker.of(joined)
         if tensors is None:
-            return [self._response(answer, self._versions.spec) for answer in joined.copied().split()]
+            return [self._response(answer, self._versions.spec) for answer in joined.copied_answers()]
         # The tensors of each request lie together: zip takes the same number of them for each response.
         by_request = map(list, zip(*[tensors] * len(joined.arrays), strict=True))
         if self._has_own_inputs:
