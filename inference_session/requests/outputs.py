@@ -46,12 +46,12 @@ class JoinedAnswer(NamedTuple):
 
     def copied_answers(self) -> list[Answer]:
         """The answer of each request, in memory of their own."""
-        if len(self.counts) == 1:
-            return [dict(zip(self.names, map(_COPY, self.arrays), strict=True))]
-        return self.copied().split()
+        return JoinedAnswer(self.names, list(map(_COPY, self.arrays)), self.counts).split()
 
     def split(self) -> list[Answer]:
         """The answer of each request, as views."""
+        if len(self.counts) == 1:  # whatever its outputs have in place of samples
+            return [dict(zip(self.names, self.arrays, strict=True))]
         answers, begin = [], 0
         for count in self.counts.tolist():
             end = begin + count

@@ -102,6 +102,8 @@ class RequestHandler:
         tensors = None if maker is None else maker.of(joined)
         if tensors is None:
             return [self._response(answer, self._versions.spec) for answer in joined.copied_answers()]
+        if len(joined.counts) == 1 and self._has_own_inputs:
+            return [pb_utils.InferenceResponse(list(tensors))]
         # The tensors of each request lie together: zip takes the same number of them for each response.
         by_request = map(list, zip(*[tensors] * len(joined.arrays), strict=True))
         if self._has_own_inputs:
