@@ -15,6 +15,8 @@ from hotrow.training.hugectr import DataReaderType_t, DenseLayer, Embedding_t, L
 Build = Callable[[Model], None]
 DISTRIBUTED = Embedding_t.DistributedSlotSparseEmbeddingHash
 LOCALIZED = Embedding_t.LocalizedSlotSparseEmbeddingHash
+EACH = "each"
+"""An embedding collection whose look-ups have a top each."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Sample:
     solver: dict[str, Any] = field(default_factory=dict)
     embedding: Embedding_t = DISTRIBUTED
     check: hugectr.Check_t = hugectr.Check_t.Sum
+    collection: str = ""
+    """The tables are an embedding collection, whose look-ups have a top each, or this one."""
 
     @property
     def is_long(self) -> bool:
@@ -149,6 +153,24 @@ def dlrm(model: Model) -> None:
     top = fully_connected(model, "interaction1", "top", (64, 64, 32, 16))
     layer(model, Layer_t.InnerProduct, top, "fc8", num_output=1)
     binary(model, "fc8")
+
+
+def dlrm_of_collection(bottoms: str) -> Build:
+    """As HugeCTR's samples/ftrl and samples/dlrm; `bottoms`: the look-ups' tops, or their one."""
+
+    def build(model: Model) -> None:
+        if " " in bottoms:
+            layer(model, Layer_t.Concat, bottoms, "vectors")
+        else:
+            layer(model, Layer_t.Reshape, bottoms, "vectors", shape=[-1, 10, 16])
+        relu = hugectr.Activation_t.Relu
+        layer(model, Layer_t.MLP, "dense", "mlp1", num_outputs=[32, 16], act_type=relu)
+        layer(model, Layer_t.Interaction, "mlp1 vectors", "interaction1")
+        layer(model, Layer_t.MLP, "interaction1", "mlp2", num_outputs=[32], act_type=relu)
+        layer(model, Layer_t.InnerProduct, "mlp2", "fc", num_output=1)
+        binary(model, "fc")
+
+    return build
 
 
 def shared_bottom(model: Model) -> None:
@@ -272,6 +294,15 @@ _PAIRS: dict[str, Any] = {
     },
 }
 _NORM, _RAW, _PARQUET = DataReaderType_t.Norm, DataReaderType_t.Raw, DataReaderType_t.Parquet
+_10 = range(10)
+_COLLECTION: dict[str, Any] = {
+    "reader": _PARQUET,
+    "dense_dim": 13,
+    "sparse": [(f"data{i}", 3 if i % 2 else 1, False, 1) for i in _10],
+    "tables": [(f"vector{i}", f"data{i}", 16, "average" if i % 3 else "sum") for i in _10],
+    "slot_sizes": (60,) * 10,
+    "nnz": (1, 3) * 5,
+}
 _ADAGRAD = {"optimizer_type": Optimizer_t.AdaGrad, "update_type": Update_t.Local, "initial_accu_value": 0.0}
 
 SAMPLES: dict[str, Sample] = {
@@ -298,6 +329,11 @@ SAMPLES: dict[str, Sample] = {
     "dlrm_kaggle_fp32": Sample(
         reader=_RAW, network=dlrm, embedding=LOCALIZED, optimizer=_ADAGRAD, solver={"lr": 0.05}, **_CRITEO
     ),
+    "dlrm_ftrl": Sample(
+        network=dlrm_of_collection(" ".join(f"vector{i}" for i in _10)), collection=EACH, optimizer=_ADAGRAD,
+        solver={"lr": 0.05, "use_embedding_collection": True}, **_COLLECTION,
+    ),
+    "dlrm_mlperf": Sample(network=dlrm_of_collection("vectors0"), collection="vectors0", **_COLLECTION),
     "gmf": Sample(tables=(("gmf_embedding", "data", 16, "sum"),), network=gmf, **_PAIRS),
     "mmoe_parquet": Sample(
         sparse=(("data", 1, True, 8),), tables=(("embedding", "data", 16, "sum"),), network=mmoe, slot_sizes=(50,) * 8,
@@ -358,14 +394,30 @@ def make_model(sample: Sample, folder: Path, **solver: Any) -> Model:
                 data_reader_sparse_param_array=sparse,
             )
         )  # fmt: skip
-    for name, bottom, width, combiner in sample.tables:
-        model.add(hugectr.SparseEmbedding(sample.embedding, 10, width, combiner, name, bottom, optimizer=optimizer))
+    add_embeddings(model, sample, optimizer)
     sample.network(model)
     if sample.loss_weights:
         model.compile(loss_names=list(sample.labels), loss_weights=list(sample.loss_weights))
     else:
         model.compile()
     return model
+
+
+def add_embeddings(model: Model, sample: Sample, optimizer: hugectr.OptParamsPy) -> None:
+    if not sample.collection:
+        for name, bottom, width, combiner in sample.tables:
+            model.add(hugectr.SparseEmbedding(sample.embedding, 10, width, combiner, name, bottom, optimizer=optimizer))
+        return
+    collection = hugectr.EmbeddingCollectionConfig(use_exclusive_keys=True)
+    tables = [hugectr.EmbeddingTableConfig(f"of {name}", -1, width) for name, _, width, _ in sample.tables]
+    tops, bottoms, _, combiners = map(list, zip(*sample.tables, strict=True))
+    if sample.collection == EACH:
+        for table, top, bottom, combiner in zip(tables, tops, bottoms, combiners, strict=True):
+            collection.embedding_lookup(table_config=table, bottom_name=bottom, top_name=top, combiner=combiner)
+    else:
+        collection.embedding_lookup(tables, bottoms, sample.collection, combiners)
+    collection.shard([[table.name for table in tables]], [("mp", [table.name for table in tables])])
+    model.add(collection)
 
 
 def losses(printed: str) -> list[float]:

@@ -12,12 +12,15 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hotrow.training.hugectr import inference, tools
+from hotrow.training.hugectr.embedding_collection import EmbeddingCollectionConfig, EmbeddingTableConfig
 from hotrow.training.hugectr.enums import (
     Activation_t,
     Alignment_t,
     AllReduceAlgo,
     Check_t,
+    CommunicationStrategy,
     CommunicationType,
+    CompressionStrategy,
     DataReaderSparse_t,
     DataReaderType_t,
     DeviceLayout,
@@ -73,7 +76,9 @@ __all__ = [
     "AllReduceAlgo",
     "AsyncParam",
     "Check_t",
+    "CommunicationStrategy",
     "CommunicationType",
+    "CompressionStrategy",
     "CreateOptimizer",
     "CreateSolver",
     "DataGenerator",
@@ -90,6 +95,8 @@ __all__ = [
     "DenseLayerSwitchs",
     "DeviceLayout",
     "Distribution_t",
+    "EmbeddingCollectionConfig",
+    "EmbeddingTableConfig",
     "Embedding_t",
     "FcPosition_t",
     "GroupDenseLayer",
@@ -129,9 +136,7 @@ _INSTEAD = {
     "CreateHMemCache": "tables grow in memory; larger ones train with TorchRec or hotrow.training.HashEmbedding",
     "CreateMOS": "tables grow in memory; larger ones train with TorchRec or hotrow.training.HashEmbedding",
     "CreateMETC": "tables grow in memory; larger ones train with TorchRec or hotrow.training.HashEmbedding",
-    "EmbeddingCollectionConfig": "use one SparseEmbedding for each table",
-    "EmbeddingPlanner": "use one SparseEmbedding for each table",
-    "EmbeddingTableConfig": "use one SparseEmbedding for each table",
+    "EmbeddingPlanner": "it belongs to releases before 4.1; use EmbeddingCollectionConfig",
     "Session": _JSON_INSTEAD,
     "TrainingCallback": "write a loop over train() and eval(), the low-level API",
     "get_learning_rate_scheduler": _JSON_INSTEAD,

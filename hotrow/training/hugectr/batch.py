@@ -42,6 +42,14 @@ class DeviceBags:
         return distinct(self.keys)
 
 
+def joined(bags: Sequence[DeviceBags]) -> DeviceBags:
+    """The keys of several sparse inputs, one behind the other; of several, the other fields have no meaning."""
+    if len(bags) == 1:
+        return bags[0]
+    keys = torch.cat([each.keys for each in bags])
+    return DeviceBags(keys, slice(0, 0), None, None)
+
+
 @dataclass(frozen=True)
 class Batch:
     """A batch on one process."""

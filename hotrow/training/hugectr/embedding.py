@@ -49,7 +49,6 @@ class EmbeddingTable:
         self,
         name: str,
         embedding_dim: int,
-        combiner: str,
         params: OptParamsPy,
         *,
         seed: int = 0,
@@ -64,7 +63,6 @@ class EmbeddingTable:
         self.read_from = ""
         """The sparse folder that rows were read from last."""
         self.rule = table_rule(params)
-        self._combiner = combiner
         self._moves_all = params.update_type is Update_t.Global and self.rule.moves_untouched
         self._seed = seed
         self._processes = processes or Processes(0, 1, torch.device("cpu"))
@@ -116,22 +114,23 @@ class EmbeddingTable:
         vectors = self._vectors(rows, kept, len(keys))
         return BatchRows(rows, kept, vectors.requires_grad_(self.is_trainable), places)
 
-    def pool(self, vectors: Tensor, places: Tensor | None, bags: DeviceBags) -> Tensor:
-        """[lists, embedding_dim] of a process's own samples, summed or averaged; zeros where a list is empty.
+    def pool(self, vectors: Tensor, places: Tensor | None, bags: DeviceBags, combiner: str) -> Tensor:
+        """[lists, embedding_dim] of a process's own samples; zeros where a list is empty.
 
         Args:
             vectors: [any, embedding_dim].
             places: int64 [n], which vector each key of the batch has; as `BatchRows.places`.
+            combiner: `sum` or `mean`.
         """
         if places is None:
-            return self._pool_all(vectors, bags)
+            return self._pool_all(vectors, bags, combiner)
         own = places[bags.own]
         if bags.width == 1:
             pooled: Tensor = _Chosen.apply(vectors, own)
             return pooled
         if bags.width:
-            return functional.embedding_bag(own.view(-1, bags.width), vectors, mode=self._combiner)
-        return functional.embedding_bag(own, vectors, bags.offsets, mode=self._combiner, include_last_offset=True)
+            return functional.embedding_bag(own.view(-1, bags.width), vectors, mode=combiner)
+        return functional.embedding_bag(own, vectors, bags.offsets, mode=combiner, include_last_offset=True)
 
     def find(self, bags: DeviceBags) -> tuple[Tensor, Tensor]:
         """Vectors, [any, embedding_dim], and which of them each key of a batch has, int64 [n].
@@ -194,15 +193,15 @@ class EmbeddingTable:
         states = [state[:used] for state in self._states]
         self.rule.update(self._weight[:used], add_up(used, rows, gradient), states, lr, self.num_steps)
 
-    def _pool_all(self, vectors: Tensor, bags: DeviceBags) -> Tensor:
+    def _pool_all(self, vectors: Tensor, bags: DeviceBags, combiner: str) -> Tensor:
         """As `pool`, of vectors that are those of the batch's keys, in their order."""
         if bags.width == 1:
             return vectors
         if bags.width:
             lists = vectors.view(-1, bags.width, self.embedding_dim)
-            return lists.sum(dim=1) if self._combiner == "sum" else lists.mean(dim=1)
+            return lists.sum(dim=1) if combiner == "sum" else lists.mean(dim=1)
         places = torch.arange(len(vectors), device=self._device)
-        return functional.embedding_bag(places, vectors, bags.offsets, mode=self._combiner, include_last_offset=True)
+        return functional.embedding_bag(places, vectors, bags.offsets, mode=combiner, include_last_offset=True)
 
     def _kept(self, keys: Tensor) -> Any:
         """int64 [rows]: which keys this process keeps the rows of; None where it is the only one."""

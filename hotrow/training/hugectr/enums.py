@@ -236,3 +236,17 @@ class PowerLaw_t(Enum):
     Medium = "Medium"
     Short = "Short"
     Specific = "Specific"
+
+
+class CommunicationStrategy(Enum):
+    """Links of embedding collections; without effect."""
+
+    Uniform = "Uniform"
+    Hierarchical = "Hierarchical"
+
+
+class CompressionStrategy(Enum):
+    """What embedding collections send between GPUs; without effect."""
+
+    Reduction = "Reduction"
+    Unique = "Unique"

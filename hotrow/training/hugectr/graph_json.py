@@ -124,6 +124,8 @@ def embedding_document(layer: SparseEmbedding, params: OptParamsPy, num_gpus: in
     }
     if layer.slot_size_array:
         hparam["slot_size_array"] = list(layer.slot_size_array)
+    if layer.table:
+        hparam["table"] = layer.table
     name, fields = _HPARAMS[params.optimizer_type]
     return {
         "type": layer.embedding_type.value,
@@ -138,14 +140,18 @@ def embedding_document(layer: SparseEmbedding, params: OptParamsPy, num_gpus: in
     }
 
 
-def dense_document(layer: DenseLayer) -> Document:
-    """A dense layer or a loss."""
+def dense_document(layer: DenseLayer, *, joins_slots: bool) -> Document:
+    """A dense layer or a loss.
+
+    With `joins_slots`, Concat joins along dimension 1 unless told otherwise, as in releases 4.0 and later. In 3.4 it
+    joins along the last one. The argument `axis` does not say which is meant: its default is 1.
+    """
     document: Document = {
         "type": layer.layer_type.value,
         "bottom": layer.bottom_names[0] if len(layer.bottom_names) == 1 else layer.bottom_names,
         "top": layer.top_names[0] if len(layer.top_names) == 1 else layer.top_names,
     }
-    for field in _fields_of(layer):
+    for field in _AXIS if joins_slots and layer.layer_type is Layer_t.Concat else _fields_of(layer):
         value = getattr(layer, field.argument)
         if value is Initializer_t.Default or value is None:
             continue
@@ -166,7 +172,6 @@ def _fields_of(layer: DenseLayer) -> Sequence[_Field]:
             return (_Field("shape", ("shape",)),)
         return (_Field("leading_dim", ("leading_dim",)), _Field("time_step", ("time_step",)))
     if name == "Concat":
-        # 3.4 joins along the last dimension; the default 1 cannot be distinguished from a 1 that was given.
         return _AXIS if kind.axis != 1 else ()
     fields = _FIELDS.get(name, ())
     if name.endswith("Loss"):
@@ -226,6 +231,7 @@ def read_embedding(document: Mapping[str, Any]) -> SparseEmbedding:
         _get(document, "bottom"),
         hparam.get("slot_size_array", ()),
         None if optimizer is None else read_optimizer(optimizer),
+        table=hparam.get("table", ""),
     )
 
 

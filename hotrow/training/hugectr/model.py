@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.training.hugectr import snapshot
+from hotrow.training.hugectr.embedding_collection import EmbeddingCollectionConfig
 from hotrow.training.hugectr.enums import DataReaderType_t, Embedding_t, Tensor_t
 from hotrow.training.hugectr.fitting import Fitting
 from hotrow.training.hugectr.graph_json import (
@@ -50,7 +51,7 @@ from inference_session.importers.hugectr.graph import EMBEDDING_LAYERS, Graph, p
 from inference_session.importers.hugectr.json_file import JsonFile, read_json
 from inference_session.importers.hugectr.ps_fields import KeyType
 
-_ADDED = {"input", "sparse_embedding", "dense_layer", "group_dense_layer"}
+_ADDED = {"input", "sparse_embedding", "ebc_config", "dense_layer", "group_dense_layer"}
 """HugeCTR's names of what `Model.add` takes."""
 
 
@@ -93,12 +94,16 @@ class Model:
         self._lr = solver.lr
         self._last_eval: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None
 
-    def add(self, layer: Input | SparseEmbedding | DenseLayer | GroupDenseLayer | None = None, **named: Any) -> None:
-        """Add the data layer, an embedding layer, a dense layer or a group of them, in this order.
+    def add(
+        self,
+        layer: Input | SparseEmbedding | EmbeddingCollectionConfig | DenseLayer | GroupDenseLayer | None = None,
+        **named: Any,
+    ) -> None:
+        """Add the data layer, an embedding layer or a collection, a dense layer or a group of them, in this order.
 
         Args:
             layer: what to add.
-            named: the same as `input`, `sparse_embedding`, `dense_layer` or `group_dense_layer`.
+            named: the same as `input`, `sparse_embedding`, `ebc_config`, `dense_layer` or `group_dense_layer`.
         """
         if layer is None and len(named) == 1 and {*named} <= _ADDED:
             (layer,) = named.values()
@@ -110,14 +115,16 @@ class Model:
             self._design.data = layer
         elif isinstance(layer, SparseEmbedding):
             self._design.embeddings.append(layer)
+        elif isinstance(layer, EmbeddingCollectionConfig):
+            self._add_collection(layer)
         elif isinstance(layer, DenseLayer):
             self._design.layers.append(layer)
         elif isinstance(layer, GroupDenseLayer):
             self._design.layers += layer.layers()
         else:
             raise UnsupportedModelError(
-                f"Model.add: {type(layer).__name__} is not supported; Input, SparseEmbedding, DenseLayer and "
-                "GroupDenseLayer are"
+                f"Model.add: {type(layer).__name__} is not supported; Input, SparseEmbedding, "
+                "EmbeddingCollectionConfig, DenseLayer and GroupDenseLayer are"
             )
 
     def compile(self, loss_names: Sequence[str] | None = None, loss_weights: Sequence[float] | None = None) -> None:
@@ -372,7 +379,7 @@ class Model:
         """Read optimizer states of tables, after their weights; also those that HugeCTR wrote."""
         files = sparse_opt_states_files_map or sparse_opt_states_files
         files, source = _on_hdfs(data_source_params, "hdfs_sparse_opt_states") or files, data_source_params
-        layouts = {item.sparse_embedding_name: layout_of(item, self._solver) for item in self._design.embeddings}
+        layouts = {item.table_name: layout_of(item, self._solver) for item in self._design.embeddings}
         for table, place in self._by_table("load_sparse_optimizer_states", files):
             snapshot.load_table_states(table, place, source or self._data_source, layouts[table.name], self._key_type)
 
@@ -423,6 +430,14 @@ class Model:
         except (ConfigurationError, TypeError) as error:
             file.fail(("layers", position), str(error))
 
+    def _add_collection(self, collection: EmbeddingCollectionConfig) -> None:
+        present = {embedding.table_name for embedding in self._design.embeddings}
+        if again := sorted(present & {*collection.table_names}):
+            raise ConfigurationError(f"Model.add: the model has tables {again} already; give each table its own name")
+        embeddings, layers = collection.layers(self._data())
+        self._design.embeddings += embeddings
+        self._design.layers += layers
+
     def _data(self) -> Input:
         if self._design.data is None:
             raise ConfigurationError("the model has no Input; add one before the other layers")
@@ -433,7 +448,9 @@ class Model:
             embedding_document(layer, layer.optimizer or self._opt_params, self._solver.num_gpus)
             for layer in self._design.embeddings
         ]
-        layers = [data_document(self._data()), *embeddings, *map(dense_document, self._design.layers)]
+        joins_slots = any(embedding.table for embedding in self._design.embeddings)
+        dense = [dense_document(layer, joins_slots=joins_slots) for layer in self._design.layers]
+        layers = [data_document(self._data()), *embeddings, *dense]
         name = {"model_name": self._solver.model_name} if self._solver.model_name else {}
         return {"layers": layers, **name}
 

@@ -39,7 +39,6 @@ _REQUIRED: Any = object()
 _SCALERS = (128, 256, 512, 1024)
 _SOLVER_INSTEAD = {
     "kafka_brockers": "hotrow.training.UpdatePublisher and `hotrow publish` send rows to servers",
-    "use_embedding_collection": "use one SparseEmbedding for each table",
     "training_callbacks": "write a loop over train() and eval(), the low-level API",
 }
 """Unsupported arguments of the solver, and what to use in their place."""
@@ -55,7 +54,7 @@ class Solver:
     Without effect, as they change no result: enable_tf32_compute, use_algorithm_search, use_cuda_graph,
     async_mlp_wgrad, overlap_*, device_layout, use_holistic_cuda_graph, use_overlapped_pipeline, all_reduce_algo,
     grouped_all_reduce, num_iterations_statistics, is_dlrm; and of later releases: eval_overlap,
-    *_iteration_overlap, perf_logging.
+    *_iteration_overlap, perf_logging, use_embedding_collection.
     """
 
     model_name: str = ""
@@ -280,6 +279,13 @@ class SparseEmbedding:
     slot_size_array: Sequence[int] = ()
     optimizer: OptParamsPy | None = None
     hybrid_embedding_param: Any = None
+    table: str = field(default="", kw_only=True)
+    """The table of an embedding collection, which several layers may share; empty: the layer has its own."""
+
+    @property
+    def table_name(self) -> str:
+        """The name by which the model's table is loaded and frozen."""
+        return self.table or self.sparse_embedding_name
 
     def __post_init__(self) -> None:
         names = ("embedding_vec_size", "combiner", "sparse_embedding_name", "bottom_name")

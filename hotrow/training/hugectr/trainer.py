@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hotrow.training.hugectr.batch import Batch, DeviceBags, Staging
+from hotrow.training.hugectr.batch import Batch, DeviceBags, Staging, joined
 from hotrow.training.hugectr.embedding import BatchRows, EmbeddingTable
 from hotrow.training.hugectr.losses import Loss, losses_of
 from hotrow.training.hugectr.network import TrainingNetwork
@@ -53,6 +53,15 @@ def _unscaled(gradients: list[Tensor], scaler: float) -> list[Tensor]:
     return gradients
 
 
+@dataclass(frozen=True)
+class LookUp:
+    """What makes one tensor of the graph from a sparse input, in a table that other look-ups may read too."""
+
+    top: str
+    sparse_input: int
+    combiner: str
+
+
 class Trainer:
     """Trains and evaluates batches on one device."""
 
@@ -82,16 +91,21 @@ class Trainer:
         """By label; 1 by default."""
         self._graph, self._solver, self.processes = graph, solver, processes
         self.staging = Staging(processes)
-        self._table_inputs = table_inputs
         rule = dense_rule(params)
         self.dense_optimizer = DenseOptimizer(
             rule, [[torch.full_like(w.data, rule.first_state) for _ in rule.state_names] for w in self.weights]
         )
+        own = {item.table: each for item, each in zip(graph.embeddings, table_params, strict=True)}
         self.tables = [
             EmbeddingTable(
-                item.name, item.embedding_dim, item.combiner, own, seed=solver.seed + 1 + i, processes=processes
+                item.table, item.embedding_dim, own[item.table], seed=solver.seed + 1 + i, processes=processes
             )
-            for i, (item, own) in enumerate(zip(graph.embeddings, table_params, strict=True))
+            for i, item in enumerate(graph.tables)
+        ]
+        numbered = list(zip(graph.embeddings, table_inputs, strict=True))
+        self._look_ups = [
+            (table, [LookUp(item.name, number, item.combiner) for item, number in numbered if item.table == table.name])
+            for table in self.tables
         ]
         self._loss = torch.zeros((), device=processes.device)
         self._evaluated: tuple[Mapping[str, Tensor], int] | None = None
@@ -111,10 +125,10 @@ class Trainer:
         self._set_mode(is_training=True)
         batch = self.staging.take(block)
         touched, tensors = [], {self._graph.dense_name: batch.dense}
-        for table, bags in self._lookups(batch):
-            rows = table.touch(bags)
+        for table, look_ups in self._look_ups:
+            rows = table.touch(joined(_bags(look_ups, batch)))
             touched.append((table, rows))
-            tensors[table.name] = _pooled(table, rows.vectors, rows.places, bags, batch)
+            tensors.update(_pooled(table, look_ups, rows.vectors, rows.places, batch))
         with self._precision():
             logits = self.network(tensors)
         loss = self._total_loss(logits, self._labels(batch))
@@ -163,8 +177,9 @@ class Trainer:
     def _found(self, batch: Batch) -> dict[str, Tensor]:
         """The inputs of the dense network, for evaluation."""
         tensors = {self._graph.dense_name: batch.dense}
-        for table, bags in self._lookups(batch):
-            tensors[table.name] = _pooled(table, *table.find(bags), bags, batch)
+        for table, look_ups in self._look_ups:
+            vectors, places = table.find(joined(_bags(look_ups, batch)))
+            tensors.update(_pooled(table, look_ups, vectors, places, batch))
         return tensors
 
     def _learn(self, touched: Sequence[tuple[EmbeddingTable, BatchRows]], lr: float) -> None:
@@ -207,12 +222,23 @@ class Trainer:
         parts = batch.labels.split([label.dim for label in self._graph.labels], dim=1)
         return {label.name: part for label, part in zip(self._graph.labels, parts, strict=True)}
 
-    def _lookups(self, batch: Batch) -> list[tuple[EmbeddingTable, DeviceBags]]:
-        return [(table, batch.bags[number]) for table, number in zip(self.tables, self._table_inputs, strict=True)]
+
+def _bags(look_ups: Sequence[LookUp], batch: Batch) -> list[DeviceBags]:
+    return [batch.bags[look_up.sparse_input] for look_up in look_ups]
 
 
-def _pooled(table: EmbeddingTable, vectors: Tensor, places: Tensor | None, bags: DeviceBags, batch: Batch) -> Tensor:
-    """[samples, slots, embedding_dim], given the vector of each key of the batch."""
-    num_samples = len(batch.labels)
-    pooled = table.pool(vectors, places, bags)
-    return pooled.reshape(num_samples, len(pooled) // num_samples, table.embedding_dim)
+def _pooled(
+    table: EmbeddingTable, look_ups: Sequence[LookUp], vectors: Tensor, places: Tensor | None, batch: Batch
+) -> dict[str, Tensor]:
+    """[samples, slots, embedding_dim] of each look-up by its top, given the vector of each of their keys."""
+    num_samples, bags = len(batch.labels), _bags(look_ups, batch)
+    numbers = [len(each.keys) for each in bags]
+    parts: list[tuple[Tensor, Tensor | None]] = [(vectors, places)]
+    if len(bags) > 1:
+        whole = vectors if places is None else places
+        parts = [(part, None) if places is None else (vectors, part) for part in whole.split(numbers)]
+    made = {}
+    for look_up, each, (some, where) in zip(look_ups, bags, parts, strict=True):
+        pooled = table.pool(some, where, each, look_up.combiner)
+        made[look_up.top] = pooled.reshape(num_samples, len(pooled) // num_samples, table.embedding_dim)
+    return made

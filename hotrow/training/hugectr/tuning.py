@@ -27,8 +27,8 @@ class AsyncParam:
         for name in ("multi_hot_reader", "is_dense_float"):
             if getattr(self, name):
                 raise UnsupportedModelError(
-                    f"AsyncParam: {name} is not supported: it belongs to embedding collections. Use "
-                    "DataReaderType_t.Raw with float_label_dense=True, and one SparseEmbedding for each table"
+                    f"AsyncParam: {name} is not supported: write the data as Parquet, or in the "
+                    "format DataReaderType_t.Raw; embedding collections read both"
                 )
 
 

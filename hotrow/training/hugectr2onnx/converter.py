@@ -53,9 +53,9 @@ def convert(
     network = build_dense_network(graph, Path(dense_model), Path(ntp_file) if ntp_file else None).model
     folders = [Path(folder) for folder in sparse_models or ()]
     if convert_embedding:
-        if len(folders) != len(graph.embeddings):
+        if len(folders) != len(graph.tables):
             raise ConfigurationError(
-                f"convert: {len(folders)} sparse_models for the {len(graph.embeddings)} embeddings of {graph_config}; "
+                f"convert: {len(folders)} sparse_models for the {len(graph.tables)} tables of {graph_config}; "
                 "one each, in the order of the graph"
             )
         _add_tables(network, graph, folders)
@@ -76,17 +76,17 @@ def _add_tables(network: onnx.ModelProto, graph: Graph, folders: Sequence[Path])
     inputs = read_data(graph.file.document["layers"][0]).data_reader_sparse_param_array
     bottoms = [graph.file.document["layers"][1 + i]["bottom"] for i in range(len(graph.embeddings))]
     sparse = {item.top_name: item for item in inputs}
-    tables = [
-        SparseFolder(folder, embedding.embedding_dim, "int64")
-        for folder, embedding in zip(folders, graph.embeddings, strict=True)
-    ]
-    _check_size(tables)
+    tables = {
+        table.table: SparseFolder(folder, table.embedding_dim, "int64")
+        for folder, table in zip(folders, graph.tables, strict=True)
+    }
+    _check_size([tables[embedding.table] for embedding in graph.embeddings])
     nodes = list(network.graph.node)
     del network.graph.input[:], network.graph.node[:]
     network.graph.input.extend([_dense_input(graph), *map(_keys_input, inputs)])
-    for embedding, bottom, table in zip(graph.embeddings, bottoms, tables, strict=True):
+    for embedding, bottom in zip(graph.embeddings, bottoms, strict=True):
         name = bottom if isinstance(bottom, str) else bottom[0]
-        _add_table(network.graph, embedding, name, max(sparse[name].nnz_per_slot), table)
+        _add_table(network.graph, embedding, name, max(sparse[name].nnz_per_slot), tables[embedding.table])
     network.graph.node.extend(nodes)
     network.opset_import.append(helper.make_opsetid("ai.onnx.ml", 2))
 

@@ -45,6 +45,8 @@ class Embedding:
     slot_num: int
     embedding_dim: int
     combiner: Combiner
+    table: str
+    """The table's name, which several layers may have; by default the layer's own."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +126,17 @@ class Graph:
     dense_dim: int
     labels: tuple[Label, ...]
     embeddings: tuple[Embedding, ...]
-    """In the order of the file, which is the order of the tables."""
+    """In the order of the file."""
     layers: tuple[Layer, ...]
     """Dense and loss layers in the order they run."""
+
+    @property
+    def tables(self) -> tuple[Embedding, ...]:
+        """By table the first layer that reads it, in the order of the sparse files."""
+        first: dict[str, Embedding] = {}
+        for embedding in self.embeddings:
+            first.setdefault(embedding.table, embedding)
+        return tuple(first.values())
 
 
 def read_graph(path: Path) -> Graph:
@@ -265,7 +275,10 @@ class _Reader:
         combiner = layer.parameters["sparse_embedding_hparam"].get("combiner")
         if combiner not in ("sum", "mean"):
             layer.fail(f"found {shown(combiner)}; allowed: 'sum', 'mean'", "sparse_embedding_hparam", "combiner")
-        return Embedding(layer.tops[0], slot_num, embedding_dim, combiner)
+        table = layer.parameters["sparse_embedding_hparam"].get("table", layer.tops[0])
+        if not isinstance(table, str) or not table:
+            layer.fail(f"found {shown(table)}; expected a name", "sparse_embedding_hparam", "table")
+        return Embedding(layer.tops[0], slot_num, embedding_dim, combiner, table)
 
 
 def _no_text(read: values.Reader[Any]) -> values.Reader[Any]:
@@ -291,6 +304,14 @@ def _check_names(graph: Graph) -> None:
             graph.file.fail(("layers", position, "top"), f"the name {embedding.name!r} is used twice")
         made.add(embedding.name)
         tensors.add(embedding.name)
+    dims = {table.table: table.embedding_dim for table in graph.tables}
+    for position, embedding in enumerate(graph.embeddings, start=1):
+        if embedding.embedding_dim != dims[embedding.table]:
+            graph.file.fail(
+                ("layers", position, "sparse_embedding_hparam", "embedding_vec_size"),
+                f"found {embedding.embedding_dim}; a layer before has {dims[embedding.table]} for the same table "
+                f"{embedding.table!r}",
+            )
     for layer in graph.layers:
         if layer.type in EMBEDDING_LAYERS:
             layer.fail("embedding layers must follow the data layer directly", "type")

@@ -172,17 +172,18 @@ def write_version(
 def _write_network(job: _Job) -> tuple[ModelSpec, int]:
     settings, model = job.settings, job.model
     graph = read_graph(Path(model.graph_file))
-    if len(graph.embeddings) != len(model.sparse_files):
+    if len(graph.tables) != len(model.sparse_files):
         raise ConfigurationError(
             f"{settings.path}: model {model.name!r} has {len(model.sparse_files)} sparse_files, but "
-            f"{model.graph_file} has {len(graph.embeddings)} embedding layers; give one folder for each"
+            f"{model.graph_file} has {len(graph.tables)} tables in {len(graph.embeddings)} embedding layers; give one "
+            "folder for each table"
         )
     statistics = Path(model.statistics_file) if model.statistics_file else None
     network = build_dense_network(graph, Path(model.dense_file), statistics)
     tables = _write_tables(
         job,
-        [embedding.name for embedding in graph.embeddings],
-        [embedding.embedding_dim for embedding in graph.embeddings],
+        [embedding.table for embedding in graph.tables],
+        [embedding.embedding_dim for embedding in graph.tables],
     )
     (job.directory / DENSE_FILE).write_bytes(network.model.SerializeToString())
     return _network_spec(settings, model, graph, network, tables), network.num_parameters
@@ -193,9 +194,10 @@ def _network_spec(
 ) -> ModelSpec:
     slots = tuple(embedding.slot_num for embedding in graph.embeddings)
     form = RequestFormat(graph.dense_dim, slots, settings.key_type, model.max_batch_size)
+    folders = {table.name: table.folder for table in tables}
     lookups = [
-        LookupSpec(table.folder, f"{KEYS}/{i}", embedding.name, pooling=embedding.combiner)
-        for i, (table, embedding) in enumerate(zip(tables, graph.embeddings, strict=True))
+        LookupSpec(folders[embedding.table], f"{KEYS}/{i}", embedding.name, pooling=embedding.combiner)
+        for i, embedding in enumerate(graph.embeddings)
     ]
     return ModelSpec(
         inputs=(

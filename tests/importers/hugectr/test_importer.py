@@ -287,7 +287,11 @@ DAMAGES: list[tuple[Callable[[Source], None], type[Exception], str]] = [
     (lambda source: (source.table_folder(0) / "key").unlink(), ModelFormatError, "0_sparse.model/key: cannot be read"),
     (_set("dense_file", "none.model"), ModelFormatError, "none.model: cannot be read"),
     (_set("network_file", "none.json"), ModelFormatError, "none.json: cannot be read"),
-    (_set("sparse_files", ["0_sparse.model"]), ConfigurationError, "has 1 sparse_files, but .* has 2 embedding layers"),
+    (
+        _set("sparse_files", ["0_sparse.model"]),
+        ConfigurationError,
+        "has 1 sparse_files, but .* has 2 tables in 2 embedding layers",
+    ),
     (_set("sparse_files", ["s3://a/b", "c"]), ConfigurationError, "files cannot be read from a s3:// URL"),
     (_cut_graph, UnsupportedModelError, "layers of type 'GRU' are not supported"),
 ]

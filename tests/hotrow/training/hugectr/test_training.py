@@ -101,7 +101,7 @@ def lists(keys: NDArray[np.int64], offsets: NDArray[np.int64]) -> DeviceBags:
 @pytest.mark.parametrize("is_as_on_gpu", [False, True])
 def test_tables_follow_their_formulas(kind: Optimizer_t, update: Update_t, combiner: str, is_as_on_gpu: bool) -> None:
     random, params, dim = np.random.default_rng(2), optimizer(kind, update), 3
-    table = EmbeddingTable("t", dim, combiner, params)
+    table = EmbeddingTable("t", dim, params)
     table.finds_distinct = not is_as_on_gpu
     moves_all = update is Update_t.Global and table.rule.moves_untouched
     weights: dict[int, Array] = {}
@@ -117,7 +117,7 @@ def test_tables_follow_their_formulas(kind: Optimizer_t, update: Update_t, combi
                 assert (np.abs(vector) <= 0.05).all()
                 weights[key] = vector
                 states[key] = {name: np.full(dim, table.rule.first_state) for name in table.rule.state_names}
-        pooled = table.pool(touched.vectors, touched.places, bags)
+        pooled = table.pool(touched.vectors, touched.places, bags, combiner)
         upstream = random.normal(size=(8, dim))
         gradients = {key: np.zeros(dim) for key in keys.tolist()}
         for bag in range(8):
@@ -140,7 +140,7 @@ def test_tables_follow_their_formulas(kind: Optimizer_t, update: Update_t, combi
 
 def test_lazy_adam_makes_up_for_steps_in_which_a_row_was_not_touched() -> None:
     params = optimizer(Optimizer_t.Adam, Update_t.LazyGlobal)
-    table, random = EmbeddingTable("t", 2, "sum", params), np.random.default_rng(3)
+    table, random = EmbeddingTable("t", 2, params), np.random.default_rng(3)
     w, m, v, last = {}, {}, {}, {}  # type: ignore[var-annotated]
     for t in range(1, 20):
         keys = np.unique(random.integers(0, 6, 3))
@@ -150,7 +150,7 @@ def test_lazy_adam_makes_up_for_steps_in_which_a_row_was_not_touched() -> None:
             if key not in w:
                 w[key], m[key], v[key], last[key] = vector, np.zeros(2), np.zeros(2), 1
         gradient = random.normal(size=(len(keys), 2))
-        table.pool(touched.vectors, touched.places, bags).backward(torch.tensor(gradient, dtype=torch.float32))
+        table.pool(touched.vectors, touched.places, bags, "sum").backward(torch.tensor(gradient, dtype=torch.float32))
         assert touched.vectors.grad is not None
         with torch.no_grad():
             table.update(touched, touched.vectors.grad, 0.05)
@@ -167,7 +167,7 @@ def test_lazy_adam_makes_up_for_steps_in_which_a_row_was_not_touched() -> None:
 
 def test_lazy_updates_are_for_adam_alone() -> None:
     with pytest.raises(UnsupportedModelError, match="LazyGlobal is for Adam, not SGD"):
-        EmbeddingTable("t", 2, "sum", optimizer(Optimizer_t.SGD, Update_t.LazyGlobal))
+        EmbeddingTable("t", 2, optimizer(Optimizer_t.SGD, Update_t.LazyGlobal))
 
 
 def test_an_index_may_give_rows_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,12 +176,12 @@ def test_an_index_may_give_rows_in_any_order(monkeypatch: pytest.MonkeyPatch) ->
     keys, vectors = np.array([9, 2, 7, 2]), np.arange(8, dtype=np.float32).reshape(4, 2)
     for create in (create_index, SortedIndex):
         monkeypatch.setattr(embedding, "create_index", create)
-        table = EmbeddingTable("t", 2, "sum", optimizer(Optimizer_t.AdaGrad))
+        table = EmbeddingTable("t", 2, optimizer(Optimizer_t.AdaGrad))
         table.load(keys, vectors)
         table.set_state(0, table.rows_of(np.array([7, 9])), np.ones((2, 2), np.float32))
         bags = lists(np.array([5, 2, 5, 1]), np.arange(5))
         touched = table.touch(bags)
-        table.pool(touched.vectors, touched.places, bags).sum().backward()
+        table.pool(touched.vectors, touched.places, bags, "sum").sum().backward()
         assert touched.vectors.grad is not None
         with torch.no_grad():
             table.update(touched, touched.vectors.grad, 0.1)
@@ -203,7 +203,7 @@ def test_a_table_on_a_gpu_learns_what_one_on_the_processor_learns(
     params, found = optimizer(kind, update), []
     for device in ("cpu", "cuda"):
         place = Processes(0, 1, torch.device(device))
-        table = EmbeddingTable("t", dim, "sum", params, seed=3, processes=place)
+        table = EmbeddingTable("t", dim, params, seed=3, processes=place)
         for step in range(4):
             random = torch.Generator().manual_seed(step)
             keys = torch.randint(-(2**63), 2**63 - 1, (700,), generator=random) >> (55 - step)
@@ -223,7 +223,7 @@ def test_a_table_on_a_gpu_learns_what_one_on_the_processor_learns(
 @pytest.mark.parametrize("combiner", ["sum", "mean"])
 def test_lists_of_one_length_are_pooled_as_others(width: int, combiner: str) -> None:
     keys, upstream = np.array([4, 9, 4, 4, 8, 9], np.int64), torch.arange(12.0).reshape(6, 2)[: 6 // width]
-    table, found = EmbeddingTable("t", 2, combiner, optimizer(Optimizer_t.SGD)), []
+    table, found = EmbeddingTable("t", 2, optimizer(Optimizer_t.SGD)), []
     for finds_distinct in (True, False):
         table.finds_distinct = finds_distinct
         for bags in (
@@ -231,7 +231,7 @@ def test_lists_of_one_length_are_pooled_as_others(width: int, combiner: str) -> 
             DeviceBags(torch.from_numpy(keys), slice(0, 6), None, width),
         ):
             touched = table.touch(bags)
-            pooled = table.pool(touched.vectors, touched.places, bags)
+            pooled = table.pool(touched.vectors, touched.places, bags, combiner)
             pooled.backward(upstream)
             gradient = touched.vectors.grad
             assert gradient is not None
@@ -287,10 +287,10 @@ def _without_gpu(monkeypatch: pytest.MonkeyPatch, staging: Staging) -> list[obje
 
 
 def test_keys_never_trained_on_are_answered_with_zeros_and_get_no_row() -> None:
-    table = EmbeddingTable("t", 4, "sum", optimizer(Optimizer_t.SGD))
+    table = EmbeddingTable("t", 4, optimizer(Optimizer_t.SGD))
     table.touch(lists(np.array([7, -7]), np.arange(3)))
     bags = lists(np.array([8, 7, 2**62]), np.array([0, 1, 2, 3]))
-    found = table.pool(*table.find(bags), bags)
+    found = table.pool(*table.find(bags), bags, "sum")
     assert table.num_rows == 2
     assert not found[0].any()
     assert found[1].any()
@@ -376,11 +376,10 @@ def test_names_order_and_defaults_are_those_of_release_3_4() -> None:
             lambda: hugectr.CreateOptimizer(Optimizer_t.Adam, "Global"),
             "update_type is 'Global'; allowed: Update_t.Local",
         ),
-        (lambda: hugectr.CreateSolver(use_embedding_collection=True), "use_embedding_collection is not .*SparseEmb"),
         (lambda: hugectr.CreateSolver(training_callbacks=[1]), "training_callbacks is not supported; write a loop"),
         (lambda: hugectr.CreateETC([], []), "CreateETC is not supported: .*TorchRec"),
-        (lambda: hugectr.EmbeddingTableConfig("a"), "EmbeddingTableConfig is not supported: use one SparseEmbedding"),
-        (lambda: hugectr.AsyncParam(1, 1, multi_hot_reader=True), "multi_hot_reader is not supported.*SparseEmbedding"),
+        (hugectr.EmbeddingPlanner, "EmbeddingPlanner is not supported: .*use EmbeddingCollectionConfig"),
+        (lambda: hugectr.AsyncParam(1, 1, multi_hot_reader=True), "multi_hot_reader is not supported.*Parquet"),
         (
             lambda: DenseLayer(Layer_t.InnerProduct, ["a"], ["b"], num_outputs=[1]),
             r"InnerProduct .*\['num_outputs'\] are not supported",
@@ -796,9 +795,9 @@ def test_new_sources_are_both_named(small: Path) -> None:
 def test_what_samples_of_later_releases_give_and_leave_out() -> None:
     """`shape` of Reshape, and no checksums of Parquet files, which have none."""
     given = DenseLayer(Layer_t.Reshape, ["a"], ["b"], shape=[-1, 2, 6])
-    document = dense_document(given)
+    document = dense_document(given, joins_slots=False)
     assert document == {"type": "Reshape", "bottom": "a", "top": "b", "shape": [-1, 2, 6]}
-    assert dense_document(read_dense(document)) == document
+    assert dense_document(read_dense(document), joins_slots=False) == document
     with pytest.raises(UnsupportedModelError, match=r"\['projection_dim'\] are not supported; those of release 3.4"):
         DenseLayer(Layer_t.MultiCross, ["a"], ["b"], projection_dim=2)
     assert hugectr.DataReaderParams(DataReaderType_t.Parquet, "a", eval_source="b").check_type is hugectr.Check_t.Non

@@ -1,0 +1,164 @@
+"""HugeCTR's embedding collections, of releases 4.1 and later, as the embedding and dense layers that they equal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hotrow.training.hugectr.enums import CommunicationStrategy, CompressionStrategy, Embedding_t, Layer_t
+from hotrow.training.hugectr.parameters import DenseLayer, Input, OptParamsPy, SparseEmbedding, is_whole, member
+from inference_session.errors import ConfigurationError, UnsupportedModelError
+
+_COMBINERS = {"sum": "sum", "average": "mean", "mean": "mean", "concat": "concat"}
+
+
+@dataclass(frozen=True)
+class EmbeddingTableConfig:
+    """A table. It grows with the keys it meets: `max_vocabulary_size`, -1 for any number, has no effect."""
+
+    name: str
+    max_vocabulary_size: int
+    ev_size: int
+    opt_params_or_empty: OptParamsPy | None = None
+    init_param_or_empty: Any = None
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.name, str) and self.name):
+            raise ConfigurationError(f"EmbeddingTableConfig: name is {self.name!r}; allowed: text")
+        for name in ("max_vocabulary_size", "ev_size"):
+            value = getattr(self, name)
+            if not is_whole(value) or value < (1 if name == "ev_size" else -1):
+                raise ConfigurationError(f"EmbeddingTableConfig {self.name!r}: {name} is {value!r}; allowed: from 1")
+        if self.init_param_or_empty is not None:
+            raise UnsupportedModelError(
+                f"EmbeddingTableConfig {self.name!r}: init_param_or_empty is not supported; leave it out: new rows are "
+                "drawn evenly between -0.05 and 0.05"
+            )
+
+
+@dataclass(frozen=True)
+class _LookUp:
+    table: EmbeddingTableConfig
+    bottom: str
+    top: str
+    combiner: str
+    """As the caller said."""
+
+    def layer(self, data: Input) -> SparseEmbedding:
+        """The embedding layer with the same output, [samples, 1, ev_size]."""
+        sparse = {item.top_name: item for item in data.data_reader_sparse_param_array}
+        if self.bottom not in sparse:
+            raise ConfigurationError(f"{self}: no sparse input {self.bottom!r} in Input; there are {sorted(sparse)}")
+        if sparse[self.bottom].slot_num != 1:
+            raise ConfigurationError(
+                f"{self}: {self.bottom!r} has {sparse[self.bottom].slot_num} slots; sparse inputs of embedding "
+                "collections have slot_num 1"
+            )
+        combiner = _COMBINERS[self.combiner]
+        if combiner == "concat":
+            self._check_one_key(sparse[self.bottom].nnz_per_slot[0])
+            combiner = "sum"
+        return SparseEmbedding(
+            Embedding_t.DistributedSlotSparseEmbeddingHash, 0, self.table.ev_size, combiner, self.top, self.bottom,
+            optimizer=self.table.opt_params_or_empty, table=self.table.name,
+        )  # fmt: skip
+
+    def _check_one_key(self, num_keys: int) -> None:
+        if num_keys != 1:
+            raise UnsupportedModelError(
+                f"{self}: the combiner 'concat' of up to {num_keys} keys is not supported; give each key a sparse "
+                "input of its own, or use 'sum' or 'average'"
+            )
+
+    def __str__(self) -> str:
+        return f"embedding_lookup (top_name {self.top!r})"
+
+
+class EmbeddingCollectionConfig:
+    """Look-ups in tables, which several look-ups may share. `use_exclusive_keys` and `comm_strategy` have no effect."""
+
+    def __init__(
+        self,
+        use_exclusive_keys: bool = False,
+        comm_strategy: CommunicationStrategy = CommunicationStrategy.Uniform,
+    ) -> None:
+        member(CommunicationStrategy, comm_strategy, "EmbeddingCollectionConfig", "comm_strategy")
+        self._look_ups: list[_LookUp] = []
+        self._joined_top = ""
+        """The one tensor with the outputs of all look-ups, where the caller gave lists; else empty."""
+
+    def embedding_lookup(
+        self,
+        table_config: EmbeddingTableConfig | Sequence[EmbeddingTableConfig],
+        bottom_name: str | Sequence[str],
+        top_name: str,
+        combiner: str | Sequence[str],
+    ) -> None:
+        """Add a look-up, whose top is [samples, 1, ev_size]; or several by lists, whose one top has all side by side.
+
+        Raises:
+            ConfigurationError: a combiner, or lists of different lengths, or lists after another look-up.
+        """
+        if isinstance(table_config, EmbeddingTableConfig):
+            if self._joined_top:
+                raise ConfigurationError(f"embedding_lookup: {self._joined_top!r} has all outputs of this collection")
+            self._add(table_config, str(bottom_name), top_name, str(combiner))
+            return
+        tables, bottoms, combiners = list(table_config), list(bottom_name), list(combiner)
+        if self._look_ups or not len(tables) == len(bottoms) == len(combiners) > 0:
+            raise ConfigurationError(
+                f"embedding_lookup (top_name {top_name!r}): {len(tables)} tables, {len(bottoms)} bottom_name, "
+                f"{len(combiners)} combiner; lists need one each, and are all look-ups of their collection"
+            )
+        self._joined_top = top_name
+        for i, (table, bottom, each) in enumerate(zip(tables, bottoms, combiners, strict=True)):
+            self._add(table, bottom, f"{top_name}{i}", each)
+
+    def shard(
+        self,
+        shard_matrix: Sequence[Sequence[str]],
+        shard_strategy: Sequence[tuple[str, Sequence[str | tuple[str, int]]]],
+        compression_strategy: Mapping[CompressionStrategy, Sequence[str]] | None = None,
+    ) -> None:
+        """Where HugeCTR keeps rows: without effect. ConfigurationError: no such table or strategy."""
+        for kind, _ in shard_strategy:
+            if kind not in ("mp", "dp"):
+                raise ConfigurationError(f"shard: the strategy {kind!r}; allowed: 'mp', 'dp'")
+        named = [name for names in shard_matrix for name in names]
+        named += [each if isinstance(each, str) else each[0] for _, names in shard_strategy for each in names]
+        named += [name for names in (compression_strategy or {}).values() for name in names]
+        if unknown := sorted({*named} - {*self.table_names}):
+            raise ConfigurationError(f"shard: no table {unknown}; there are {list(self.table_names)}")
+
+    @property
+    def table_names(self) -> tuple[str, ...]:
+        """Its tables, in the order of their first look-ups."""
+        return tuple(dict.fromkeys(look_up.table.name for look_up in self._look_ups))
+
+    def layers(self, data: Input) -> tuple[list[SparseEmbedding], list[DenseLayer]]:
+        """One embedding layer for each look-up; and the dense layers that put their outputs side by side, if any.
+
+        Raises:
+            ConfigurationError: `data` lacks a sparse input, or it has several slots.
+            UnsupportedModelError: `concat` of several keys.
+        """
+        embeddings = [look_up.layer(data) for look_up in self._look_ups]
+        if not self._joined_top:
+            return embeddings, []
+        tops, side_by_side = [look_up.top for look_up in self._look_ups], f"{self._joined_top}_look_ups"
+        width = sum(look_up.table.ev_size for look_up in self._look_ups)
+        return embeddings, [
+            DenseLayer(Layer_t.Concat, tops, [side_by_side], axis=2),
+            DenseLayer(Layer_t.Reshape, [side_by_side], [self._joined_top], leading_dim=width),
+        ]
+
+    def _add(self, table: EmbeddingTableConfig, bottom: str, top: str, combiner: str) -> None:
+        if combiner not in _COMBINERS:
+            raise ConfigurationError(
+                f"embedding_lookup (top_name {top!r}): combiner is {combiner!r}; allowed: 'sum', 'average', 'concat'"
+            )
+        same = [look_up.table for look_up in self._look_ups if look_up.table.name == table.name]
+        if same and same[0] != table:
+            raise ConfigurationError(f"embedding_lookup (top_name {top!r}): two tables have the name {table.name!r}")
+        self._look_ups.append(_LookUp(table, bottom, top, combiner))

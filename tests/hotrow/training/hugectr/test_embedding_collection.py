@@ -1,0 +1,185 @@
+"""Embedding collections: tables that several look-ups share are one table, in training and in serving."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hotrow.training import hugectr, hugectr2onnx
+from hotrow.training.hugectr import EmbeddingCollectionConfig, EmbeddingTableConfig, Layer_t, Model
+from hotrow.training.hugectr.readers.block import Bags, Block
+from inference_session import InferenceSession
+from inference_session.errors import ConfigurationError, ModelFormatError, UnsupportedModelError
+from inference_session.importers.hugectr import import_hugectr
+from inference_session.importers.hugectr.graph import read_graph
+from tests.testing.hugectr_training_samples import binary, layer
+
+pytestmark = pytest.mark.training
+
+DIM = 4
+SGD = hugectr.CreateOptimizer(hugectr.Optimizer_t.SGD, hugectr.Update_t.Local)
+ADAGRAD = hugectr.CreateOptimizer(hugectr.Optimizer_t.AdaGrad, hugectr.Update_t.Local, initial_accu_value=0.1)
+LOOK_UPS = (("user", "clicked", "sum"), ("item", "shown", "average"), ("item", "history", "average"))
+"""Table, bottom and combiner of each look-up."""
+
+
+def bare_model() -> Model:
+    solver = hugectr.CreateSolver(batchsize=4, batchsize_eval=4, lr=0.1, use_embedding_collection=True)
+    raw = hugectr.DataReaderType_t.Raw
+    reader = hugectr.DataReaderParams(raw, "train.bin", eval_source="eval.bin", check_type=hugectr.Check_t.Non)
+    return Model(solver, reader, SGD)
+
+
+def data_layer(*, slots: int = 1) -> hugectr.Input:
+    sparse = [hugectr.DataReaderSparseParam(name, 3, False, slots) for name in ("clicked", "shown", "history")]
+    return hugectr.Input(1, "label", 2, "dense", sparse)
+
+
+def collection() -> EmbeddingCollectionConfig:
+    tables = {"user": EmbeddingTableConfig("user", 100, DIM), "item": EmbeddingTableConfig("item", -1, DIM, ADAGRAD)}
+    made = EmbeddingCollectionConfig()
+    made.embedding_lookup([tables[name] for name in lists(0)], lists(1), "all", lists(2))
+    made.shard([["user", "item"]], [("dp", ["user"]), ("mp", [("item", 1)])])
+    return made
+
+
+def lists(column: int) -> list[str]:
+    return [each[column] for each in LOOK_UPS]
+
+
+def shared_model() -> Model:
+    model = bare_model()
+    model.add(data_layer())
+    model.add(ebc_config=collection())
+    layer(model, Layer_t.Concat, "all dense", "joined")
+    layer(model, Layer_t.InnerProduct, "joined", "logit", num_output=1)
+    binary(model, "logit")
+    model.compile()
+    return model
+
+
+def batch() -> Block:
+    """Four samples; `shown` and `history` have keys in common, and one history is empty."""
+    random = np.random.default_rng(7)
+    offsets = np.array([0, 1, 2, 3, 4]), np.array([0, 2, 3, 4, 6]), np.array([0, 3, 3, 5, 6])
+    bags = tuple(Bags(random.integers(0, 5, int(ends[-1])), ends) for ends in offsets)
+    return Block(np.array([[1], [0], [1], [1]], np.float32), random.normal(size=(4, 2)).astype(np.float32), bags)
+
+
+def expected_inputs(tables: dict[str, dict[int, torch.Tensor]], block: Block) -> torch.Tensor:
+    """What the network reads, from the rows and a loop."""
+    columns = []
+    for (table, _, combiner), bags in zip(LOOK_UPS, block.bags, strict=True):
+        sums = []
+        for begin, end in zip(bags.offsets[:-1], bags.offsets[1:], strict=True):
+            vectors = [tables[table][key] for key in bags.keys[begin:end].tolist()]
+            total = sum(vectors, torch.zeros(DIM))
+            sums.append(total / max(len(vectors), 1) if combiner == "average" else total)
+        columns.append(torch.stack(sums))
+    return torch.cat([*columns, torch.from_numpy(block.dense)], dim=1)
+
+
+def test_look_ups_of_one_table_learn_its_rows_in_one_step() -> None:
+    model, block = shared_model(), batch()
+    model.trainer.train(block, 0.0)  # makes the rows
+    user, item = model.trainer.tables
+    assert (user.name, item.name) == ("user", "item")
+    before, states = item.weight.clone(), item.states[0].clone()
+    rows = item.weight.clone().requires_grad_()
+    tables = {"user": dict(zip(user.keys.tolist(), user.weight, strict=True))}
+    tables["item"] = dict(zip(item.keys.tolist(), rows, strict=True))
+    weight, bias = (each.detach().clone() for each in model.trainer.weights)
+    logits = expected_inputs(tables, block) @ weight + bias
+    torch.nn.functional.binary_cross_entropy_with_logits(logits, torch.from_numpy(block.labels)).backward()
+    model.trainer.train(block, 0.5)
+    assert rows.grad is not None
+    accumulated = states + rows.grad**2
+    torch.testing.assert_close(item.states[0], accumulated)
+    torch.testing.assert_close(item.weight, before - 0.5 * rows.grad / (accumulated.sqrt() + 1e-7))
+
+
+def test_a_shared_table_is_saved_and_served_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, block = shared_model(), batch()
+    for _ in range(5):
+        model.trainer.train(block, 0.5)
+    model.save_params_to_files("m", 5)
+    model.graph_to_json("graph.json")
+    sparse = [f"m{i}_sparse_5.model" for i in range(2)]
+    assert sorted(str(path) for path in Path().glob("m*_sparse_5.model") if path.is_dir()) == sparse
+    again = bare_model()
+    again.construct_from_json("graph.json", include_dense_network=True)
+    again.compile()
+    again.load_sparse_weights({"user": sparse[0], "item": sparse[1]})
+    again.load_dense_weights("m_dense_5.model")
+    expected, _ = again.trainer.evaluate(block)
+    again.graph_to_json("again.json")
+    assert json.loads(Path("again.json").read_text()) == json.loads(Path("graph.json").read_text())
+    write_ps_json(tmp_path, sparse)
+    (report,) = import_hugectr(tmp_path / "ps.json", tmp_path / "repository")
+    assert [table.name for table in report.spec.tables] == ["user", "item"]
+    by_sample = [b.keys[b.offsets[i] : b.offsets[i + 1]] for i in range(4) for b in block.bags]
+    inputs = {
+        "DES": block.dense.ravel(),
+        "CATCOLUMN": np.concatenate(by_sample).astype(np.uint32),
+        "ROWINDEX": np.concatenate([bags.offsets for bags in block.bags]).astype(np.int32),
+    }
+    with InferenceSession.open(report.version_dir) as session:
+        np.testing.assert_allclose(session.predict(inputs), expected, atol=1e-6)
+    hugectr2onnx.converter.convert("m.onnx", "graph.json", "m_dense_5.model", True, sparse)
+
+
+def write_ps_json(folder: Path, sparse: list[str]) -> None:
+    model = {
+        "model": "m", "network_file": str(folder / "graph.json"), "dense_file": str(folder / "m_dense_5.model"),
+        "sparse_files": [str(folder / name) for name in sparse], "max_batch_size": 4, "gpucache": False,
+        "num_of_worker_buffer_in_pool": 1, "num_of_refresher_buffer_in_pool": 1,
+        "cache_refresh_percentage_per_iteration": 0.2, "deployed_device_list": [0],
+        "default_value_for_each_table": [0.0] * len(sparse),
+    }  # fmt: skip
+    (folder / "ps.json").write_text(json.dumps({"supportlonglong": False, "models": [model]}))
+
+
+def test_tables_of_one_name_and_two_widths_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shared_model().graph_to_json("graph.json")
+    document = json.loads(Path("graph.json").read_text())
+    document["layers"][3]["sparse_embedding_hparam"]["embedding_vec_size"] = 5
+    Path("graph.json").write_text(json.dumps(document))
+    with pytest.raises(ModelFormatError, match="found 5; a layer before has 4 for the same table 'item'"):
+        read_graph(Path("graph.json"))
+
+
+def looked_up(bottom: str = "clicked", combiner: str = "sum", *, slots: int = 1) -> None:
+    model, made = bare_model(), EmbeddingCollectionConfig()
+    model.add(data_layer(slots=slots))
+    made.embedding_lookup(EmbeddingTableConfig("user", 100, DIM), bottom, "top", combiner)
+    model.add(made)
+    model.add(made)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: looked_up("unknown"), r"top_name 'top'\): no sparse input 'unknown'"),
+        (lambda: looked_up(slots=2), "'clicked' has 2 slots; .* have slot_num 1"),
+        (lambda: looked_up(combiner="concat"), "'concat' of up to 3 keys is not supported"),
+        (lambda: looked_up(combiner="max"), "combiner is 'max'; allowed: 'sum', 'average', 'concat'"),
+        (looked_up, r"the model has tables \['user'\] already"),
+        (lambda: collection().shard([["other"]], []), r"no table \['other'\]; there are \['user', 'item'\]"),
+        (lambda: collection().shard([], [("row", ["user"])]), "the strategy 'row'; allowed: 'mp', 'dp'"),
+        (lambda: collection().embedding_lookup(EmbeddingTableConfig("b", 1, 1), "a", "t", "sum"), "'all' has all"),
+        (lambda: EmbeddingCollectionConfig().embedding_lookup([], [], "t", []), "0 tables, 0 bottom_name"),
+        (lambda: EmbeddingTableConfig("a", 10, 0), "ev_size is 0; allowed: from 1"),
+        (lambda: EmbeddingTableConfig("a", 10, 4, None, "zeros"), "init_param_or_empty is not supported"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises((ConfigurationError, UnsupportedModelError), match=message):
+        call()
