@@ -19,7 +19,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.errors import HotrowError, StoreError, UnavailableError
+from inference_session.errors import HotrowError, SessionClosedError, StoreError, UnavailableError
 from inference_session.parameter_server.base import ERASED_SUFFIX
 from inference_session.parameter_server.known_incarnation import KnownIncarnation
 from inference_session.parameter_server.promotions import (
@@ -113,7 +113,9 @@ class Upkeep:
         """Do a piece of work; an error in it must not end later work."""
         try:
             work()
-        except Exception:  # noqa: BLE001 - any error is logged; the next piece does not depend on it
+        except Exception as error:  # it is logged; the next piece does not depend on it
+            if isinstance(error, SessionClosedError) and self._closing.is_set():
+                raise  # to a caller's `refresh`: this class's own thread ends before stores are closed
             _log.exception("background work of the parameter server failed")
             self._closing.wait(ROUND_INTERVAL_S)  # an error that comes back in each turn must not fill the log
 

@@ -691,3 +691,15 @@ def test_redis_over_rocksdb_survives_the_death_of_redis(tmp_path: Path, monkeypa
         wait_until(full, "Redis to be used again")
         server.close()
         patient.close()
+
+
+def test_a_refresh_that_a_close_overtakes_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """It logged a failure of the background work, and returned as if rows were fresh."""
+    stack = Stack()
+    stack.server.close()
+    stack.faults["persistent"] = SessionClosedError("the store has been closed")
+
+    with pytest.raises(SessionClosedError):
+        stack.server.refresh()
+
+    assert not caplog.records
