@@ -85,8 +85,11 @@ def expected_inputs(tables: dict[str, dict[int, torch.Tensor]], block: Block) ->
     return torch.cat([*columns, torch.from_numpy(block.dense)], dim=1)
 
 
-def test_look_ups_of_one_table_learn_its_rows_in_one_step() -> None:
+@pytest.mark.parametrize("is_as_on_gpu", [False, True])
+def test_look_ups_of_one_table_learn_its_rows_in_one_step(is_as_on_gpu: bool) -> None:
     model, block = shared_model(), batch()
+    for table in model.trainer.tables:
+        table.finds_distinct = not is_as_on_gpu
     model.trainer.train(block, 0.0)  # makes the rows
     user, item = model.trainer.tables
     assert (user.name, item.name) == ("user", "item")
