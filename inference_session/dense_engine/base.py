@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,13 @@ class BoundRun(ABC):
         """The outputs that were bound, in their order; see DenseEngine.run. The next run may write over them."""
 
 
+class PreparedRuns(Protocol):
+    """What an engine keeps of its runs over inputs of certain shapes. Only the engine that made it looks into it."""
+
+    def __len__(self) -> int:
+        """How many runs it keeps something of."""
+
+
 class DenseEngine(ABC):
     """A loaded network. Safe to run from several threads at once."""
 
@@ -39,13 +46,13 @@ class DenseEngine(ABC):
     replays = False
     """Whether batches of the sizes that it was warmed up with are replayed, in less time of the host than others."""
 
-    def prepare(self) -> Any:
-        """State that `run` may keep for inputs whose shapes never change."""
+    def prepare(self) -> PreparedRuns | None:
+        """Where `run` may keep what it has prepared for inputs whose shapes never change; None: it keeps nothing."""
         return None
 
     @abstractmethod
     def run(
-        self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str], prepared: Any = None
+        self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str], prepared: PreparedRuns | None = None
     ) -> list[np.ndarray[Any, Any]]:
         """The outputs of those names, in that order. Inputs are read in place, not copied.
 

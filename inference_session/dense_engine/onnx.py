@@ -12,7 +12,7 @@ import onnxruntime
 from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from inference_session.dense_engine.base import BoundRun, DenseEngine
+from inference_session.dense_engine.base import BoundRun, DenseEngine, PreparedRuns
 from inference_session.errors import InvalidRequestError, ModelFormatError, SessionClosedError, first_line
 from inference_session.platform.file_names import path_for_library
 
@@ -73,7 +73,7 @@ class OnnxEngine(DenseEngine):
         self.provider: str = self._session.get_providers()[0]
 
     def run(
-        self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str], prepared: Any = None
+        self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str], prepared: PreparedRuns | None = None
     ) -> list[np.ndarray[Any, Any]]:
         session = self.opened()
         if not outputs:  # ONNX Runtime takes this for all of them
@@ -105,7 +105,7 @@ class OnnxEngine(DenseEngine):
         session: Any,
         inputs: Mapping[str, Any],
         outputs: Sequence[str],
-        prepared: Any,  # noqa: ARG002
+        prepared: Any,  # noqa: ARG002  what the engine's own `prepare` has made
     ) -> list[np.ndarray[Any, Any]]:
         # Contiguous arrays are bound as they are: ONNX Runtime copies nothing on the CPU.
         results: list[np.ndarray[Any, Any]] = session.run(outputs, inputs)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from onnx.checker import ValidationError
 from onnx.shape_inference import InferenceError
 
-from inference_session.dense_engine.base import BoundRun, DenseEngine
+from inference_session.dense_engine.base import BoundRun, DenseEngine, PreparedRuns
 from inference_session.dense_engine.layers import Division, divide_layers
 from inference_session.dense_engine.onnx import OnnxEngine, refused
 from inference_session.errors import (
@@ -105,7 +105,7 @@ class OpenVinoEngine(DenseEngine):
         self,
         inputs: Mapping[str, NDArray[Any]],
         outputs: Sequence[str],
-        prepared: Any = None,  # noqa: ARG002
+        prepared: PreparedRuns | None = None,  # noqa: ARG002
     ) -> list[np.ndarray[Any, Any]]:
         """See DenseEngine."""
         if self._closed:

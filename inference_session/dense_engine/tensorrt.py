@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from inference_session.dense_engine.base import PreparedRuns
 from inference_session.dense_engine.cuda import CudaBoundRun, CudaEngine
 from inference_session.dense_engine.onnx import OnnxEngine
 from inference_session.dense_engine.tensorrt_profile import profile_shapes
@@ -54,7 +55,7 @@ class TensorRtEngine(CudaEngine):
         }
         super().__init__(path, content=content, num_threads=num_threads, gpu=gpu, use_tf32=True)
 
-    def run(self, inputs: Mapping[str, Any], outputs: Sequence[str], prepared: Any = None) -> list[Any]:
+    def run(self, inputs: Mapping[str, Any], outputs: Sequence[str], prepared: PreparedRuns | None = None) -> list[Any]:
         """See DenseEngine."""
         self._check_samples(inputs)
         return super().run(inputs, outputs, prepared)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.dense_engine.base import DenseEngine
+from inference_session.dense_engine.base import DenseEngine, PreparedRuns
 
 
 class VectorEngine(DenseEngine):
@@ -21,7 +21,7 @@ class VectorEngine(DenseEngine):
         self,
         inputs: Mapping[str, NDArray[Any]],
         outputs: Sequence[str],
-        prepared: Any = None,  # noqa: ARG002
+        prepared: PreparedRuns | None = None,  # noqa: ARG002
     ) -> list[np.ndarray[Any, Any]]:
         return [_on_host(inputs[name]) for name in outputs]
 

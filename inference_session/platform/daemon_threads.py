@@ -24,7 +24,9 @@ class DaemonThreads(Executor):
         """Start the threads; each calls the initializer first."""
         self._initializer = initializer
         self._waiting: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(num_threads)]
+        self._threads = [
+            threading.Thread(target=self._work, name="hotrow-call", daemon=True) for _ in range(num_threads)
+        ]
         for thread in self._threads:
             thread.start()
 

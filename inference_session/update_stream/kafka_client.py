@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from inference_session.errors import ConfigurationError
+from inference_session.platform.daemon_threads import DaemonThreads
 from inference_session.urls.kafka_url import KafkaUrl
 
 try:
@@ -76,21 +77,8 @@ def interruptible(call: Callable[[], Answer]) -> Answer:
     """
     if threading.current_thread() is not threading.main_thread():
         return call()  # Python handles signals in the main thread
-    answers: list[Answer] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            answers.append(call())
-        except BaseException as error:  # noqa: BLE001  it is the caller's
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="hotrow-kafka-call", daemon=True)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors.pop()
-    return answers.pop()
+    with DaemonThreads(1) as threads:
+        return threads.submit(call).result()
 
 
 def assign(consumer: Consumer, partitions: Sequence[TopicPartition]) -> None:
