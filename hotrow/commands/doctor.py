@@ -12,11 +12,10 @@ import click
 
 from hotrow.formatting import counted
 from hotrow.output import print_json
+from hotrow.port_options import port_options
 
 if TYPE_CHECKING:
     from hotrow.machine_checks import Finding
-
-_PORT = click.IntRange(0, 65535)
 
 _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "problem": ("PROBLEM", "red")}
 
@@ -33,15 +32,7 @@ class _Folder(click.Path):
     "--repository", type=_Folder(path_type=Path), help="A model repository; what its models need is checked too."
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address on which `hotrow serve` would listen.")
-@click.option(
-    "--http-port",
-    type=_PORT,
-    default=8000,
-    show_default=True,
-    help=("0 for any free port; the same holds for the other ports."),
-)
-@click.option("--grpc-port", type=_PORT, default=8001, show_default=True)
-@click.option("--metrics-port", type=_PORT, default=8002, show_default=True)
+@port_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 def command(
     repository: Path | None, host: str, http_port: int, grpc_port: int, metrics_port: int, as_json: bool

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from hotrow.port_options import port_options
 from hotrow.progress import byte_progress
 from hotrow.server_options import PEM_FILE, read_key
 from inference_session.errors import ConfigurationError
@@ -20,24 +21,14 @@ from triton_backend.launcher.process_group import adopt_orphans
 from triton_backend.launcher.server import ServerOptions, TritonServer
 from triton_backend.repository.remote import local_repository
 
-_PORT = click.IntRange(0, 65535)
 
-
-@click.command(context_settings={"ignore_unknown_options": False})
+@click.command()
 @click.option("--repository", required=True, metavar="DIR|URL", help="The model repository, a folder per model.")
 @click.option("--model", "models", multiple=True, metavar="NAME", help="Serve only this model; may be repeated.")
 @click.option(
     "--host", default="127.0.0.1", show_default=True, help=("Address to listen on; 0.0.0.0 for all interfaces.")
 )
-@click.option(
-    "--http-port",
-    type=_PORT,
-    default=8000,
-    show_default=True,
-    help=("0 for any free port; the same holds for the other ports."),
-)
-@click.option("--grpc-port", type=_PORT, default=8001, show_default=True)
-@click.option("--metrics-port", type=_PORT, default=8002, show_default=True)
+@port_options
 @click.option(
     "--restrict-apis",
     "key_file",
