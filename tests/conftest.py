@@ -25,6 +25,8 @@ pytest.register_assert_rewrite("tests.testing")  # so that contracts say what th
 REAL_DATA = "HOTROW_REAL_DATA"
 _WAITING = ("tests/update_stream/", "tests/parameter_server/redis/", "tests/test_chaos", "tests/model_source/test_hdfs")
 """Tests that wait for brokers and other servers longer than they compute."""
+_SHARED = ("hdfs", "served")
+"""Servers that the tests of several files share: these run in one process, so that each server is started once."""
 _skipped: list[str] = []
 
 # The same examples on every machine and in every run, however slow the machine is. Fixtures serve all examples of a
@@ -102,7 +104,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of a file in one process, which shares its fixtures; all that need HDFS share one cluster.
+    """Keep the tests of a file in one process, which shares its fixtures, and all that share a server.
 
     Slow tests are in no group, as they share no fixture. The slowest come first, so that no process is left
     with one at the end. Those that wait for servers come before those that compute, which use the processors meanwhile.
@@ -118,7 +120,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _group(item: pytest.Item) -> str:
-    return "hdfs" if "hdfs" in getattr(item, "fixturenames", ()) else item.nodeid.partition("::")[0]
+    fixtures = getattr(item, "fixturenames", ())
+    return next((name for name in _SHARED if name in fixtures), item.nodeid.partition("::")[0])
 
 
 def _order(item: pytest.Item) -> int:
