@@ -29,11 +29,15 @@ _TABLE = TableSpec("table", "table", num_rows=2, embedding_dim=1)
 def compile_all() -> None:
     """Look-ups, requests, answers, caches, updates, Redis, files, and HugeCTR's bags; compiled kernels are only loaded.
 
-    Look-ups take longer than all others, so that a second process compiles them meanwhile.
+    Look-ups take longer than all others. So two processes compile their parts, and then one of them what contains
+    these parts, the other one all other kernels.
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as second:
+        interleaved = second.submit(lookup.compile_interleaved)
+        lookup.compile_blocks_and_stream()
         lookups = second.submit(lookup.compile_kernels)
         _compile_others()
+        interleaved.result()
         lookups.result()
     _use_a_cache()
     with tempfile.TemporaryDirectory(prefix="hotrow-kernels-") as folder:

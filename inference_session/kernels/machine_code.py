@@ -183,6 +183,11 @@ def compiled(function: Callable[..., Any], signature: str | None = None, **optio
     return dispatcher
 
 
+def compile_for(function: Callable[..., Any], *arguments: Any) -> None:
+    """Compile, or load, for arguments of these types; nothing is run."""
+    function.compile(tuple(numba.typeof(argument) for argument in arguments))  # type: ignore[attr-defined]
+
+
 def _load_no_extensions() -> None:
     """Before it loads a kernel, Numba would look through all installed packages for extensions of its compiler."""
 

@@ -30,7 +30,7 @@ from inference_session.kernels.cpu.intrinsics import kernel
 from inference_session.kernels.cpu.rows import bag_length
 from inference_session.kernels.cpu.stream import RING, is_stream, look_up_stream
 from inference_session.kernels.cpu.vectors import CHUNK
-from inference_session.kernels.machine_code import of_ints
+from inference_session.kernels.machine_code import compile_for, of_ints
 from inference_session.kernels.records import SEGMENT, TABLE, Lookup
 from inference_session.kernels.threads import run_parts
 
@@ -122,6 +122,21 @@ def compile_kernels() -> None:
     nothing, tables = np.zeros(0, np.int64), np.zeros(1, TABLE)
     look_up(tables, np.zeros(0, SEGMENT), nothing, nothing, num_threads=2)
     BoundLookups(tables).bind(Lookup(np.zeros(0, SEGMENT), nothing, nothing))()
+
+
+def compile_interleaved() -> None:
+    """Compile one part of the kernels that `compile_kernels` puts together; other processes compile the rest."""
+    *_, cells, hashes = _working_memory()
+    nothing, segments = np.zeros(0, np.int64), np.zeros(0, SEGMENT)
+    compile_for(look_up_interleaved, np.zeros(0, TABLE), segments, 0, 0, cells, hashes, nothing, nothing, 0)
+
+
+def compile_blocks_and_stream() -> None:
+    """Compile the other parts."""
+    cursor, blocks, ring, vector, _, _ = _working_memory()
+    nothing, tables, segments = np.zeros(0, np.int64), np.zeros(1, TABLE), np.zeros(1, SEGMENT)
+    compile_for(look_up_blocks, tables, segments, Span(0, 0, 0, 0), cursor, blocks, vector, nothing, nothing, 0)
+    compile_for(look_up_stream, tables[0], segments[0], 0, 0, ring, nothing, 0)
 
 
 def _lookup_parts(
