@@ -1,13 +1,14 @@
 """The fast path on a GPU (fast_path.py): arrays are copied to the memory that a recorded batch of their shape reads.
 
-Compiled code checks the arrays and copies them (kernels/cpu/gathering.py); then the look-up and the network are
-launched as they were recorded. `InferenceSession.run_many` records shapes that recur.
+Compiled code checks the arrays and copies them (kernels/cpu/gathering.py); the look-up and the network are launched as
+they were recorded. What only the network reads is copied once the look-up has been launched: the GPU looks the keys up
+meanwhile. `InferenceSession.run_many` records shapes that recur.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -32,10 +33,10 @@ from inference_session.kernels.cpu.gathering import (
     gather,
 )
 from inference_session.kernels.cpu.staging import DIFFERING, INPUT, OPEN
-from inference_session.kernels.records import address_of
+from inference_session.kernels.records import Lookup, address_of
 from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT, ModelSpec
 from inference_session.platform.bounded_memory import BoundedMemory
-from inference_session.requests.batch import JoinedBatch, Request, RequestLayout
+from inference_session.requests.batch import JoinedBatch, Request, RequestLayout, StagedValues
 from inference_session.requests.hugectr_csr import DENSE, KEYS, OFFSETS
 from inference_session.requests.hugectr_layout import HugectrLayout
 from inference_session.requests.tensor_layout import TensorLayout
@@ -63,8 +64,10 @@ class _Target(NamedTuple):
     """A recorded batch, and how its inputs are filled."""
 
     plan: RecordedPlan
-    copies: NDArray[np.void]
-    """COPY records."""
+    keys: NDArray[np.void]
+    """COPY records of what the look-up reads."""
+    inputs: NDArray[np.void]
+    """COPY records of what only the network reads."""
     constants: list[tuple[NDArray[Any], NDArray[Any]]]
     """Pairs of an array and the values that it has in all batches of these sizes."""
     num_blocks: int
@@ -178,14 +181,20 @@ class GatheredModel:
         if target is None:
             return None
         num_blocks, num_rows = (target.num_blocks, target.num_rows) if self._ranks else (num_requests, open_sizes[0])
-        gather(items, num_requests, len(self._form.inputs), num_blocks, int(num_rows), counts, target.copies)
+        copy = partial(gather, items, num_requests, len(self._form.inputs), num_blocks, int(num_rows), counts)
+        copy(target.keys)
         for array, values in target.constants:
             array[...] = values
         num_samples = int(open_sizes[0])
         num_contexts = num_requests if self._ranks else num_samples
         lookup = target.plan.cleared()
-        look_up = partial(self._network.rows.look_up, lookup)
+        look_up = partial(self._look_up, lookup, partial(copy, target.inputs))
         return StagedBatch(lookup, look_up, target.plan.network, counts, num_samples, num_contexts, target.output_rows)
+
+    def _look_up(self, lookup: Lookup, copy_inputs: Callable[[], object]) -> None:
+        """Launch the look-up, and copy the inputs of the network while the GPU computes it."""
+        self._network.rows.look_up(lookup)
+        copy_inputs()
 
     def _find(self, case: _Case, arrays: Arrays) -> _Target | None:
         """The recorded batch of this shape; None: there is none, or none yet."""
@@ -205,14 +214,15 @@ class GatheredModel:
     def _target(self, plan: RecordedPlan, batch: JoinedBatch) -> _Target | None:
         constants = [
             (staged.array, batch.array(staged.names[0]))
-            for staged in plan.staged
+            for staged in (*plan.keys, *plan.inputs)
             if staged.names in ((ROW_CONTEXT,), (BLOCK_CONTEXT,))
         ]
-        copies = _copies(plan, batch, self._form.sources(batch), self._spec)
-        if copies is None:
+        sources = self._form.sources(batch)
+        keys, inputs = (_copies(staged, batch, sources, self._spec) for staged in (plan.keys, plan.inputs))
+        if keys is None or inputs is None:
             return None
         num_blocks = len(batch.array(BLOCK_CONTEXT)) if self._ranks else 0
-        return _Target(plan, copies, constants, num_blocks, batch.num_samples, batch.output_rows)
+        return _Target(plan, keys, inputs, constants, num_blocks, batch.num_samples, batch.output_rows)
 
     def _remember(self, case: _Case, target: _Target | None) -> None:
         if len(self._targets) >= _MAX_PLANS:
@@ -236,11 +246,11 @@ def gather_model(spec: ModelSpec, layout: RequestLayout, network: Network) -> Ga
 
 
 def _copies(
-    plan: RecordedPlan, batch: JoinedBatch, sources: Mapping[str, Source], spec: ModelSpec
+    all_staged: Sequence[StagedValues], batch: JoinedBatch, sources: Mapping[str, Source], spec: ModelSpec
 ) -> NDArray[np.void] | None:
-    """COPY records for all arrays of a recorded batch; None if one of them has anything but inputs."""
+    """COPY records for arrays of a recorded batch; None if one of them has anything but inputs."""
     copies = []
-    for staged in plan.staged:
+    for staged in all_staged:
         if staged.names in ((ROW_CONTEXT,), (BLOCK_CONTEXT,)):
             continue
         address = address_of(staged.array)

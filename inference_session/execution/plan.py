@@ -148,11 +148,18 @@ class RecordedPlan(BoundPlan):
     """
 
     def __init__(
-        self, device: Device, lookup: Lookup, network: BoundRun, staged: list[StagedValues], outputs: tuple[str, ...]
+        self,
+        device: Device,
+        lookup: Lookup,
+        network: BoundRun,
+        *,
+        keys: list[StagedValues],
+        inputs: list[StagedValues],
+        outputs: tuple[str, ...],
     ) -> None:
-        """`staged`: the memory of all inputs."""
+        """`keys`: the memory that the look-up reads; `inputs`: the memory that only the network reads."""
         super().__init__(device, network, outputs)
-        self.staged, self._lookup = staged, lookup
+        self.keys, self.inputs, self._lookup = keys, inputs, lookup
 
     def held(self) -> AbstractContextManager[None]:
         """See ExecutionPlan."""
@@ -160,7 +167,7 @@ class RecordedPlan(BoundPlan):
 
     def fill(self, batch: JoinedBatch) -> Lookup:
         """See ExecutionPlan."""
-        for staged in self.staged:
+        for staged in (*self.keys, *self.inputs):
             staged.fill(batch)
         return self.cleared()
 
@@ -273,7 +280,7 @@ class ExecutionPlans:
             lookup.num_keys = plan.keys.stage(segments, trial)
             lookup.repeat = self._rows.repeated(lookup)
             lookup.places = lookup.find_places()
-        return RecordedPlan(device, lookup, network, [*trial.staged, *staged], plan.outputs)
+        return RecordedPlan(device, lookup, network, keys=trial.staged, inputs=staged, outputs=plan.outputs)
 
 
 def give_vectors(batch: JoinedBatch, vectors: Vectors) -> None:

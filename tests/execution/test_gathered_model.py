@@ -62,7 +62,7 @@ class Model:
         batch = self.gathered.fill(arrays, len(requests), self.outputs)
         if batch is None:
             return None
-        self.rows.look_up(batch.lookup)
+        batch.look_up()
         return dict(zip(self.outputs, batch.run.run(), strict=True))
 
 
@@ -124,6 +124,24 @@ def test_arrays_of_recorded_shapes_are_answered(native: Model, vectors: NDArray[
         np.testing.assert_array_equal(found["ids"], joined["ids"])
 
 
+def test_inputs_of_the_network_are_copied_during_the_look_up(native: Model, vectors: NDArray[np.float32]) -> None:
+    """Only what the look-up reads has been copied when it is launched."""
+    rng = np.random.default_rng(7)
+    requests = [native_request(rng, 6, 2)]
+    native.record(requests)
+    (request,) = requests
+    before = request["codes"].copy()
+    arrays = [request[name] for name in native.names]
+    batch = native.gathered.fill(arrays, 1, native.outputs)
+    assert batch is not None
+    request["codes"] += 1
+    request["dense"] += 1
+    batch.look_up()
+    found = dict(zip(native.outputs, batch.run.run(), strict=True))
+    np.testing.assert_array_equal(found["b"], vectors[before])
+    np.testing.assert_array_equal(found["dense"], request["dense"])
+
+
 @pytest.fixture(scope="module")
 def ranking(tmp_path_factory: pytest.TempPathFactory, vectors: NDArray[np.float32]) -> Model:
     """A user with clicks, and items, whose keys are narrow."""
@@ -181,7 +199,7 @@ def test_requests_of_one_context_are_answered(
             batch = gathered.fill(arrays, len(requests), ranking.outputs)
             assert batch is not None
             assert (batch.counts.tolist(), batch.num_samples, batch.num_contexts) == (sizes, sum(sizes), len(sizes))
-            ranking.rows.look_up(batch.lookup)
+            batch.look_up()
             assert not batch.lookup.num_unknown.any()
             found = dict(zip(ranking.outputs, batch.run.run(), strict=True))
             joined = {name: np.concatenate([inputs[name] for inputs in requests]) for name in ranking.names}
