@@ -628,4 +628,5 @@ def test_a_compiled_model_learns_as_one_that_is_not(kind: Any) -> None:
             for model in (models[0], compiled):
                 model(keys).pow(2).sum().backward()
     everything = torch.arange(60)[:, None]
-    assert torch.equal(models[0].eval()[0](everything), models[1].eval()[0](everything))
+    # A GPU adds the gradients of one row in any order.
+    torch.testing.assert_close(models[0].eval()[0](everything), models[1].eval()[0](everything))
