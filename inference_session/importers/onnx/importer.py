@@ -72,7 +72,8 @@ def import_onnx(
 ) -> ImportReport:
     """Import an ONNX model as `<repository>/<name>/<version>`.
 
-    The version appears whole or not at all. Tables are streamed, never held in memory.
+    The version appears whole or not at all. Tables are streamed, never held in memory; those of bfloat16 are stored as
+    float32, which has all of its values.
 
     Args:
         model: the .onnx file; its external data must lie in the same folder.
@@ -188,6 +189,7 @@ class _Import:
     def run(self) -> ImportReport:
         """Fill the staging folder."""
         model, weights, names = to_canonical(self.source.path, *read_skeleton(self.source.path))
+        self._check_places(weights)
         bags_instead_of_loops(model, weights, names)
         carved = carve(model, weights, names, self.min_rows, merge=True)
         folders = table_folders(carved, self.places)
@@ -209,6 +211,11 @@ class _Import:
         for leftover in self.staging.glob(f"{_ORIGINAL_FILE}*"):
             leftover.unlink()
         return report
+
+    def _check_places(self, weights: Mapping[str, Weight]) -> None:
+        for name, place in self.places.items():
+            if name in weights and weights[name].elem_type == TensorProto.BFLOAT16:
+                raise UnsupportedModelError(f"table {place.name!r} is bfloat16; train tables in float32 or float16")
 
     def _joinable_if_proved(self, carved: CarvedModel, findings: Findings) -> Findings:
         """The findings; joinable only where it is proved that no sample influences another."""
@@ -272,7 +279,7 @@ class _Import:
     def _write_table(self, table: Weight, path: Path) -> None:
         path.parent.mkdir(parents=True)
         with open_for_writing(path) as file:
-            for chunk in table.chunks():
+            for chunk in table.vector_chunks():
                 file.write(chunk)
                 if self.progress:
                     self.progress(len(chunk))
@@ -302,7 +309,7 @@ class _Import:
         for i, tensor in enumerate(model.graph.initializer):
             weight = weight_of(self.source.path, tensor, blobs.get(i))
             if tensor.name in folders:
-                _refer_to(tensor, f"{TABLES_FOLDER}/{folders[tensor.name]}/{VECTOR_FILE}", weight.num_bytes)
+                _refer_to(tensor, self._bytes_of(weight, folders[tensor.name]), weight.num_bytes)
             else:
                 tensor.CopyFrom(weight.tensor())
         model = inliner.inline_local_functions(model) if model.functions else model
@@ -317,6 +324,15 @@ class _Import:
             raise ModelFormatError(f"{self.source.path}: ONNX Runtime cannot load this model: {reason}") from error
         prober = Prober(network, self.source.inputs, self._rows(carved))
         return prober.find(), prober
+
+    def _bytes_of(self, table: Weight, folder: str) -> str:
+        """The file, in the staging folder, that holds the values of a table as the original has them."""
+        if table.elem_type != TensorProto.BFLOAT16:
+            return f"{TABLES_FOLDER}/{folder}/{VECTOR_FILE}"
+        location = f"{_ORIGINAL_FILE}.{folder}"
+        with (self.staging / location).open("wb") as file:
+            file.writelines(table.chunks())
+        return location
 
     def _rows(self, carved: CarvedModel) -> dict[str, int]:
         num_rows = {table.name: table.dims[0] for table in carved.tables}

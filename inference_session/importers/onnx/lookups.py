@@ -155,17 +155,17 @@ def _take(surgery: Surgery, table: Weight, gather: NodeProto) -> Lookup:
     base, shape = _keys_behind(surgery, keys)
     vectors = surgery.names.fresh(f"{table.name}_vectors")
     lookup = Lookup(table.name, base, surgery.types.dims(base), table.dims[1:], vectors)
-    is_half = table.elem_type == TensorProto.FLOAT16
-    shaped = surgery.names.fresh(f"{output}_float32") if is_half else output
+    is_narrow = table.elem_type != TensorProto.FLOAT
+    shaped = surgery.names.fresh(f"{output}_float32") if is_narrow else output
     if shape is None:
         nodes = [make_node("Identity", [vectors], shaped)]
     else:
         target = surgery.constant(f"{vectors}_shape", [*shape, *lookup.row_shape])
         nodes = [make_node("Reshape", [vectors, target], shaped)]
-    if is_half:
+    if is_narrow:
         _skip_widening(surgery.graph, output, shaped)
         if use_counts(surgery.graph)[output]:
-            nodes.append(make_node("Cast", [shaped], output, to=TensorProto.FLOAT16))
+            nodes.append(make_node("Cast", [shaped], output, to=table.elem_type))
     replace_node(surgery.graph, gather, nodes)
     return lookup
 

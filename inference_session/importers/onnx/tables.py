@@ -22,7 +22,12 @@ from inference_session.importers.onnx.graph import (
 from inference_session.importers.onnx.weights import Weight
 from inference_session.model_spec import VectorType
 
-VECTOR_TYPES: dict[int, VectorType] = {TensorProto.FLOAT: "float32", TensorProto.FLOAT16: "float16"}
+VECTOR_TYPES: dict[int, VectorType] = {
+    TensorProto.FLOAT: "float32",
+    TensorProto.FLOAT16: "float16",
+    TensorProto.BFLOAT16: "float32",
+}
+"""How tables of these types are stored. Each bfloat16 is a float32 whose low 16 bits are 0."""
 
 
 _OTHER_ROW_READS = ("GatherND", "GatherElements")
@@ -73,7 +78,7 @@ def _obstacle(weight: Weight, min_rows: int) -> str | None:
         return f"has {weight.dims[0]} rows, fewer than {min_rows}"
     if weight.elem_type not in VECTOR_TYPES:
         kind = TensorProto.DataType.Name(weight.elem_type).lower()
-        return f"holds {kind}; tables hold float32 or float16"
+        return f"holds {kind}; tables hold float32, float16 or bfloat16"
     if 0 in weight.dims:
         return f"is empty, of shape {list(weight.dims)}"
     return None

@@ -51,7 +51,7 @@ class Weight:
     def chunks(self) -> Iterator[bytes]:
         """The values as raw little-endian bytes, a piece at a time."""
         if isinstance(self.values, TensorProto):
-            yield little_endian(numpy_helper.to_array(self.values))
+            yield self.values.raw_data or little_endian(_elements(self.values))
             return
         path, left = self.values.path, self.values.num_bytes
         with path.open("rb") as file:
@@ -63,11 +63,19 @@ class Weight:
                 left -= len(chunk)
                 yield chunk
 
+    def vector_chunks(self) -> Iterator[bytes]:
+        """The same as the file of a table holds them: bfloat16 becomes float32, which has all of its values."""
+        for chunk in self.chunks():
+            if self.elem_type == TensorProto.BFLOAT16:
+                yield little_endian(np.frombuffer(chunk, "<u2").astype(np.uint32) << np.uint32(16))
+            else:
+                yield chunk
+
     def rows(self, keys: NDArray[np.int64]) -> NDArray[Any]:
-        """Some of the rows; negative keys count from the end."""
+        """Some of the rows, of bfloat16 their bits as uint16; negative keys count from the end."""
         if isinstance(self.values, TensorProto):
-            return numpy_helper.to_array(self.values)[keys]
-        dtype = helper.tensor_dtype_to_np_dtype(self.elem_type)
+            return _elements(self.values)[keys]
+        dtype = _dtype(self.elem_type)
         mapped = np.memmap(self.values.path, dtype, "r", self.values.offset, self.dims)
         return np.asarray(mapped[keys])
 
@@ -78,6 +86,18 @@ class Weight:
         tensor = TensorProto(name=self.name, data_type=self.elem_type, dims=self.dims)
         tensor.raw_data = b"".join(self.chunks())
         return tensor
+
+
+def _dtype(elem_type: int) -> Any:
+    """NumPy's type of the elements. It lacks bfloat16: that of their bits."""
+    return np.uint16 if elem_type == TensorProto.BFLOAT16 else helper.tensor_dtype_to_np_dtype(elem_type)
+
+
+def _elements(tensor: TensorProto) -> NDArray[Any]:
+    if tensor.data_type != TensorProto.BFLOAT16:
+        return numpy_helper.to_array(tensor)
+    bits = np.frombuffer(tensor.raw_data, "<u2") if tensor.raw_data else np.array(tensor.int32_data, np.uint16)
+    return bits.reshape(tuple(tensor.dims))
 
 
 def little_endian(array: NDArray[Any]) -> bytes:

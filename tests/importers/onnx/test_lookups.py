@@ -47,7 +47,7 @@ def test_a_table_may_be_called_as_the_folder_of_another(tmp_path: Path) -> None:
     [
         ("t = Mul(w, s)  y = Gather(t, keys)", "is read completely by Mul 't'"),
         ("y = GatherND(w, keys)", "is read by GatherND 'y', which is not a Gather"),
-        ("t = DequantizeLinear(q, s)  y = Gather(t, keys)", "holds int8; tables hold float32 or float16"),
+        ("t = DequantizeLinear(q, s)  y = Gather(t, keys)", "holds int8; tables hold float32, float16 or bfloat16"),
     ],
 )
 def test_a_table_that_is_read_in_another_way_is_named(reading: str, reason: str, tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_small_and_double_tables_stay_dense(tmp_path: Path) -> None:
 
     assert {item.name: item.reason for item in report.stays_dense} == {
         "w": "has 999 rows, fewer than 1000",
-        "u": "holds double; tables hold float32 or float16",
+        "u": "holds double; tables hold float32, float16 or bfloat16",
     }
     assert not report.tables
 
