@@ -32,7 +32,7 @@ def read_negative_keys(surgery: Surgery) -> None:
             new = [copied(step) for step in (*steps, gather)]
             for step in new[:-1]:
                 step.input[0], step.output[0] = keys, surgery.names.fresh(f"{step.output[0]}_given")
-                keys = step.output[0]
+                keys, step.name = step.output[0], f"hotrow_{step.output[0]}"
             new[-1].input[1] = keys
             replace_node(scope, gather, new)
 

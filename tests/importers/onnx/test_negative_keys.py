@@ -78,6 +78,20 @@ def test_wrapped_keys_of_another_reader(tmp_path: Path) -> None:
     assert not (report.version_dir / "keys.onnx").exists()
 
 
+def test_named_nodes(tmp_path: Path) -> None:
+    """A step after the wrap that others read too is repeated under a name of its own, as ONNX Runtime demands."""
+    body = """m (int64[b, 2] k) => (float[b, 2, 4] y, int64[b, 2] i) {
+        s = Cast<to = 6>(k) n = Less(s, small_zero) m = Add(s, small_rows) w = Where(n, m, s) i = Cast<to = 7>(w)
+        v = Gather(w_t, i) h = Shape(v) g = Neg(v) y = Reshape(g, h) }"""
+    model = model_of(body, {"w_t": table(), **NUMBERS})
+    for node in model.graph.node:
+        node.name = f"node_{node.output[0]}"
+
+    report = check(tmp_path, model, *FEEDS)
+
+    assert len(report.tables) == 1
+
+
 def test_keys_before_the_first_row(tmp_path: Path) -> None:
     """A key below -rows is unknown, and counted."""
     body = f"m (int64[b, 2] k) => (float[b, 2, 4] y) {{ {WRAPS['Keras']} v = Gather(w_t, i) y = Neg(v) }}"
