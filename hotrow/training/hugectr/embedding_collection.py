@@ -26,10 +26,12 @@ class EmbeddingTableConfig:
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name):
             raise ConfigurationError(f"EmbeddingTableConfig: name is {self.name!r}; allowed: text")
-        for name in ("max_vocabulary_size", "ev_size"):
+        for name, least in (("max_vocabulary_size", -1), ("ev_size", 1)):
             value = getattr(self, name)
-            if not is_whole(value) or value < (1 if name == "ev_size" else -1):
-                raise ConfigurationError(f"EmbeddingTableConfig {self.name!r}: {name} is {value!r}; allowed: from 1")
+            if not is_whole(value) or value < least:
+                raise ConfigurationError(
+                    f"EmbeddingTableConfig {self.name!r}: {name} is {value!r}; allowed: whole numbers from {least}"
+                )
         if self.init_param_or_empty is not None:
             raise UnsupportedModelError(
                 f"EmbeddingTableConfig {self.name!r}: init_param_or_empty is not supported; leave it out: new rows are "

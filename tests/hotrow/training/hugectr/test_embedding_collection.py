@@ -179,7 +179,8 @@ def looked_up(bottom: str = "clicked", combiner: str = "sum", *, slots: int = 1)
         (lambda: collection().shard([], [("row", ["user"])]), "the strategy 'row'; allowed: 'mp', 'dp'"),
         (lambda: collection().embedding_lookup(EmbeddingTableConfig("b", 1, 1), "a", "t", "sum"), "'all' has all"),
         (lambda: EmbeddingCollectionConfig().embedding_lookup([], [], "t", []), "0 tables, 0 bottom_name"),
-        (lambda: EmbeddingTableConfig("a", 10, 0), "ev_size is 0; allowed: from 1"),
+        (lambda: EmbeddingTableConfig("a", 10, 0), "ev_size is 0; allowed: whole numbers from 1"),
+        (lambda: EmbeddingTableConfig("a", -2, 4), "max_vocabulary_size is -2; allowed: whole numbers from -1"),
         (lambda: EmbeddingTableConfig("a", 10, 4, None, "zeros"), "init_param_or_empty is not supported"),
     ],
 )
