@@ -85,12 +85,6 @@ def browser() -> Iterator[Browser]:
         yield browser
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    # A shell makes its background jobs ignore Ctrl-C, and their child processes would ignore it, too.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Nothing that is collected is garbage: looking for it again and again takes a third of the processor time."""
@@ -133,8 +127,12 @@ def _order(item: pytest.Item) -> int:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Tests of a GPU take turns with those of other processes that fill its memory."""
+    """Child processes of each test hear Ctrl-C. Tests of a GPU take turns with those that fill its memory."""
     from tests.testing.full_device import shared_device
+
+    # A shell makes its background jobs ignore Ctrl-C, and so may a command that a test ran in this process.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     with shared_device() if item.get_closest_marker("gpu") else contextlib.nullcontext():
         return (yield)
