@@ -87,6 +87,18 @@ def test_new_content_takes_over_and_old_leases_end_on_the_old(directory: Path) -
         assert not versions.update()
 
 
+def test_close_waits_for_the_last_lease(directory: Path) -> None:
+    """A lease that ends while another thread closes lets that thread go on."""
+    versions = manage(directory)
+    with ThreadPoolExecutor(1) as thread:
+        with versions.lease() as session:
+            closed = thread.submit(versions.close)
+            wait_until(lambda: versions._active._is_awaited, "close waits")
+            np.testing.assert_allclose(answer(session), expected(1), rtol=1e-5, atol=1e-6)
+            assert not closed.done()
+        closed.result(timeout=60)
+
+
 def test_counters_go_on_over_updates(directory: Path) -> None:
     """The counts of earlier contents stay in the sums."""
     with manage(directory) as versions:
