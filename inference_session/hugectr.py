@@ -354,9 +354,15 @@ def _open(ps_json: PsJson, model: PsModel, owner: Path) -> InferenceSession:
         return InferenceSession.open(version_dir)
 
 
+def _flat(name: str, values: ArrayLike) -> NDArray[Any]:
+    if np.ma.is_masked(values):  # NumPy would take what is below the mask
+        raise InvalidRequestError(f"{name} has masked elements: fill them first")
+    return np.asarray(values).ravel()
+
+
 def _floats(name: str, values: ArrayLike) -> NDArray[np.float32]:
     try:
-        array = np.asarray(values).ravel()
+        array = _flat(name, values)
     except ValueError as error:
         raise InvalidRequestError(f"{name} cannot be converted to a flat array of float32: {error}") from error
     if array.dtype.kind not in "fiu":
@@ -368,7 +374,7 @@ def _floats(name: str, values: ArrayLike) -> NDArray[np.float32]:
 def _integers(name: str, values: ArrayLike, dtype: np.dtype[Any]) -> NDArray[Any]:
     """A flat array of that type; nothing is rounded or wraps around."""
     try:
-        array = np.asarray(values).ravel()
+        array = _flat(name, values)
     except ValueError as error:
         raise InvalidRequestError(f"{name} cannot be converted to a flat array of {dtype}: {error}") from error
     limits = np.iinfo(dtype)

@@ -231,6 +231,10 @@ BAD: list[tuple[Callable[[Source], Any], str]] = [
         ("embeddingcolumns holds a value that is not a whole"),
     ),
     (lambda s: session_of(s).predict(["x"], [1], [0]), "dense_feature holds a value that is not a number"),
+    (
+        lambda s: session_of(s).predict(np.ma.masked_array([1.0], mask=True), [1], [0]),
+        "dense_feature has masked elements",
+    ),
     (lambda s: session_of(s).predict([None], [1], [0]), "dense_feature holds a value that is not a number"),
     (lambda s: session_of(s).predict([[1], [2, 3]], [1], [0]), "dense_feature cannot be converted to a flat array of"),
     (lambda s: session_of(s).predict(flat(s)[0], [2**63] * 9, flat(s)[2]), "embeddingcolumns holds"),

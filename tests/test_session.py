@@ -206,6 +206,19 @@ def test_a_malformed_request_harms_no_other(session: InferenceSession, tables: s
     assert_answers(answers[2], small_model.expected(tables, good))
 
 
+def test_masked_elements_fail_their_request_alone(session: InferenceSession, tables: small_model.Arrays) -> None:
+    """What lies below a mask is no value."""
+    inputs = small_model.random_inputs(2, np.random.default_rng(1))
+    masked = {name: np.ma.masked_array(array, mask=True) for name, array in inputs.items()}
+
+    answer, error = session.run_many([Request(inputs), Request(masked)])
+
+    assert isinstance(error, InvalidRequestError)
+    assert "has masked elements" in str(error)
+    assert not isinstance(answer, HotrowError)
+    assert_answers(answer, small_model.expected(tables, inputs))
+
+
 @pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
 def test_a_matrix_is_answered_as_an_array(session: InferenceSession, tables: small_model.Arrays) -> None:
     """NumPy's matrix, which has two dimensions in any shape, harms no other request."""

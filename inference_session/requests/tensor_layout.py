@@ -175,6 +175,8 @@ def _even_out(arrays: Sequence[Any]) -> list[Part]:
 
 def _plain(array: NDArray[Any], expected: _ExpectedTensor) -> NDArray[Any]:
     if type(array) is not np.ndarray and isinstance(array, np.ndarray):
+        if np.ma.is_masked(array):
+            raise InvalidRequestError(f"input {expected.name!r} has masked elements: fill them first")
         array = np.asarray(array)  # a matrix would have two dimensions whatever its shape is to be
     if not expected.rank and array.shape == (1,):
         return array.reshape(())  # a scalar, from a server that cannot send scalars
