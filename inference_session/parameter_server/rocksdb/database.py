@@ -199,29 +199,26 @@ class OpenDatabase:
         if not self.let_go():
             return
         with self._lock:
-            for family in self._families.values():
-                self._close_handle(family, flush=self.is_writer)
-            self._close_handle(self._db)
-            self._families = {}
+            end = time.monotonic() + _CLOSE_S
+            families, self._families = self._families, {}  # none is given out from now on
+            for family in families.values():
+                self._close_handle(family, end, flush=self.is_writer)
+            self._close_handle(self._db, end)
 
-    def _close_handle(self, handle: Any, *, flush: bool = False) -> None:
+    def _close_handle(self, handle: Any, end: float, *, flush: bool = False) -> None:
         """Close the database or a table. Rows that cannot be written now stay in the log, and are not lost."""
         try:
             with translated(self._path):
                 if flush:
                     handle.flush()
-                _close_unused(handle)
+                _close_unused(handle, end)
         except UnavailableError as error:
-            _log.warning(
-                "the RocksDB at %r is not closed; rows stay in the write-ahead log until it is opened again: %s",
-                str(self._path),
-                error,
-            )
+            kept = "; rows stay in the write-ahead log until it is opened again" if self.is_writer else ""
+            _log.warning("the RocksDB at %r is not closed%s: %s", str(self._path), kept, error)
 
 
-def _close_unused(handle: Any) -> None:
-    """Close a handle once no thread reads by it."""
-    end = time.monotonic() + _CLOSE_S
+def _close_unused(handle: Any, end: float) -> None:
+    """Close a handle once no thread reads by it; UnavailableError if one does at `end`, of the monotonic clock."""
     while _is_in_use(handle.close):
         if time.monotonic() > end:
             raise UnavailableError(f"a thread still reads from it after {_CLOSE_S:g} s")
