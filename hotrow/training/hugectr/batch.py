@@ -43,7 +43,7 @@ class DeviceBags:
 
 
 def joined(bags: Sequence[DeviceBags]) -> DeviceBags:
-    """The keys of several sparse inputs, one behind the other; of several, the other fields have no meaning."""
+    """The keys of several sparse inputs, one behind the other. For several inputs, only `keys` is valid."""
     if len(bags) == 1:
         return bags[0]
     keys = torch.cat([each.keys for each in bags])

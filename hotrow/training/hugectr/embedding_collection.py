@@ -108,6 +108,10 @@ class EmbeddingCollectionConfig:
             self._add(table_config, str(bottom_name), top_name, str(combiner))
             return
         tables, bottoms, combiners = list(table_config), list(bottom_name), list(combiner)
+        if isinstance(bottom_name, str) or isinstance(combiner, str):
+            raise ConfigurationError(
+                f"embedding_lookup (top_name {top_name!r}): with a list of tables, bottom_name and combiner are lists"
+            )
         if self._look_ups or not len(tables) == len(bottoms) == len(combiners) > 0:
             raise ConfigurationError(
                 f"embedding_lookup (top_name {top_name!r}): {len(tables)} tables, {len(bottoms)} bottom_name, "
@@ -158,7 +162,7 @@ class EmbeddingCollectionConfig:
     def _add(self, table: EmbeddingTableConfig, bottom: str, top: str, combiner: str) -> None:
         if combiner not in _COMBINERS:
             raise ConfigurationError(
-                f"embedding_lookup (top_name {top!r}): combiner is {combiner!r}; allowed: 'sum', 'average', 'concat'"
+                f"embedding_lookup (top_name {top!r}): combiner is {combiner!r}; allowed: {sorted(_COMBINERS)}"
             )
         same = [look_up.table for look_up in self._look_ups if look_up.table.name == table.name]
         if same and same[0] != table:

@@ -59,7 +59,7 @@ class CreateInferenceSession(hugectr.CreateInferenceSession):
         self._data, self._params = read_data(layers[0]), inference_params
         names = [item.top_name for item in self._data.data_reader_sparse_param_array]
         self._inputs = [names.index(layer["bottom"]) for layer in layers if layer["type"] in EMBEDDING_LAYERS]
-        """By table, its sparse input."""
+        """By embedding layer, its sparse input."""
 
     def predict(self, *arguments: Any, **named: Any) -> Any:
         """Predictions of a request, or of a data set.

@@ -114,7 +114,7 @@ class Model:
                 raise ConfigurationError("Model.add: the model has an Input already")
             self._design.data = layer
         elif isinstance(layer, SparseEmbedding):
-            self._design.embeddings.append(layer)
+            self._add_embedding(layer)
         elif isinstance(layer, EmbeddingCollectionConfig):
             self._add_collection(layer)
         elif isinstance(layer, DenseLayer):
@@ -430,6 +430,14 @@ class Model:
         except (ConfigurationError, TypeError) as error:
             file.fail(("layers", position), str(error))
 
+    def _add_embedding(self, layer: SparseEmbedding) -> None:
+        same = [each for each in (*self._design.embeddings, layer) if each.table_name == layer.table_name]
+        if any(each.table for each in same) and not all(each.table for each in same):
+            raise ConfigurationError(
+                f"Model.add: the model has a table {layer.table_name!r} already; give each table its own name"
+            )
+        self._design.embeddings.append(layer)
+
     def _add_collection(self, collection: EmbeddingCollectionConfig) -> None:
         present = {embedding.table_name for embedding in self._design.embeddings}
         if again := sorted(present & {*collection.table_names}):
@@ -522,18 +530,18 @@ class Model:
         tables = {table.name: table for table in self._compiled(method).tables}
         if isinstance(files, Mapping):
             if unknown := sorted(set(files) - set(tables)):
-                raise ConfigurationError(f"Model.{method}: no embedding {unknown}; there are {sorted(tables)}")
+                raise ConfigurationError(f"Model.{method}: no table {unknown}; there are {sorted(tables)}")
             return [(tables[name], place) for name, place in files.items()]
         if isinstance(files, str):
             raise ConfigurationError(f"Model.{method}: found {files!r}; allowed: a list of paths, or a dict by table")
         if len(files) != len(tables):
-            raise ConfigurationError(f"Model.{method}: {len(files)} files for {len(tables)} embeddings; one each")
+            raise ConfigurationError(f"Model.{method}: {len(files)} files for {len(tables)} tables; one each")
         return list(zip(tables.values(), files, strict=True))
 
     def _set_trainable(self, method: str, name: str | None, *, is_trainable: bool) -> None:
         tables = {table.name: table for table in self._compiled(method).tables}
         if name is not None and name not in tables:
-            raise ConfigurationError(f"Model.{method}: no embedding {name!r}; there are {sorted(tables)}")
+            raise ConfigurationError(f"Model.{method}: no table {name!r}; there are {sorted(tables)}")
         for table in tables.values() if name is None else [tables[name]]:
             table.is_trainable = is_trainable
 

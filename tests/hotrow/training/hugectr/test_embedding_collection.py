@@ -159,6 +159,18 @@ def test_tables_of_one_name_and_two_widths_are_refused(tmp_path: Path, monkeypat
         read_graph(Path("graph.json"))
 
 
+USER = EmbeddingTableConfig("user", 100, DIM)
+
+
+def embedding_named_as_a_table() -> None:
+    model = bare_model()
+    model.add(data_layer())
+    model.add(collection())
+    model.add(
+        hugectr.SparseEmbedding(hugectr.Embedding_t.DistributedSlotSparseEmbeddingHash, 0, DIM, "sum", "item", "shown")
+    )
+
+
 def looked_up(bottom: str = "clicked", combiner: str = "sum", *, slots: int = 1) -> None:
     model, made = bare_model(), EmbeddingCollectionConfig()
     model.add(data_layer(slots=slots))
@@ -173,8 +185,10 @@ def looked_up(bottom: str = "clicked", combiner: str = "sum", *, slots: int = 1)
         (lambda: looked_up("unknown"), r"top_name 'top'\): no sparse input 'unknown'"),
         (lambda: looked_up(slots=2), "'clicked' has 2 slots; .* have slot_num 1"),
         (lambda: looked_up(combiner="concat"), "'concat' of up to 3 keys is not supported"),
-        (lambda: looked_up(combiner="max"), "combiner is 'max'; allowed: 'sum', 'average', 'concat'"),
+        (lambda: looked_up(combiner="max"), r"combiner is 'max'; allowed: \['average', 'concat', 'mean', 'sum'\]"),
         (looked_up, r"the model has tables \['user'\] already"),
+        (embedding_named_as_a_table, "the model has a table 'item' already"),
+        (lambda: EmbeddingCollectionConfig().embedding_lookup([USER, USER], "ab", "t", ["sum", "sum"]), "are lists"),
         (lambda: collection().shard([["other"]], []), r"no table \['other'\]; there are \['user', 'item'\]"),
         (lambda: collection().shard([], [("row", ["user"])]), "the strategy 'row'; allowed: 'mp', 'dp'"),
         (lambda: collection().embedding_lookup(EmbeddingTableConfig("b", 1, 1), "a", "t", "sum"), "'all' has all"),

@@ -486,9 +486,9 @@ def test_files_of_another_model_are_refused(small: Path) -> None:
         model.load_dense_weights("short.model")
     with pytest.raises(ConfigurationError, match="no such file"):
         model.load_dense_weights("nowhere.model")
-    with pytest.raises(ConfigurationError, match="2 files for 1 embeddings"):
+    with pytest.raises(ConfigurationError, match="2 files for 1 tables"):
         model.load_sparse_weights(["a", "b"])
-    with pytest.raises(ConfigurationError, match=r"no embedding \['other'\]"):
+    with pytest.raises(ConfigurationError, match=r"no table \['other'\]"):
         model.load_sparse_weights({"other": "a0_sparse_1.model"})
     for _ in range(3):
         model.train()
@@ -551,7 +551,7 @@ def test_frozen_parts_stay_as_they_are(small: Path) -> None:
     model.unfreeze_embedding()
     model.train()
     assert not torch.equal(state()[1], last[1])
-    with pytest.raises(ConfigurationError, match="no embedding 'other'"):
+    with pytest.raises(ConfigurationError, match="no table 'other'"):
         model.freeze_embedding("other")
 
 
