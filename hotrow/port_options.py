@@ -1,4 +1,4 @@
-"""The ports of a server, as options of the commands that start one or look whether one could start."""
+"""The ports of a server, as options of the commands that start one, or check whether one could start."""
 
 from __future__ import annotations
 

@@ -41,7 +41,9 @@ def read_key(path: Path) -> str:
     except UnicodeDecodeError:
         key = ""
     if not key.isprintable() or not 0 < len(key) <= _MAX_KEY_BYTES or any(c in key for c in " =:,"):
-        raise ConfigurationError(f"{path}: a key is one word of ASCII characters other than space, '=', ':' and ','")
+        raise ConfigurationError(
+            f"{path}: a key is one word of at most {_MAX_KEY_BYTES} ASCII characters other than space, '=', ':' and ','"
+        )
     return key
 
 

@@ -29,8 +29,8 @@ _TABLE = TableSpec("table", "table", num_rows=2, embedding_dim=1)
 def compile_all() -> None:
     """Look-ups, requests, answers, caches, updates, Redis, files, and HugeCTR's bags; compiled kernels are only loaded.
 
-    Look-ups take longer than all others. So two processes compile their parts, and then one of them what contains
-    these parts, the other one all other kernels.
+    Look-ups take longer than all others. So two processes compile their parts. Then one compiles the kernels that use
+    these parts, and the other one the rest.
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as second:
         interleaved = second.submit(lookup.compile_interleaved)

@@ -169,7 +169,7 @@ class GatheredModel:
         return self._network.rows.device.held()
 
     def fill(self, arrays: Arrays, num_requests: int, outputs: tuple[str, ...]) -> StagedBatch | None:
-        """While the device is held: the look-up of a batch, its inputs copied to its memory; see Staging.fill."""
+        """While the device is held: the look-up of a batch, its keys copied to its memory; see Staging.fill."""
         if num_requests > _MAX_REQUESTS or len(arrays) != num_requests * len(self._form.inputs):
             return None
         items = id(arrays)

@@ -30,8 +30,8 @@ from inference_session.rows.base import Rows
 
 _MAX_PLANS = 1024
 MAX_BYTES = 64 << 20
-"""The most bytes of inputs and vectors in one batch. Larger batches gain little, and the memory is kept for good. Also
-the most bytes of outputs that the plans before the newest keep.
+"""The most bytes of inputs and vectors in one batch. Larger batches gain little, and the memory is kept for good. Plans
+are dropped, too, once their outputs exceed this.
 """
 _FIRST_REQUESTS, MAX_REQUESTS = 16, 4096
 

@@ -35,7 +35,7 @@ class StagedBatch:
 
     lookup: Lookup
     look_up: Callable[[], object]
-    """Answers the look-up."""
+    """Launches or answers the look-up, and copies what only the network reads, if `fill` has not."""
     run: BoundRun
     counts: NDArray[np.int64]
     """The number of samples of each request. The next batch overwrites it, and what the look-up leads to."""

@@ -34,7 +34,7 @@ def kernel(function: Function) -> Function:
 
 
 def kernel_with_gil(function: Function) -> Function:
-    """As `kernel`, with the GIL: for code that calls Python."""
+    """As `kernel`, with the GIL: for code that calls Python, or during which no other thread may run Python."""
     return _compiled(function, nogil=False)
 
 
