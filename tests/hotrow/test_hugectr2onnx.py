@@ -114,7 +114,7 @@ def hugectr_graph(folder: Path) -> str:
 
 
 def test_misfits_are_refused_and_leave_no_file(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigurationError, match=r"1 sparse_models for the 2 embeddings of .*graph.json"):
+    with pytest.raises(ConfigurationError, match=r"1 sparse_models for the 2 tables of .*graph.json"):
         converted(source, convert_embedding=True, sparse_models=tables_of(source)[:1])
     with pytest.raises(ModelFormatError, match="emb_vector"):
         converted(source, convert_embedding=True, sparse_models=tables_of(source)[::-1])
