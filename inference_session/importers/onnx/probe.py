@@ -106,6 +106,8 @@ class Findings:
     """Shapes of the outputs, -1 where a size varies; None where the model could not be run."""
     served_shapes: tuple[tuple[int, ...], ...] | None = None
     """The same, where inputs of zeros, with which a session warms up, are tried as well."""
+    num_rows: tuple[tuple[int, ...], ...] | None = None
+    """The first size of each output in each run; nothing for scalars. None where the model could not be run."""
     notes: tuple[str, ...] = ()
     feeds: tuple[Arrays, ...] = ()
     """Inputs that the model accepts."""
@@ -149,11 +151,12 @@ class Prober:
         runs = [self._shapes_of(arrays) for arrays in feeds]
         zeros = self._shapes_of(self._zeros(recipe))
         shapes, served_shapes = self._shapes(runs), self._shapes([*runs, zeros] if zeros else runs)
+        num_rows = tuple(tuple(size for shape in of_one for size in shape[:1]) for of_one in zip(*runs, strict=True))
         joinable = batched and self._is_joinable(recipe)
         equal_sizes = tuple(group for group in self._symbols(batched) if self._must_be_equal(group, feeds))
         notes = self._notes(batched, joinable)
         primes = tuple(self._primes(recipe)) if joinable else ()
-        return Findings(batched, joinable, shapes, served_shapes, notes, feeds, primes, equal_sizes, recipe)
+        return Findings(batched, joinable, shapes, served_shapes, num_rows, notes, feeds, primes, equal_sizes, recipe)
 
     def _declares_fixed_output(self) -> bool:
         """Whether an output, as declared, cannot have a row for each sample."""

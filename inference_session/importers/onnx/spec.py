@@ -89,19 +89,29 @@ def _labels(
 ) -> dict[str, list[str]]:
     """The outputs that make up the predictions, with a name for each of their columns."""
     seen = dict(zip(outputs, findings.shapes or shapes.values(), strict=True))
-    labels: dict[str, list[str]] = {}
-    for name, kind in outputs.items():
-        num_columns = 1 if len(seen[name]) == 1 else seen[name][-1] if len(seen[name]) == 2 else 0
-        if num_columns < 1 or kind.elem_type not in _PREDICTION_TYPES:
-            continue
-        if findings.batched or _first_dim(outputs, labels) in (None, (kind.dims or (None,))[0]):
-            labels[name] = [name] if num_columns == 1 else [f"{name}_{i}" for i in range(num_columns)]
-    return labels
+    floats = [name for name, kind in outputs.items() if kind.elem_type in _PREDICTION_TYPES]
+    num_columns = {name: _num_columns(seen[name]) for name in floats}
+    names = [name for name in floats if num_columns[name] > 0]
+    if not findings.batched:
+        names = _of_equal_rows(names, outputs, findings)
+    numbers = {name: num_columns[name] for name in names}
+    return {name: [name] if n == 1 else [f"{name}_{i}" for i in range(n)] for name, n in numbers.items()}
 
 
-def _first_dim(outputs: Mapping[str, ValueType], labels: Mapping[str, list[str]]) -> int | str | None:
-    """The number of rows, as declared, of the predictions found so far."""
-    return next((dims[0] for name in labels if (dims := outputs[name].dims)), None)
+def _num_columns(shape: tuple[int, ...]) -> int:
+    """Of an output of this shape, as predictions; 0 or less: it is none."""
+    return 1 if len(shape) == 1 else shape[-1] if len(shape) == 2 else 0
+
+
+def _of_equal_rows(names: list[str], outputs: Mapping[str, ValueType], findings: Findings) -> list[str]:
+    """Those that have as many rows as the first one whose rows follow the inputs, as declared and in all runs.
+
+    Where the rows of none do, the first one of all.
+    """
+    runs = dict(zip(outputs, findings.num_rows or [()] * len(outputs), strict=True))
+    first = next((name for name in names if len({*runs[name]}) > 1), names[0] if names else "")
+    declared = {name: (outputs[name].dims or (None,))[0] for name in names}
+    return [name for name in names if declared[first] in (None, declared[name]) and runs[name] == runs[first]]
 
 
 def _table_spec(table: Weight, folder: str, places: Mapping[str, TablePlace]) -> TableSpec:

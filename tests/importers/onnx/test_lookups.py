@@ -567,6 +567,20 @@ def test_predictions_of_outputs_of_different_lengths_are_an_error(tmp_path: Path
         session.predict({"ids": np.arange(7)})
 
 
+@pytest.mark.parametrize("order", ["c, y, f", "y, f, c"])
+def test_outputs_without_a_row_for_each_sample_are_no_predictions(tmp_path: Path, order: str) -> None:
+    """A constant, or the elements of all samples in one list, as runs show: sizes without a name promise nothing."""
+    declared = ", ".join(f"float[{'?, ?' if name == 'y' else '?'}] {name}" for name in order.split(", "))
+    graph = f"g (int64[n] ids) => ({declared}) {{ y = Gather(t, ids) f = Reshape(y, all) c = Identity(four) }}"
+    constants = {"t": table(dim=2), "all": np.array([-1]), "four": np.arange(4, dtype=np.float32)}
+
+    report = import_model(tmp_path, model_of(graph, constants))
+
+    assert report.spec.label_outputs == ("y",)
+    with InferenceSession.open(report.version_dir) as session:
+        np.testing.assert_array_equal(session.predict({"ids": np.arange(3)}), constants["t"][:3])
+
+
 DLRM = """g (float[batch, 4] dense, int64[2, batch] offsets, int64[n] keys) => (float[batch, 4] y) {
     z = Constant <value = int64 {0}> ()  first = Gather <axis=0> (offsets, z)
     picked = Gather (keys, first)  v = Gather (t, picked)  y = Add (dense, v) }"""
