@@ -69,7 +69,8 @@ class FastPath:
         arrays: Arrays = []
         names = self._input_names
         for request in requests:
-            if request.outputs != requests[0].outputs:
+            outputs = request.outputs  # NumPy compares arrays of names one by one
+            if isinstance(outputs, np.ndarray) or outputs != requests[0].outputs:
                 return None
             try:
                 num_inputs = len(request.inputs)

@@ -79,7 +79,7 @@ class Outputs:
 
     def resolve(self, wanted: Sequence[str] | None) -> Sequence[str]:
         """The requested outputs, all of them for None; InvalidRequestError for an unknown name."""
-        for name in wanted or ():
+        for name in () if wanted is None else wanted:
             if name not in self.names:
                 known = ", ".join(repr(name) for name in self.names)
                 raise InvalidRequestError(f"the model has no output {name!r}; its outputs: {known}")
@@ -87,8 +87,11 @@ class Outputs:
 
     def wanted(self, outputs: Collection[str] | None) -> RequestedOutputs:
         """The selection of requests with these outputs (None: all), cached. Errors are those of `resolve`."""
-        key = None if outputs is None else tuple(outputs)
-        known = self._known.get(key)
+        try:
+            key = None if outputs is None else tuple(outputs)
+            known = self._known.get(key)
+        except TypeError as error:
+            raise InvalidRequestError(f"outputs are {outputs!r}, expected a list of names") from error
         if known is None:
             names = self.resolve(key)
             adds = self._has_predictions and PREDICTIONS in names

@@ -245,6 +245,17 @@ def outcome(call: Any) -> Any:
         return error
 
 
+@pytest.mark.parametrize("outputs", [5, "click", [["click"]]])
+def test_outputs_that_are_no_list_of_names_fail_alone(directory: Path, outputs: Any) -> None:
+    """They are an error of their request, as they are for models without this way."""
+    inputs = staged_model.inputs(2, np.random.default_rng(0))
+    with InferenceSession.open(directory) as session:
+        good, bad = session.run_many([Request(inputs, np.array(["click"])), Request(inputs, outputs)])  # type: ignore[arg-type]
+        assert isinstance(good, dict)
+        np.testing.assert_array_equal(good["click"], session.run(inputs)["click"])
+        assert isinstance(bad, InvalidRequestError)
+
+
 def test_names_that_do_not_fit_get_their_messages(directory: Path) -> None:
     inputs = staged_model.inputs(2, np.random.default_rng(0))
     with InferenceSession.open(directory) as session:
