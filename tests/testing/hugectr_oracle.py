@@ -87,7 +87,6 @@ _PLAIN: dict[str, Callable[..., Array]] = {
     "Cast": lambda x: x,
     "ReLU": lambda x: np.where(x > 0, x, 0.0),
     "Sigmoid": sigmoid,
-    "Softmax": softmax,
     "MatrixMultiply": lambda a, b: np.einsum("nkl,nlm->nkm", a, b),
     "FusedReshapeConcatGeneral": lambda *x: np.concatenate(x, axis=2).reshape(-1, sum(t.shape[2] for t in x)),
 }
@@ -119,10 +118,20 @@ def _mlp(layer: Mapping[str, Any], x: Sequence[Array], weights: Weights) -> Arra
 
 
 def _multi_cross(layer: Mapping[str, Any], x: Sequence[Array], weights: Weights) -> Array:
-    y = x[0]
+    y, projection_dim = x[0], layer["mc_param"].get("projection_dim", 0)
+    if projection_dim:
+        return _projected_cross(x[0], layer["mc_param"]["num_layers"], projection_dim, weights)
     for _ in range(layer["mc_param"]["num_layers"]):
         weight, bias = weights.take(y.shape[1]), weights.take(y.shape[1])
         y = np.array([x[0][i] * float(y[i] @ weight) + bias + y[i] for i in range(len(y))]).reshape(y.shape)
+    return y
+
+
+def _projected_cross(x: Array, num_layers: int, projection_dim: int, weights: Weights) -> Array:
+    y, width = x, x.shape[1]
+    for _ in range(num_layers):
+        down, up, bias = weights.take(width, projection_dim), weights.take(projection_dim, width), weights.take(width)
+        y = x * (y @ (down @ up) + bias) + y
     return y
 
 
@@ -141,6 +150,43 @@ def _batch_norm(layer: Mapping[str, Any], x: Sequence[Array], weights: Weights) 
     gamma, beta = weights.take(width), weights.take(width)
     mean, variance = weights.running(width)
     return gamma * (x[0] - mean) / np.sqrt(variance + layer["bn_param"]["eps"]) + beta
+
+
+def _layer_norm(layer: Mapping[str, Any], x: Sequence[Array], weights: Weights) -> Array:
+    gamma, beta = weights.take(x[0].shape[-1]), weights.take(x[0].shape[-1])
+    mean, variance = x[0].mean(axis=-1, keepdims=True), x[0].var(axis=-1, keepdims=True)
+    return gamma * (x[0] - mean) / np.sqrt(variance + layer["ln_param"]["eps"]) + beta
+
+
+def _sequence_mask(layer: Mapping[str, Any], x: Sequence[Array], weights: Weights) -> Array:
+    lengths = [[int(value) for value in column[:, 0]] for column in x]
+    if len(x) == 1:
+        return np.array([[[[float(i < n) for i in range(layer["max_sequence_len"])]]] for n in lengths[0]])
+    rows, columns = layer["max_sequence_len_from"], layer["max_sequence_len_to"]
+    pairs = zip(*lengths, strict=True)
+    return np.array([[[[float(i < m and j < n) for j in range(columns)] for i in range(rows)]] for m, n in pairs])
+
+
+def _masked(scores: Array, mask: Array) -> Array:
+    lowered = scores - 10000.0 * (1.0 - mask)
+    powers = np.exp(lowered - lowered.max(axis=-1, keepdims=True))
+    return np.asarray(powers / (powers.sum(axis=-1, keepdims=True) + 1e-6))
+
+
+def _softmax(layer: Mapping[str, Any], x: Sequence[Array], weights: Weights) -> Array:
+    return softmax(x[0]) if len(x) == 1 else _masked(x[0] * layer.get("factor", 1.0), x[1])
+
+
+def _attention(layer: Mapping[str, Any], x: Sequence[Array], weights: Weights) -> list[Array]:
+    if len(x) == 2:
+        return [np.concatenate(list(np.einsum("nhft,nhtw->hnfw", *x)), axis=-1)]
+    heads = layer["num_attention_heads"]
+    query, key, value = (np.stack(np.split(tensor, heads, axis=-1), axis=1) for tensor in x[:3])
+    scores = np.einsum("nhfw,nhtw->nhft", query, key) / np.sqrt(query.shape[-1])
+    if len(x) == 3 and not isinstance(layer["top"], str):
+        return [scores, value]
+    softened = softmax(scores) if len(x) == 3 else _masked(scores, x[3])
+    return _attention(layer, [softened, value], weights)
 
 
 def _elu(layer: Mapping[str, Any], x: Sequence[Array], weights: Weights) -> Array:
@@ -211,6 +257,10 @@ _WITH_PARAMETERS: dict[str, Callable[[Mapping[str, Any], Sequence[Array], Weight
     "MultiCross": _multi_cross,
     "WeightMultiply": _weight_multiply,
     "BatchNorm": _batch_norm,
+    "LayerNorm": _layer_norm,
+    "SequenceMask": _sequence_mask,
+    "Softmax": _softmax,
+    "MultiHeadAttention": _attention,
     "ELU": _elu,
     "PReLU_Dice": _prelu_dice,
     "ReduceSum": _reduce,

@@ -12,6 +12,7 @@ from hotrow.training.hugectr import enums
 from hotrow.training.hugectr.parameters import DataReaderParams
 from hotrow.training.hugectr.readers.block import Bags, Block, RecordShape, SparseInput
 from hotrow.training.hugectr.readers.sources import Source
+from hotrow.training.hugectr.tuning import AsyncParam
 from inference_session.hugectr import DataSourceParams
 
 
@@ -56,6 +57,7 @@ def source(
     num_samples: int = 0,
     float_label_dense: bool = False,
     slot_size_array: tuple[int, ...] = (),
+    async_param: AsyncParam | None = None,
 ) -> Source:
     params = DataReaderParams(
         format,
@@ -64,6 +66,7 @@ def source(
         check_type=check,
         float_label_dense=float_label_dense,
         slot_size_array=slot_size_array,
+        async_param=async_param,
     )
     return Source(str(place), params, record_shape, num_samples, DataSourceParams())
 

@@ -46,7 +46,7 @@ class Sample:
 
     @property
     def is_long(self) -> bool:
-        return self.reader is not DataReaderType_t.Raw
+        return self.reader not in (DataReaderType_t.Raw, DataReaderType_t.RawAsync)
 
 
 def layer(model: Model, kind: Layer_t, bottoms: str, tops: str, **arguments: Any) -> None:
@@ -173,6 +173,41 @@ def dlrm_of_collection(bottoms: str) -> Build:
     return build
 
 
+def dlrm_dcnv2(model: Model) -> None:
+    """As HugeCTR's samples/dlrm/train.py, that of MLPerf."""
+    relu, none = hugectr.Activation_t.Relu, hugectr.Activation_t.Non
+    layer(model, Layer_t.MLP, "dense", "mlp1", num_outputs=[32, 16], act_type=relu)
+    layer(model, Layer_t.Concat, "vectors mlp1", "concat1")
+    layer(model, Layer_t.MultiCross, "concat1", "interaction1", projection_dim=8, num_layers=3)
+    layer(model, Layer_t.MLP, "interaction1", "mlp2", num_outputs=[32, 16, 1], activations=[relu, relu, none])
+    binary(model, "mlp2")
+
+
+def bst(model: Model) -> None:
+    steps = 10
+    layer(model, Layer_t.Add, " ".join(["dense"] * steps), "length")  # synthetic dense features are below 1
+    layer(model, Layer_t.SequenceMask, "length length", "mask", max_sequence_len_from=steps, max_sequence_len_to=steps)
+    layer(model, Layer_t.Concat, "cates goods", "history", axis=2)
+    for name in ("query", "key", "value"):
+        layer(model, Layer_t.InnerProduct, "history", name, num_output=16)
+    layer(model, Layer_t.MultiHeadAttention, "query key value mask", "attended", num_attention_heads=4)
+    layer(model, Layer_t.Add, "attended query", "shortcut1")
+    layer(model, Layer_t.LayerNorm, "shortcut1", "norm1")
+    layer(model, Layer_t.InnerProduct, "norm1", "ffn1", num_output=32)
+    layer(model, Layer_t.InnerProduct, "ffn1", "ffn2", num_output=16)
+    layer(model, Layer_t.Add, "ffn2 norm1", "shortcut2")
+    layer(model, Layer_t.LayerNorm, "shortcut2", "norm2")
+    layer(model, Layer_t.ReduceMean, "norm2", "reduced", axis=1)
+    layer(model, Layer_t.Reshape, "reduced", "pooled", leading_dim=16)
+    for name, width in (("user", 6), ("good", 8), ("cate", 8)):
+        layer(model, Layer_t.Reshape, name, f"{name}_flat", leading_dim=width)
+    layer(model, Layer_t.Concat, "pooled user_flat good_flat cate_flat", "dnn")
+    layer(model, Layer_t.InnerProduct, "dnn", "fc1", num_output=32)
+    layer(model, Layer_t.PReLU_Dice, "fc1", "dice1", elu_alpha=0.2, eps=1e-8)
+    layer(model, Layer_t.InnerProduct, "dice1", "fc2", num_output=1)
+    binary(model, "fc2")
+
+
 def shared_bottom(model: Model) -> None:
     layer(model, Layer_t.Reshape, "embedding", "reshape_embedding", leading_dim=32)
     top = fully_connected(model, "reshape_embedding", "shared", (64, 64), dropout=0.5)
@@ -294,6 +329,7 @@ _PAIRS: dict[str, Any] = {
     },
 }
 _NORM, _RAW, _PARQUET = DataReaderType_t.Norm, DataReaderType_t.Raw, DataReaderType_t.Parquet
+_RAW_ASYNC = DataReaderType_t.RawAsync
 _10 = range(10)
 _COLLECTION: dict[str, Any] = {
     "reader": _PARQUET,
@@ -303,9 +339,24 @@ _COLLECTION: dict[str, Any] = {
     "slot_sizes": (60,) * 10,
     "nnz": (1, 3) * 5,
 }
+_BST: dict[str, Any] = {
+    "reader": DataReaderType_t.Parquet,
+    "dense_dim": 1,
+    "sparse": (
+        ("UserID", 1, True, 1), ("GoodID", 1, True, 10), ("Target_Good", 1, True, 1),
+        ("CateID", 1, True, 10), ("Target_Cate", 1, True, 1),
+    ),
+    "tables": (
+        ("user", "UserID", 6, "sum"), ("goods", "GoodID", 8, "sum"), ("good", "Target_Good", 8, "sum"),
+        ("cates", "CateID", 8, "sum"), ("cate", "Target_Cate", 8, "sum"),
+    ),
+    "slot_sizes": (50, *(40,) * 11, *(20,) * 11),
+    "optimizer": {"epsilon": 1e-9},
+}  # fmt: skip
 _ADAGRAD = {"optimizer_type": Optimizer_t.AdaGrad, "update_type": Update_t.Local, "initial_accu_value": 0.0}
 
 SAMPLES: dict[str, Sample] = {
+    "bst": Sample(network=bst, **_BST),
     "criteo": Sample(
         _NORM, 0, (("data1", 100, False, 1),), (("sparse_embedding1", "data1", 64, "sum"),), criteo(64), (200,), (39,)
     ),
@@ -332,6 +383,10 @@ SAMPLES: dict[str, Sample] = {
     "dlrm_ftrl": Sample(
         network=dlrm_of_collection(" ".join(f"vector{i}" for i in _10)), collection=EACH, optimizer=_ADAGRAD,
         solver={"lr": 0.05, "use_embedding_collection": True}, **_COLLECTION,
+    ),
+    "dlrm_dcnv2": Sample(
+        network=dlrm_dcnv2, collection="vectors", optimizer=_ADAGRAD,
+        **{**_COLLECTION, "reader": _RAW_ASYNC, "sparse": [(f"data{i}", (1, 3)[i % 2], True, 1) for i in _10]},
     ),
     "dlrm_mlperf": Sample(network=dlrm_of_collection("vectors0"), collection="vectors0", **_COLLECTION),
     "gmf": Sample(tables=(("gmf_embedding", "data", 16, "sum"),), network=gmf, **_PAIRS),
@@ -361,9 +416,11 @@ SAMPLES: dict[str, Sample] = {
 
 
 def make_data(sample: Sample, folder: Path) -> None:
+    # Of a multi-hot RawAsync file without float features the records are those of Raw.
+    form = _RAW if sample.reader is _RAW_ASYNC else sample.reader
     hugectr.DataGenerator(
         hugectr.DataGeneratorParams(
-            sample.reader, len(sample.labels), sample.dense_dim, len(sample.slot_sizes), sample.is_long,
+            form, len(sample.labels), sample.dense_dim, len(sample.slot_sizes), sample.is_long,
             str(folder / "train.txt"), str(folder / "eval.txt"), sample.slot_sizes, list(sample.nnz), sample.check,
             num_files=2, eval_num_files=1, num_samples_per_file=1000, num_samples=2000, eval_num_samples=1000,
         )
@@ -380,6 +437,7 @@ def make_model(sample: Sample, folder: Path, **solver: Any) -> Model:
     reader = hugectr.DataReaderParams(
         sample.reader, [str(folder / "train.txt")], eval_source=str(folder / "eval.txt"), check_type=sample.check,
         num_samples=2000, eval_num_samples=1000, slot_size_array=array if sample.reader is _PARQUET else [],
+        async_param=hugectr.AsyncParam(1, 4, multi_hot_reader=True) if sample.reader is _RAW_ASYNC else None,
     )  # fmt: skip
     optimizer = hugectr.CreateOptimizer(**sample.optimizer)
     model = Model(hugectr.CreateSolver(**settings), reader, optimizer)

@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hotrow.training.hugectr import inference, tools
+from hotrow.training.hugectr.callbacks import TrainingCallback
 from hotrow.training.hugectr.embedding_collection import EmbeddingCollectionConfig, EmbeddingTableConfig
 from hotrow.training.hugectr.enums import (
     Activation_t,
@@ -120,6 +121,7 @@ __all__ = [
     "SparseEmbedding",
     "Tensor_t",
     "TrainPSType_t",
+    "TrainingCallback",
     "Update_t",
     "data",
     "inference",
@@ -138,7 +140,6 @@ _INSTEAD = {
     "CreateMETC": "tables grow in memory; larger ones train with TorchRec or hotrow.training.HashEmbedding",
     "EmbeddingPlanner": "it belongs to releases before 4.1; use EmbeddingCollectionConfig",
     "Session": _JSON_INSTEAD,
-    "TrainingCallback": "write a loop over train() and eval(), the low-level API",
     "get_learning_rate_scheduler": _JSON_INSTEAD,
     "solver_parser_helper": _JSON_INSTEAD,
 }

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from hotrow.training.hugectr.callbacks import TrainingCallback
 from hotrow.training.hugectr.enums import MetricsType
 from hotrow.training.hugectr.parameters import Solver, is_whole
 from hotrow.training.hugectr.readers.batches import DataReader
@@ -73,6 +74,9 @@ class Fitting:
     data_source: DataSourceParams | None
     predictions_prefix: str = ""
     """Begins the names of the files that get what is evaluated; empty: none."""
+    callbacks: Sequence[TrainingCallback] = ()
+    agree: Callable[[bool], bool] = bool
+    """Whether something holds for any process of the job."""
 
     def __post_init__(self) -> None:
         for name in ("display", "eval_interval", "snapshot"):
@@ -88,11 +92,14 @@ class Fitting:
                 f"Model.fit: max_iter is {count!r}; from 1, as repeat_dataset of the solver is True"
             )
         self._announce(f"Use non-epoch mode with number of iterations: {count}")
+        for callback in self.callbacks:
+            callback.on_training_start()
         self.model.start_data_reading()
-        for _ in range(count):
-            if self._step(f"{count} iterations"):
-                return
-        self.say(f"Finish {count} iterations with batchsize: {self.solver.batchsize} in {self._elapsed():.2f}s.")
+        is_complete = not any(self._step(f"{count} iterations") for _ in range(count))
+        for callback in self.callbacks:
+            callback.on_training_end(self._iteration - 1)
+        if is_complete:
+            self.say(f"Finish {count} iterations with batchsize: {self.solver.batchsize} in {self._elapsed():.2f}s.")
 
     def epochs(self, count: int, source: str, eval_source: str) -> None:
         """Train this many epochs."""
@@ -140,13 +147,18 @@ class Fitting:
         self.say(f"Iter: {number} Time({self.display} iters): {seconds:.6f}s Loss: {loss:.6f} lr:{lr:.6f}")
 
     def _evaluate(self, number: int, of: str) -> bool:
-        """Whether AUC is above its target."""
+        """Whether AUC is above its target, or a callback ends the training."""
+        for callback in self.callbacks:
+            callback.on_eval_start(number)
         began = time.perf_counter()
         self._evaluate_batches(number)
         seconds = time.perf_counter() - began
+        metrics = self.model.get_eval_metrics()
+        ends = [callback.on_eval_end(number, dict(metrics)) for callback in self.callbacks]
+        is_ended = bool(ends) and self.agree(any(ends))
         target = self.solver.metrics_spec.get(MetricsType.AUC, 1.0)
         is_hit = False
-        for name, value in self.model.get_eval_metrics():
+        for name, value in metrics:
             self.say(f"Evaluation, {name}: {value:.6f}")
             is_hit = is_hit or (name == MetricsType.AUC.value and value > target)
         self.say(f"Eval Time for {self.solver.max_eval_batches} iters: {seconds:.6f}s")
@@ -156,7 +168,7 @@ class Fitting:
                 f"Hit target accuracy AUC {target:.6f} at {number} / {of} with batchsize {size} in {elapsed:.2f}s. "
                 f"Average speed {number * size / elapsed:.6f} records/s."
             )
-        return is_hit
+        return is_hit or is_ended
 
     def _evaluate_batches(self, number: int) -> None:
         prefix = self.predictions_prefix

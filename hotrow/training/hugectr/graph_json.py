@@ -54,6 +54,7 @@ _FIELDS: Mapping[str, tuple[_Field, ...]] = {
         *_FULLY_CONNECTED,
     ),
     "InnerProduct": _FULLY_CONNECTED,
+    "LayerNorm": (_Field("eps", ("ln_param", "eps")), *_initializers(("ln_param",), "gamma", "beta")),
     "MLP": (
         _Field("num_outputs", ("mlp_param", "num_outputs")),
         _Field("act_type", ("mlp_param", "activation"), Activation_t),
@@ -64,7 +65,12 @@ _FIELDS: Mapping[str, tuple[_Field, ...]] = {
     ),
     "MultiCross": (
         _Field("num_layers", ("mc_param", "num_layers")),
+        _Field("projection_dim", ("mc_param", "projection_dim")),
         *_initializers(("mc_param",), "weight", "bias"),
+    ),
+    "MultiHeadAttention": (
+        _Field("num_attention_heads", ("num_attention_heads",)),
+        _Field("transpose_b", ("transpose_b",)),
     ),
     "PReLU_Dice": (
         _Field("elu_alpha", ("prelu_dice_param", "alpha"), aliases=("elu_alpha",)),
@@ -73,6 +79,11 @@ _FIELDS: Mapping[str, tuple[_Field, ...]] = {
     "ReduceMean": _AXIS,
     "ReduceSum": _AXIS,
     "Scale": (_Field("axis", ("scale_param", "axis")), _Field("factor", ("scale_param", "factor"))),
+    "SequenceMask": (
+        _Field("max_sequence_len", ("max_sequence_len",)),
+        _Field("max_sequence_len_from", ("max_sequence_len_from",)),
+        _Field("max_sequence_len_to", ("max_sequence_len_to",)),
+    ),
     "Slice": (_Field("ranges", ("ranges",)),),
     "WeightMultiply": (_Field("weight_dims", ("weight_dims",)), *_initializers((), "weight")),
 }
@@ -171,6 +182,8 @@ def _fields_of(layer: DenseLayer) -> Sequence[_Field]:
         if len(kind.shape):
             return (_Field("shape", ("shape",)),)
         return (_Field("leading_dim", ("leading_dim",)), _Field("time_step", ("time_step",)))
+    if name == "Softmax":
+        return (_Field("factor", ("factor",)),) if len(kind.bottom_names) == 2 else ()
     if name == "Concat":
         return _AXIS if kind.axis != 1 else ()
     fields = _FIELDS.get(name, ())

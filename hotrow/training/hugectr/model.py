@@ -200,9 +200,10 @@ class Model:
             ModelFormatError, OSError: the data cannot be read.
         """
         self._compiled("fit")
+        callbacks = self._solver.training_callbacks if self._solver.repeat_dataset else ()
         run = Fitting(
             self, self._solver, self._say, display, eval_interval, snapshot, snapshot_prefix, data_source_params,
-            export_predictions_prefix,
+            export_predictions_prefix, callbacks, self._processes.any,
         )  # fmt: skip
         if self._solver.repeat_dataset:
             run.iterations(max_iter)
@@ -494,11 +495,13 @@ class Model:
         """What readers need; keys that a HybridSparseEmbedding reads count per slot."""
         readers = [embedding for embedding in self._design.embeddings if embedding.bottom_name == item.top_name]
         hybrid = [embedding for embedding in readers if embedding.embedding_type is Embedding_t.HybridSparseEmbedding]
-        is_raw_async = self._reader_params.data_reader_type is DataReaderType_t.RawAsync
-        if len(hybrid) != (len(readers) if is_raw_async else 0):
+        reader = self._reader_params
+        is_one_hot = reader.data_reader_type is DataReaderType_t.RawAsync and not reader.raw_format.is_multi_hot
+        if len(hybrid) != (len(readers) if is_one_hot else 0):
             raise ConfigurationError(
-                f"the sparse input {item.top_name!r}: HybridSparseEmbedding and RawAsync are used together, in HugeCTR "
-                "too; else use LocalizedSlotSparseEmbeddingHash and DataReaderType_t.Raw, whose keys differ over slots"
+                f"the sparse input {item.top_name!r}: HybridSparseEmbedding and RawAsync without multi_hot_reader are "
+                "used together, in HugeCTR too; else use LocalizedSlotSparseEmbeddingHash and DataReaderType_t.Raw, "
+                "whose keys differ over slots"
             )
         if not hybrid:
             return item.sparse_input()

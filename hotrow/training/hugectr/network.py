@@ -27,6 +27,7 @@ _OWNERS = {
     "MLP": "mlp_param",
     "MultiCross": "mc_param",
     "BatchNorm": "bn_param",
+    "LayerNorm": "ln_param",
 }
 """The parameters of a layer that name its initializers."""
 
@@ -46,7 +47,7 @@ class FirstWeights:
             kind = _default(layer, what)
         values = torch.empty(shape)
         fan_in, fan_out = (shape[0], shape[-1]) if what == "weight" else (0, shape[-1])
-        if layer.type == "MultiCross":
+        if layer.type == "MultiCross" and not _is_projected(layer):
             fan_out = shape[0]
         self._fill(layer, values, kind, fan_in, fan_out)
         return values.numpy()
@@ -79,8 +80,13 @@ def _default(layer: Layer, what: str) -> str:
     if layer.type in ("InnerProduct", "FusedInnerProduct"):
         return "XavierNorm" if what == "weight" else "Normal"
     if what == "weight":
-        return "XavierUniform"
+        return "XavierNorm" if _is_projected(layer) else "XavierUniform"
     return "One" if what == "gamma" else "Zero"
+
+
+def _is_projected(layer: Layer) -> bool:
+    """Whether it is a MultiCross of DCN v2."""
+    return layer.type == "MultiCross" and bool(layer.parameters["mc_param"].get("projection_dim"))
 
 
 class FirstStatistics:

@@ -41,16 +41,31 @@ def _concat(attributes: Attributes, _constants: Constants) -> Function:
     return lambda *tensors: torch.cat(tensors, dim=axis)
 
 
-def _gather(attributes: Attributes, constants: Constants) -> Function:
-    axis, places = attributes["axis"], torch.from_numpy(constants[1].copy())
+def _with_constant(array: NDArray[Any], function: Callable[[Tensor, Tensor], Tensor]) -> Function:
+    """A function of a tensor and a constant, which is copied to each device once."""
+    constant = torch.from_numpy(array.copy())
     moved: dict[torch.device, Tensor] = {}
 
-    def gather(x: Tensor) -> Tensor:
+    def apply(x: Tensor) -> Tensor:
         if x.device not in moved:
-            moved[x.device] = places.to(x.device)
-        return x.index_select(axis, moved[x.device])
+            moved[x.device] = constant.to(x.device)
+        return function(x, moved[x.device])
 
-    return gather
+    return apply
+
+
+def _gather(attributes: Attributes, constants: Constants) -> Function:
+    axis = attributes["axis"]
+    return _with_constant(constants[1], lambda x, places: x.index_select(axis, places))
+
+
+def _greater_or_equal(_attributes: Attributes, constants: Constants) -> Function:
+    return _with_constant(constants[1], torch.ge)
+
+
+def _layer_norm(attributes: Attributes, _constants: Constants) -> Function:
+    eps = attributes["epsilon"]
+    return lambda x, gamma, beta: functional.layer_norm(x, gamma.shape, gamma, beta, eps)
 
 
 def _tile(_attributes: Attributes, constants: Constants) -> Function:
@@ -86,6 +101,11 @@ def _reduce_mean(attributes: Attributes, _constants: Constants) -> Function:
     return lambda x: x.mean(dim=axes, keepdim=keeps)
 
 
+def _reduce_max(attributes: Attributes, _constants: Constants) -> Function:
+    axes, keeps = list(attributes["axes"]), bool(attributes["keepdims"])
+    return lambda x: x.amax(dim=axes, keepdim=keeps)
+
+
 def _softmax(attributes: Attributes, _constants: Constants) -> Function:
     axis = attributes["axis"]
     return lambda x: torch.softmax(x, dim=axis)
@@ -108,15 +128,19 @@ def scalar(array: NDArray[Any]) -> float:
 
 OPERATORS: Mapping[str, Callable[[Attributes, Constants], Function]] = {
     "Add": _same(lambda *x: reduce(torch.add, x)),
+    "Cast": _same(Tensor.float),  # of truth values; no other type is cast
     "Concat": _concat,
     "Div": _same(torch.div),
     "Elu": _elu,
     "Gather": _gather,
     "Gemm": _gemm,
+    "GreaterOrEqual": _greater_or_equal,
     "Identity": _same(lambda x: x),
+    "LayerNormalization": _layer_norm,
     "MatMul": _same(torch.matmul),
     "Mul": _same(torch.mul),
     "Pad": _pad,
+    "ReduceMax": _reduce_max,
     "ReduceMean": _reduce_mean,
     "ReduceSum": _reduce_sum,
     "Relu": _same(torch.relu),

@@ -11,6 +11,7 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
+from hotrow.training.hugectr.callbacks import TrainingCallback
 from hotrow.training.hugectr.enums import (
     Activation_t,
     AllReduceAlgo,
@@ -29,6 +30,8 @@ from hotrow.training.hugectr.enums import (
     Update_t,
 )
 from hotrow.training.hugectr.readers.block import SparseInput
+from hotrow.training.hugectr.readers.raw import RawFormat
+from hotrow.training.hugectr.tuning import AsyncParam
 from inference_session.errors import ConfigurationError, UnsupportedModelError
 from inference_session.importers.hugectr.data_source import DataSourceParams
 from inference_session.importers.hugectr.graph import LOSS_LAYERS
@@ -39,11 +42,18 @@ _REQUIRED: Any = object()
 _SCALERS = (128, 256, 512, 1024)
 _SOLVER_INSTEAD = {
     "kafka_brockers": "hotrow.training.UpdatePublisher and `hotrow publish` send rows to servers",
-    "training_callbacks": "write a loop over train() and eval(), the low-level API",
 }
 """Unsupported arguments of the solver, and what to use in their place."""
-_OF_MLP: Mapping[str, Any] = {"num_outputs": None, "use_bias": True, "activations": None, "biases": None}
-"""Arguments of the layer MLP, of later releases, and their defaults."""
+_LATER_ARGUMENTS: Mapping[Layer_t, Mapping[str, Any]] = {
+    Layer_t.MLP: {"num_outputs": None, "use_bias": True, "activations": None, "biases": None},
+    Layer_t.MultiCross: {"projection_dim": None},
+    Layer_t.MultiHeadAttention: {"num_attention_heads": 1, "transpose_b": False},
+    Layer_t.Reshape: {"shape": ()},
+    Layer_t.SequenceMask: {
+        "max_sequence_len": None, "max_sequence_len_from": None, "max_sequence_len_to": None,
+    },
+}  # fmt: skip
+"""By layer, the arguments of later releases, and their defaults. What is None is not written to the graph JSON."""
 Member = TypeVar("Member", bound=Enum)
 
 
@@ -100,7 +110,7 @@ class Solver:
     eval_inter_iteration_overlap: bool = field(default=False, kw_only=True)
     perf_logging: bool = field(default=False, kw_only=True)
     use_embedding_collection: bool = field(default=False, kw_only=True)
-    training_callbacks: Sequence[Any] = field(default=(), kw_only=True)
+    training_callbacks: Sequence[TrainingCallback] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         for name, lowest in (("batchsize", 1), ("batchsize_eval", 1), ("warmup_steps", 0), ("decay_steps", 0)):
@@ -117,6 +127,10 @@ class Solver:
             isinstance(self.metrics_spec, Mapping)
             and all(isinstance(kind, MetricsType) and is_from(0, goal) for kind, goal in self.metrics_spec.items()),
             "CreateSolver", "metrics_spec", self.metrics_spec, "a dict of MetricsType to its target",
+        )  # fmt: skip
+        _check(
+            all(isinstance(callback, TrainingCallback) for callback in self.training_callbacks),
+            "CreateSolver", "training_callbacks", self.training_callbacks, "a list of TrainingCallback",
         )  # fmt: skip
         _check(_are_gpus(self.vvgpu), "CreateSolver", "vvgpu", self.vvgpu, "a list of lists of GPUs, [[0]]")
         for name, instead in _SOLVER_INSTEAD.items():
@@ -158,7 +172,8 @@ class OptParamsPy:
 class DataReaderParams:
     """Where training data is, and how it is read.
 
-    `num_workers`, `cache_eval_data`, `async_param` and `read_file_sequentially` change no result.
+    `num_workers`, `cache_eval_data` and `read_file_sequentially` change no result, and of `async_param` only
+    `multi_hot_reader` and `is_dense_float` do.
     """
 
     def __init__(
@@ -200,6 +215,14 @@ class DataReaderParams:
         self.num_workers, self.cache_eval_data, self.async_param = num_workers, cache_eval_data, async_param
         self.read_file_sequentially = read_file_sequentially
         self.slot_size_array = list(slot_size_array)
+
+    @property
+    def raw_format(self) -> RawFormat:
+        """How the records of Raw and RawAsync are written."""
+        options, is_async = self.async_param, self.data_reader_type is DataReaderType_t.RawAsync
+        if is_async and isinstance(options, AsyncParam) and options.multi_hot_reader:
+            return RawFormat(False, options.is_dense_float, is_multi_hot=True)
+        return RawFormat(self.float_label_dense, self.float_label_dense)
 
 
 class DataReaderSparseParam:
@@ -342,7 +365,7 @@ class DenseLayer:
         `compute_config` and `dense_layer_switches` of later releases change no result.
         """
         values = {name: value for name, value in locals().items() if name not in ("self", "later", "__class__")}
-        values["lambda_"], values["shape"] = later.pop("lambda", lambda_), later.pop("shape", ())
+        values["lambda_"] = later.pop("lambda", lambda_)
         values["layer_type"] = member(Layer_t, layer_type, "DenseLayer", "layer_type")
         vars(self).update(values)
         self.bottom_names: list[str] = _names(bottom_names)
@@ -356,12 +379,14 @@ class DenseLayer:
         """Arguments of later releases; what is not supported is refused by name."""
         for name in ("compute_config", "dense_layer_switches"):
             later.pop(name, None)
-        for name, default in _OF_MLP.items():
-            setattr(self, name, later.pop(name, default) if self.layer_type is Layer_t.MLP else default)
+        own = _LATER_ARGUMENTS.get(self.layer_type, {})
+        for name, default in own.items():
+            setattr(self, name, later.pop(name, default))
         if later:
+            also = f", and {', '.join(own)}" if own else ""
             raise UnsupportedModelError(
                 f"DenseLayer {self.layer_type.value} (top_names {self.top_names}): the arguments "
-                f"{sorted(later)} are not supported; those of release 3.4 are, shape of Reshape, and those of MLP"
+                f"{sorted(later)} are not supported; those of release 3.4 are{also}"
             )
 
 

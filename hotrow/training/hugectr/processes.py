@@ -75,6 +75,10 @@ class Processes:
             dist.all_reduce(tensor)
             tensor.div_(self.count)
 
+    def any(self, holds: bool) -> bool:
+        """Whether something holds for any process."""
+        return bool(self.add_up(torch.tensor(int(holds), device=self.device)))
+
     def gathered(self, tensor: Tensor, num_samples: int) -> Tensor:
         """The parts of all processes, concatenated."""
         if self.count == 1 or num_samples % self.count:

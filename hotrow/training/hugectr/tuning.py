@@ -1,4 +1,4 @@
-"""Parameters that make HugeCTR faster on its devices. Here they change nothing, except where one is refused."""
+"""Parameters that make HugeCTR faster. Here they change nothing, but for what AsyncParam says of files."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from hotrow.training.hugectr.enums import Alignment_t
-from inference_session.errors import UnsupportedModelError
 
 
 @dataclass
 class AsyncParam:
-    """How RawAsync reads ahead: without effect. Batches come in the order of the file, also with `shuffle`."""
+    """How RawAsync reads. Batches come in the order of the file, also with `shuffle`.
+
+    Only the last two have an effect.
+    """
 
     num_threads: int
     num_batches_per_thread: int
@@ -21,15 +23,9 @@ class AsyncParam:
     shuffle: bool = False
     aligned_type: Alignment_t = Alignment_t.Non
     multi_hot_reader: bool = False
+    """Each slot has as many keys as `nnz_per_slot` says, of 8 bytes with `i64_input_key`, and labels are integers."""
     is_dense_float: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("multi_hot_reader", "is_dense_float"):
-            if getattr(self, name):
-                raise UnsupportedModelError(
-                    f"AsyncParam: {name} is not supported: write the data as Parquet, or in the "
-                    "format DataReaderType_t.Raw; embedding collections read both"
-                )
+    """With `multi_hot_reader`: dense features are float32, else integers, which are read as log(feature + 1)."""
 
 
 class HybridEmbeddingParam:

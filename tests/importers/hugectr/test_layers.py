@@ -29,6 +29,33 @@ def _flat(graph: GraphMaker, name: str) -> str:
     return graph.add("Reshape", name, leading_dim=elements) if shape != (graph.num_samples, elements) else name
 
 
+def _lengths(graph: GraphMaker) -> list[str]:
+    """Two lengths, some of which are not whole, negative, or more than there are positions."""
+    for i, name in enumerate(("from", "to")):
+        part = graph.add("Slice", "dense", [f"{name}_part"], ranges=[[i, i + 1]])
+        graph.add("Add", [part] * 4, name)
+    return ["from", "to"]
+
+
+def _attention(graph: GraphMaker, **mask: int) -> list[str]:
+    """Query of 4 positions, key and value of 6, and a mask if requested, of the two lengths or the last."""
+    key, value = (
+        graph.add("Reshape", name, leading_dim=4, time_step=6)
+        for name in ("emb", graph.add("ELU", "emb", elu_param={"alpha": 1}))
+    )
+    query = graph.add("InnerProduct", "emb2", fc_param={"num_output": 4})
+    lengths = _lengths(graph)[-len(mask) :] if mask else []
+    return [query, key, value, *([graph.add("SequenceMask", lengths, **mask)] if mask else [])]
+
+
+def _attention_in_steps(graph: GraphMaker) -> str:
+    """As releases before 23.09 have it: scores, their softmax, and a product."""
+    *tensors, mask = _attention(graph, max_sequence_len=6)
+    graph.add("MultiHeadAttention", tensors, ["scores", "values"], num_attention_heads=2, transpose_b=True)
+    graph.add("Softmax", ["scores", mask], "weights", factor=0.5)
+    return graph.add("MultiHeadAttention", ["weights", "values"], transpose_b=False)
+
+
 LAYERS: dict[str, tuple[str, Callable[[GraphMaker], str]]] = {
     "add": ("Add", lambda g: g.add("Add", ["dense", "dense", g.add("ReLU", "dense")])),
     "batch_norm": ("BatchNorm", lambda g: g.add("BatchNorm", "dense", bn_param={"factor": 1.0, "eps": 1e-3})),
@@ -73,6 +100,33 @@ LAYERS: dict[str, tuple[str, Callable[[GraphMaker], str]]] = {
     "matrix_multiply": (
         "MatrixMultiply",
         lambda g: g.add("MatrixMultiply", [g.add("Reshape", "emb", leading_dim=4, time_step=6), "emb2"]),
+    ),
+    "layer_norm": ("LayerNorm", lambda g: g.add("LayerNorm", "dense", ln_param={"eps": 1e-3})),
+    "layer_norm_3d": ("LayerNorm", lambda g: g.add("LayerNorm", "emb", ln_param={"eps": 1e-3})),
+    "sequence_mask": (
+        "SequenceMask",
+        lambda g: g.add("SequenceMask", _lengths(g), max_sequence_len_from=3, max_sequence_len_to=5),
+    ),
+    "sequence_mask_of_one_length": (
+        "SequenceMask",
+        lambda g: g.add("SequenceMask", _lengths(g)[:1], max_sequence_len=4),
+    ),
+    "attention": (
+        "MultiHeadAttention",
+        lambda g: g.add("MultiHeadAttention", _attention(g), num_attention_heads=2),
+    ),
+    "attention_masked": (
+        "MultiHeadAttention",
+        lambda g: g.add(
+            "MultiHeadAttention",
+            _attention(g, max_sequence_len_from=4, max_sequence_len_to=6),
+            num_attention_heads=4,
+        ),
+    ),
+    "attention_in_steps": ("MultiHeadAttention", _attention_in_steps),
+    "multi_cross_projected": (
+        "MultiCross",
+        lambda g: g.add("MultiCross", "dense", mc_param={"num_layers": 2, "projection_dim": 3}),
     ),
     "multi_cross": ("MultiCross", lambda g: g.add("MultiCross", "dense", mc_param={"num_layers": 3})),
     "relu": ("ReLU", lambda g: g.add("ReLU", "emb")),
@@ -262,6 +316,13 @@ WRONG: list[tuple[str, list[str], dict[str, Any], str]] = [
     ("ReduceSum", ["dense"], {"axis": 2}, "axis 2 of [samples, 6]"),
     ("ELU", ["dense"], {"elu_param": {"alpha": 1e39}}, "found 1e+39; allowed: numbers from"),
     ("PReLU_Dice", ["dense"], {"prelu_dice_param": {"alpha": 1, "eps": -1}}, "found -1; allowed: numbers from 0"),
+    ("Softmax", ["dense", "dense"], {}, "4 dimensions, found [samples, 6]"),
+    ("SequenceMask", ["dense"], {"max_sequence_len": 4}, "needs lengths [samples, 1], found [samples, 6]"),
+    ("MultiHeadAttention", ["dense"], {}, "needs query, key and value, and a mask, or scores and values, found 1"),
+    ("MultiHeadAttention", ["emb", "emb", "emb2"], {}, "do not match as query, key and value"),
+    ("MultiHeadAttention", ["emb"] * 3, {"num_attention_heads": 4}, "[samples, 4, 6] does not divide among 4 heads"),
+    ("MultiHeadAttention", ["emb"] * 4, {"num_attention_heads": 2}, "[samples, 4, 6] is no mask of [samples, 2, 4, 4]"),
+    ("MultiHeadAttention", ["emb", "emb"], {}, "needs a tensor of 4 dimensions, found [samples, 4, 6]"),
     ("BatchNorm", ["dense"], {"bn_param": {"eps": 1e-5}}, "running mean and variance are missing"),
 ]
 
@@ -299,9 +360,6 @@ def test_an_interaction_of_too_many_slots_is_an_error(tmp_path: Path) -> None:
 REFUSED: list[tuple[str, list[str], dict[str, Any], str]] = [
     ("GRU", ["dense"], {"gru_param": {"num_output": 4}}, "'GRU'"),
     ("Gather", ["dense"], {"indices": [0, 2]}, "'Gather'"),
-    ("LayerNorm", ["dense"], {}, "'LayerNorm'"),
-    ("MultiHeadAttention", ["emb"], {}, "'MultiHeadAttention'"),
-    ("MultiCross", ["dense"], {"mc_param": {"num_layers": 1, "projection_dim": 4}}, "projection_dim"),
     ("ReduceMean", ["dense"], {"axis": 0}, "axis 0"),
     ("Reshape", ["dense"], {"leading_dim": 12}, "samples would be mixed"),
     ("Reshape", ["dense"], {"leading_dim": 4}, "within one sample"),
@@ -309,8 +367,8 @@ REFUSED: list[tuple[str, list[str], dict[str, Any], str]] = [
     ("Reshape", ["emb"], {"shape": [-1, 2, 3, 4]}, "allowed for 'shape': [-1, leading_dim] and"),
     ("Reshape", ["emb"], {"shape": [-1, 7]}, "must divide the 24 of a sample"),
     ("MatrixMultiply", ["dense", "dense"], {}, "product over the samples"),
-    ("Softmax", ["dense", "dense"], {}, "mask"),
     ("Softmax", ["dense"], {"factor": 0.5}, "factor"),
+    ("MultiHeadAttention", ["emb", "emb"], {"transpose_b": True}, "transpose_b"),
     ("FusedInnerProduct", ["dense"], {"activation": "Tanh", "fc_param": {"num_output": 1}}, "'Tanh'"),
     ("MLP", ["dense"], {"mlp_param": {"num_outputs": [1], "activation": "Tanh"}}, "activation 'Tanh' is not supported"),
     ("MLP", ["dense"], {"mlp_param": {"num_outputs": [1], "use_bias": 1}}, "use_bias 1 is not supported"),

@@ -173,6 +173,8 @@ _GROWTHS: list[Callable[[RandomGraph], str]] = [
     lambda g: g.interaction(),
     lambda g: g.matrix_multiply(),
     lambda g: g.maker.add("MultiCross", g.of_rank(2), mc_param={"num_layers": g.number(1, 3)}),
+    lambda g: g.maker.add("MultiCross", g.of_rank(2), mc_param={"num_layers": 2, "projection_dim": g.number(1, 3)}),
+    lambda g: g.maker.add("LayerNorm", g.any(), ln_param={"eps": 1e-2}),
     lambda g: g.maker.add("PReLU_Dice", g.of_rank(2), prelu_dice_param={"alpha": 0.3, "eps": 1e-2}),
     lambda g: g.maker.add("ReLU", g.any()),
     lambda g: g.maker.add("ReduceMean", g.of_rank(3), axis=g.number(1, 2)),

@@ -1,9 +1,9 @@
-"""The Raw format: one file of records of equal length, labels, dense features and keys of 4 bytes each."""
+"""The formats Raw and RawAsync: one file of records of equal length, of labels, dense features and keys."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,20 +14,34 @@ from hotrow.training.hugectr.readers.block import Block, RecordShape, SparseInpu
 from inference_session.errors import ModelFormatError
 
 
+@dataclass(frozen=True)
+class RawFormat:
+    """How a file's records are written."""
+
+    has_float_labels: bool
+    has_float_dense: bool
+    """Else dense features are integers, and are read as log(feature + 1)."""
+    is_multi_hot: bool = False
+    """Each slot has as many keys as nnz_per_slot says, of 4 bytes or 8; else keys have 4 bytes."""
+
+    def key_words(self, shape: RecordShape) -> int:
+        """Words of 4 bytes in a key."""
+        return shape.key_bytes // 4 if self.is_multi_hot else 1
+
+
 def read_raw(
-    path: Path, shape: RecordShape, num_samples: int, *, float_label_dense: bool, num_wanted: Callable[[], int]
+    path: Path, shape: RecordShape, form: RawFormat, num_samples: int, *, num_wanted: Callable[[], int]
 ) -> Iterator[Block]:
     """The records of a file, of which there must be `num_samples` at least; 0: all. Blocks are as `num_wanted` says.
-
-    Where labels and dense features are integers, dense features become log(feature + 1).
 
     Raises:
         ModelFormatError: the file ends early, or is no whole number of records.
         OSError: the file cannot be read.
     """
     num_bytes = path.stat().st_size
-    shape = _of_file(shape, num_samples, num_bytes)
-    width = shape.label_dim + shape.dense_dim + int(shape.most_keys.sum())
+    if not form.is_multi_hot:
+        shape = _of_file(shape, num_samples, num_bytes)
+    width = shape.label_dim + shape.dense_dim + int(shape.most_keys.sum()) * form.key_words(shape)
     num_records, rest = divmod(num_bytes, 4 * width)
     if num_samples > num_records or (rest and not num_samples):
         expected = f"{num_samples} records" if num_samples else "a whole number of records"
@@ -36,7 +50,7 @@ def read_raw(
     records, begin = records[: num_samples or num_records], 0
     while begin < len(records):
         part = np.asarray(records[begin : begin + num_wanted()])
-        yield _block(_Records(path, begin, part), shape, is_float=float_label_dense)
+        yield _block(_Records(path, begin, part), shape, form)
         begin += len(part)
 
 
@@ -56,19 +70,28 @@ class _Records(NamedTuple):
     values: NDArray[np.int32]
 
 
-def _block(records: _Records, shape: RecordShape, *, is_float: bool) -> Block:
-    part = records.values
-    numbers, keys = part.view("<f4") if is_float else part, part.view("<u4")
-    head = shape.label_dim + shape.dense_dim
-    dense = _copied(numbers[:, shape.label_dim : head])
-    if not is_float:
+def _block(records: _Records, shape: RecordShape, form: RawFormat) -> Block:
+    head, words = shape.label_dim + shape.dense_dim, form.key_words(shape)
+    labels, dense = (
+        _copied(part.view("<f4") if is_float else part)
+        for part, is_float in (
+            (records.values[:, : shape.label_dim], form.has_float_labels),
+            (records.values[:, shape.label_dim : head], form.has_float_dense),
+        )
+    )
+    if not form.has_float_dense:
         dense = np.log(np.add(dense, 1.0, out=dense), out=dense)  # NumPy's log1p takes three times as long
-    ends = np.cumsum([head, *(sum(item.nnz_per_slot) for item in shape.sparse)])
+    ends = np.cumsum([head, *(sum(item.nnz_per_slot) * words for item in shape.sparse)])
     own = [
-        _unique_over_slots(records, item, keys[:, ends[i] : ends[i + 1]].astype(np.int64, order="C")).ravel()
+        _unique_over_slots(records, item, _keys(records.values[:, ends[i] : ends[i + 1]], words)).ravel()
         for i, item in enumerate(shape.sparse)
     ]
-    return Block(_copied(numbers[:, : shape.label_dim]), dense, tuple(map(even_bags, shape.sparse, own)))
+    return Block(labels, dense, tuple(map(even_bags, shape.sparse, own)))
+
+
+def _keys(part: NDArray[np.int32], words: int) -> NDArray[np.int64]:
+    """uint32 keys, or int64 ones of two words each, as int64."""
+    return np.ascontiguousarray(part).view("<u4" if words == 1 else "<i8").astype(np.int64)
 
 
 def _unique_over_slots(records: _Records, item: SparseInput, keys: NDArray[np.int64]) -> NDArray[np.int64]:

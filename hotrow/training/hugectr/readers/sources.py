@@ -39,10 +39,8 @@ class Source:
             OSError: a file cannot be read.
         """
         if self.params.data_reader_type in (DataReaderType_t.Raw, DataReaderType_t.RawAsync):
-            yield from read_raw(
-                self._local(self.place), self.shape, self.num_samples,
-                float_label_dense=self.params.float_label_dense, num_wanted=num_wanted,
-            )  # fmt: skip
+            path = self._local(self.place)
+            yield from read_raw(path, self.shape, self.params.raw_format, self.num_samples, num_wanted=num_wanted)
             return
         for name in self._files():
             if self.params.data_reader_type is DataReaderType_t.Norm:

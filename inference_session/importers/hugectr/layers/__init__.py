@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inference_session.importers.hugectr.graph import Layer
-from inference_session.importers.hugectr.layers import crossing, elementwise, reshaping, trained
+from inference_session.importers.hugectr.layers import attention, crossing, elementwise, reshaping, trained
 from inference_session.importers.hugectr.layers.base import Builder, Emitter, Tensor, check_size
 
 __all__ = ["Builder", "Emitter", "Tensor", "check_size", "emitter", "reason_against", "supported_layers"]
@@ -23,18 +23,21 @@ _EMITTERS: dict[str, Emitter] = {
     "FusedReshapeConcatGeneral": reshaping.fused_reshape_concat_general,
     "InnerProduct": trained.inner_product,
     "Interaction": crossing.interaction,
+    "LayerNorm": trained.layer_norm,
     "MLP": trained.mlp,
     "MatrixMultiply": crossing.matrix_multiply,
     "MultiCross": trained.multi_cross,
+    "MultiHeadAttention": attention.multi_head_attention,
     "PReLU_Dice": elementwise.prelu_dice,
     "ReLU": elementwise.activation("Relu"),
     "ReduceMean": crossing.reduction("ReduceMean"),
     "ReduceSum": crossing.reduction("ReduceSum"),
     "Reshape": reshaping.reshape,
     "Scale": reshaping.scale,
+    "SequenceMask": attention.sequence_mask,
     "Sigmoid": elementwise.activation("Sigmoid"),
     "Slice": reshaping.slices,
-    "Softmax": elementwise.softmax,
+    "Softmax": attention.softmax,
     "Sub": elementwise.subtract,
     "WeightMultiply": trained.weight_multiply,
 }

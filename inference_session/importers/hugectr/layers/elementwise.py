@@ -63,16 +63,6 @@ def elu(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Ten
     return [Tensor(build.node("Elu", x.name, alpha=alpha), x.dims, x.rows)]
 
 
-def softmax(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Softmax over the last dimension."""
-    if len(bottoms) > 1:
-        layer.refuse("a softmax with a mask is not supported")
-    if layer.number("factor", default=1.0) != 1.0:
-        layer.refuse("a softmax with a factor is not supported")
-    x = only(layer, bottoms)
-    return [Tensor(build.node("Softmax", x.name, axis=-1), x.dims, x.rows)]
-
-
 def prelu_dice(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """Dice: p * x + (1 - p) * alpha * x, p the sigmoid of x normalised over the rows of the batch."""
     x = only(layer, bottoms, rank=2)

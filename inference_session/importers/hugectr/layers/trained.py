@@ -76,18 +76,31 @@ def _by_layer(layer: Layer, count: int, one: str, each: str, allowed: Sequence[A
 
 
 def multi_cross(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The cross network of DCN v1: x[l+1] = x[0] * (x[l] . w[l]) + b[l] + x[l]."""
+    """The cross network of DCN v1: x[l+1] = x[0] * (x[l] . w[l]) + b[l] + x[l].
+
+    With `projection_dim`, that of DCN v2: x[l+1] = x[0] * (x[l] @ u[l] @ v[l] + b[l]) + x[l].
+    """
     x = only(layer, bottoms, rank=2)
-    if layer.whole("mc_param", "projection_dim", low=0, default=0):
-        layer.refuse("projection_dim (DCN v2) is not supported")
-    width = x.dims[0]
+    cross = _cross_projected if layer.whole("mc_param", "projection_dim", low=0, default=0) else _cross
     name = x.name
     for _ in range(layer.whole("mc_param", "num_layers")):
-        weight = build.parameter(layer, "weight", width, 1)
-        bias = build.parameter(layer, "bias", width)
-        crossed = build.node("Mul", x.name, build.node("MatMul", name, weight))
-        name = build.node("Add", build.node("Add", crossed, bias), name)
+        name = build.node("Add", cross(build, layer, x, name), name)
     return [Tensor(name, x.dims, x.rows)]
+
+
+def _cross(build: Builder, layer: Layer, x: Tensor, name: str) -> str:
+    width = x.dims[0]
+    weight = build.parameter(layer, "weight", width, 1)
+    bias = build.parameter(layer, "bias", width)
+    return build.node("Add", build.node("Mul", x.name, build.node("MatMul", name, weight)), bias)
+
+
+def _cross_projected(build: Builder, layer: Layer, x: Tensor, name: str) -> str:
+    width, projection_dim = x.dims[0], layer.whole("mc_param", "projection_dim")
+    down = build.parameter(layer, "weight", width, projection_dim)
+    up = build.parameter(layer, "weight", projection_dim, width)
+    bias = build.parameter(layer, "bias", width)
+    return build.node("Mul", x.name, build.node("Gemm", build.node("MatMul", name, down), up, bias))
 
 
 def weight_multiply(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -118,3 +131,12 @@ def batch_norm(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Seque
     kept = {"momentum": 1.0 - layer.number("bn_param", "factor", default=1.0)} if build.is_training else {}
     name = build.node("BatchNormalization", x.name, gamma, beta, mean, variance, epsilon=eps, **kept)
     return [Tensor(name, x.dims, x.rows)]
+
+
+def layer_norm(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Normalise each row by its own statistics: gamma * (x - mean) / sqrt(var + eps) + beta."""
+    x = only(layer, bottoms)
+    gamma = build.parameter(layer, "gamma", x.dims[-1])
+    beta = build.parameter(layer, "beta", x.dims[-1])
+    eps = layer.number("ln_param", "eps", low=0, default=1e-5)
+    return [Tensor(build.node("LayerNormalization", x.name, gamma, beta, axis=-1, epsilon=eps), x.dims, x.rows)]

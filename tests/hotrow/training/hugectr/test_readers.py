@@ -6,12 +6,13 @@ import json
 import struct
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hotrow.training.hugectr import tools
+from hotrow.training.hugectr import tools, tuning
 from hotrow.training.hugectr.enums import Check_t, DataReaderType_t, Distribution_t
 from hotrow.training.hugectr.readers import batches as reading
 from hotrow.training.hugectr.readers.batches import DataReader, batches
@@ -112,6 +113,30 @@ def test_raw_files_are_read_with_their_own_numbers(tmp_path: Path, is_float: boo
     np.testing.assert_array_equal(block.labels, records.labels)
     keys = [sample[2] for sample in samples_of(block, record_shape)]
     assert keys == [records.sample(i)[2] for i in range(50)]
+
+
+@pytest.mark.parametrize("is_float", [True, False])
+@pytest.mark.parametrize("key_bytes", [4, 8])
+def test_multi_hot_records_have_all_keys_of_their_slots(tmp_path: Path, is_float: bool, key_bytes: int) -> None:
+    """Labels are integers; dense features are integers or float32; keys have 4 bytes or 8."""
+    record_shape = shape(1, 3, (1, 2), (1, 1), (1, 3), key_bytes=key_bytes)
+    low = 0 if key_bytes == 4 else -(2**63)
+    records = make_records(RANDOM, 50, record_shape, limit=2**32 if key_bytes == 4 else 2**63 - 1, is_fixed=True)
+    slots = [bags.keys + low // 2 for bags in records.slots]
+    numbers = [("<i4", records.labels), ("<f4" if is_float else "<i4", records.dense)]
+    parts = [number.astype(kind).view(np.uint8).reshape(50, -1) for kind, number in numbers]
+    parts += [keys.astype(f"<i{key_bytes}").view(np.uint8).reshape(50, -1) for keys in slots]
+    path = tmp_path / "data.bin"
+    np.concatenate(parts, axis=1).tofile(path)
+    options = tuning.AsyncParam(1, 4, multi_hot_reader=True, is_dense_float=is_float)
+    reader = source(path, record_shape, DataReaderType_t.RawAsync, num_samples=50, async_param=options)
+    (block,) = reader.blocks()
+    np.testing.assert_array_equal(block.labels, records.labels)
+    np.testing.assert_array_equal(block.dense, records.dense if is_float else np.log(records.dense + 1))
+    for bags, keys in zip(block.bags, slots, strict=True):
+        np.testing.assert_array_equal(bags.keys, keys)
+    with pytest.raises(ModelFormatError, match=f"expected 51 records of {4 * 4 + 6 * key_bytes} bytes"):
+        list(replace(reader, num_samples=51).blocks())
 
 
 def write_parquet_folder(folder: Path, records: list[Records], **metadata: object) -> Path:

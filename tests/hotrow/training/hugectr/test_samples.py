@@ -80,10 +80,10 @@ def test_what_is_trained_is_what_is_served(
     reader.stop()
 
 
-def test_bst_is_refused_by_the_name_of_its_layer() -> None:
-    for layer in (Layer_t.SequenceMask, Layer_t.MultiHeadAttention, Layer_t.LayerNorm, Layer_t.GRU, Layer_t.Gather):
+def test_a_layer_that_cannot_be_served_is_refused_by_name() -> None:
+    for layer in (Layer_t.GRU, Layer_t.Gather, Layer_t.Select):
         with pytest.raises(UnsupportedModelError, match=rf"DenseLayer {layer.value} .*'top'.* is not supported"):
-            DenseLayer(layer, ["query", "key"], ["top"], num_attention_heads=4)
+            DenseLayer(layer, ["query", "key"], ["top"], num_output=4)
 
 
 def test_hotrow_and_hugectr_read_one_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -376,10 +377,12 @@ def test_names_order_and_defaults_are_those_of_release_3_4() -> None:
             lambda: hugectr.CreateOptimizer(Optimizer_t.Adam, "Global"),
             "update_type is 'Global'; allowed: Update_t.Local",
         ),
-        (lambda: hugectr.CreateSolver(training_callbacks=[1]), "training_callbacks is not supported; write a loop"),
+        (
+            lambda: hugectr.CreateSolver(training_callbacks=[1]),
+            r"training_callbacks is \[1\]; allowed: a list of Train",
+        ),
         (lambda: hugectr.CreateETC([], []), "CreateETC is not supported: .*TorchRec"),
         (hugectr.EmbeddingPlanner, "EmbeddingPlanner is not supported: .*use EmbeddingCollectionConfig"),
-        (lambda: hugectr.AsyncParam(1, 1, multi_hot_reader=True), "multi_hot_reader is not supported.*Parquet"),
         (
             lambda: DenseLayer(Layer_t.InnerProduct, ["a"], ["b"], num_outputs=[1]),
             r"InnerProduct .*\['num_outputs'\] are not supported",
@@ -605,6 +608,38 @@ def test_training_ends_at_the_target_of_auc(small: Path, capsys: pytest.CaptureF
     assert "Hit target accuracy AUC 0.100000 at 10 / 50 iterations" in capsys.readouterr().out
 
 
+class Notes(hugectr.TrainingCallback):
+    """Ends the training at an evaluation."""
+
+    def __init__(self, last: int) -> None:
+        self.calls: list[str] = []
+        self._last = last
+
+    def on_training_start(self) -> None:
+        self.calls.append("start")
+
+    def on_training_end(self, current_iter: int) -> None:
+        self.calls.append(f"end {current_iter}")
+
+    def on_eval_start(self, current_iter: int) -> bool:
+        self.calls.append(f"eval {current_iter}")
+        return False
+
+    def on_eval_end(self, current_iter: int, eval_results: Mapping[str, float]) -> bool:
+        assert 0 <= eval_results["AUC"] <= 1
+        return current_iter == self._last
+
+
+@pytest.mark.parametrize(
+    ("last", "evals", "end"), [(4, ["eval 2", "eval 4"], 4), (9, ["eval 2", "eval 4", "eval 6"], 7)]
+)
+def test_callbacks_are_told_of_training_and_may_end_it(small: Path, last: int, evals: list[str], end: int) -> None:
+    notes = Notes(last)
+    model = make_model(SMALL, small, training_callbacks=[notes, hugectr.TrainingCallback()])
+    model.fit(max_iter=8, display=0, eval_interval=2)
+    assert notes.calls == ["start", *evals, f"end {end}"]
+
+
 def test_mixed_precision_learns_the_same_within_its_precision(small: Path) -> None:
     found = []
     for settings in ({}, {"use_mixed_precision": True, "scaler": 1024.0}):
@@ -798,8 +833,10 @@ def test_what_samples_of_later_releases_give_and_leave_out() -> None:
     document = dense_document(given, joins_slots=False)
     assert document == {"type": "Reshape", "bottom": "a", "top": "b", "shape": [-1, 2, 6]}
     assert dense_document(read_dense(document), joins_slots=False) == document
-    with pytest.raises(UnsupportedModelError, match=r"\['projection_dim'\] are not supported; those of release 3.4"):
-        DenseLayer(Layer_t.MultiCross, ["a"], ["b"], projection_dim=2)
+    with pytest.raises(
+        UnsupportedModelError, match=r"\['dim'\] are not supported; those of .* 3.4 are, and projection_d"
+    ):
+        DenseLayer(Layer_t.MultiCross, ["a"], ["b"], dim=2)
     assert hugectr.DataReaderParams(DataReaderType_t.Parquet, "a", eval_source="b").check_type is hugectr.Check_t.Non
     with pytest.raises(TypeError, match="lacks check_type"):
         hugectr.DataReaderParams(DataReaderType_t.Norm, "a", eval_source="b")
@@ -913,7 +950,7 @@ def test_files_to_load_may_be_named_by_a_data_source(small: Path, monkeypatch: p
 
 
 def test_misuse_of_hybrid_embeddings_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="'data': HybridSparseEmbedding and RawAsync are used together"):
+    with pytest.raises(ConfigurationError, match="'data': HybridSparseEmbedding and RawAsync without multi_hot"):
         hybrid_model(tmp_path, [7, 11, 5], DataReaderType_t.Raw).compile()
     with pytest.raises(ConfigurationError, match="'table': 2 numbers in slot_size_array for the 3 slots of 'data'"):
         hybrid_model(tmp_path, [7, 11]).compile()
