@@ -48,7 +48,6 @@ def stage_version(repository: Path, model: str, version: int | None = None) -> I
     folder.mkdir(parents=True, exist_ok=True)
     if version is None:
         version = next_version(folder)
-        _check_number(folder, version)
     target, staging = folder / str(version), folder / f".tmp-{version}"
     _refuse_existing(target)
     with _locked_folder(staging):
@@ -140,9 +139,11 @@ def _last_change(folder: Path) -> float:
 
 
 def next_version(folder: Path) -> int:
-    """The version after the highest one in a model's folder."""
+    """The version after the highest one in a model's folder; ConfigurationError where that one is the last."""
     versions = [int(path.name) for path in folder.iterdir() if re.fullmatch("[0-9]+", path.name)]
-    return max(versions, default=0) + 1
+    version = max(versions, default=0) + 1
+    _check_number(folder, version)
+    return version
 
 
 def _check_number(folder: Path, version: int) -> None:

@@ -78,12 +78,13 @@ def test_a_device_in_place_of_a_key_file_is_named(run: Run) -> None:
     assert errors.startswith("hotrow: /dev/zero: a key is one word")
 
 
-def test_an_address_that_is_no_text_is_named(run: Run) -> None:
-    """It ended the command with a traceback."""
-    code, _, errors = run("health", "--model", "ctr", "--url", os.fsdecode(b"\xff:1"))
+@pytest.mark.parametrize("url", [os.fsdecode(b"\xff:1"), "localhost:abc", ":8001"])
+def test_an_address_that_is_none_is_named(run: Run, url: str) -> None:
+    """One that is no text ended the command with a traceback."""
+    code, _, errors = run("health", "--model", "ctr", "--url", url)
 
     assert code == 1
-    assert errors == "hotrow: '\\udcff:1' is not the address of a server; expected HOST:GRPC_PORT\n"
+    assert errors == f"hotrow: {url!r} is not the address of a server; expected HOST:GRPC_PORT\n"
 
 
 def test_a_folder_whose_name_is_not_utf8_is_named(run: Run, model: Path, version_dir: Path, tmp_path: Path) -> None:

@@ -37,6 +37,14 @@ def test_the_next_version_follows_the_highest(tmp_path: Path) -> None:
     assert (tmp_path / "ctr/8").is_dir()
 
 
+def test_there_is_no_version_after_the_last(tmp_path: Path) -> None:
+    """`hotrow quantize` wrote one that no server can read."""
+    (tmp_path / str(2**63 - 1)).mkdir()
+
+    with pytest.raises(ConfigurationError, match=f"version {2**63} is not allowed"):
+        next_version(tmp_path)
+
+
 def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
     """Not even the folders that were made for this version."""
     with pytest.raises(OSError, match="disk"), stage_version(tmp_path / "new/repository", "ctr") as (staging, _):

@@ -80,7 +80,8 @@ class RemoteServer:
     """
 
     def __init__(self, url: str, *, restricted_key: str | None = None, tls: ClientTls | None = None) -> None:
-        if "/" in url or ":" not in url or not url.isprintable():
+        host, _, port = url.rpartition(":")
+        if "/" in url or not host or not url.isprintable() or not (port.isascii() and port.isdecimal()):
             raise ConfigurationError(f"{url!r} is not the address of a server; expected HOST:GRPC_PORT")
         try:
             from tritonclient import grpc

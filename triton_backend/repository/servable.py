@@ -153,7 +153,7 @@ def _find(
 def _check_model(folder: Path, backends: Sequence[str]) -> ServableModel:
     config_file = folder / CONFIG_FILE
     if not config_file.is_file():
-        raise ConfigurationError(f"model {folder.name!r}: {config_file} does not exist")
+        raise ConfigurationError(f"model {folder.name!r}: {config_file} does not exist{_hint(folder.parent)}")
     config = ModelConfig.read(config_file)
     if config.name not in ("", folder.name):
         raise ConfigurationError(f"{config_file}: name is {config.name!r}, but the folder is {folder.name!r}")
@@ -170,6 +170,15 @@ def _check_model(folder: Path, backends: Sequence[str]) -> ServableModel:
     for version in config.chosen_versions(versions):
         _check_version(folder / str(version), config)
     return ServableModel(folder.name, tuple(versions), config.backend)
+
+
+def _hint(folder: Path) -> str:
+    """What was given in place of a repository, if that is known."""
+    if (folder / CONFIG_FILE).is_file():
+        return f"; {folder} is the folder of a model: give the repository that holds it, {folder.parent}"
+    if (folder / SESSION_FILE).is_file():
+        return f"; {folder} is a version directory: give the repository of its model, {folder.parent.parent}"
+    return ""
 
 
 def _is_begun(folder: Path) -> bool:

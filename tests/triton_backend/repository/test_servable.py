@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from inference_session.errors import ConfigurationError
 from triton_backend.repository.model_config import ModelConfig
 from triton_backend.repository.servable import find_models, misreading
 
@@ -61,3 +62,14 @@ def test_an_incomplete_model_belongs_to_a_repository_only_if_it_is_wanted(tmp_pa
     assert [model.name for model in find_models(tmp_path)] == ["done"]
     with pytest.raises(ValueError, match="contains no version"):
         find_models(tmp_path, ["begun"])
+
+
+@pytest.mark.parametrize(("given", "message"), [("r/m", "the folder of a model"), ("r/m/1", "a version directory")])
+def test_what_is_given_in_place_of_a_repository_is_named(given: str, message: str, tmp_path: Path) -> None:
+    """Its folders were taken for models without a config.pbtxt."""
+    (tmp_path / "r/m/1/tables").mkdir(parents=True)
+    (tmp_path / "r/m/config.pbtxt").touch()
+    (tmp_path / "r/m/1/session.json").touch()
+
+    with pytest.raises(ConfigurationError, match=rf"does not exist; .*{given} is {message}: give the .*/r$"):
+        find_models(tmp_path / given)
