@@ -19,7 +19,7 @@ class ModelVersion:
         self._leases: list[None] = []
         """An item for each lease. Requests take no lock: Python adds or removes an item in one step."""
         self._changed = threading.Condition()
-        self._retired, self._is_awaited = False, False
+        self._retired = False
 
     def take_lease(self) -> bool:
         """Count one more user; False once the version is retired, after which it accepts no users."""
@@ -35,9 +35,8 @@ class ModelVersion:
             self._retired = True
 
     def drain(self) -> None:
-        """Wait until the last lease has ended."""
+        """Wait until the last lease has ended. Call `retire` before."""
         with self._changed:
-            self._is_awaited = True
             self._changed.wait_for(lambda: not self._leases)
 
     def __enter__(self) -> InferenceSession:
@@ -47,7 +46,7 @@ class ModelVersion:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._leases.pop()
-        if self._is_awaited:  # looked at afterwards: `drain` sets it before it looks at the leases
+        if self._retired:  # looked at afterwards: it is set before `drain` looks at the leases
             with self._changed:
                 self._changed.notify_all()
 

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from inference_session.errors import ConfigurationError, UnavailableError
+from inference_session.errors import ConfigurationError, SessionClosedError, UnavailableError
 from inference_session.model_spec import TABLES_FOLDER, ModelSpec
 from inference_session.session import InferenceSession, SessionSnapshot
 from inference_session.stats import added
@@ -91,18 +91,20 @@ class VersionManager:
         return self._active.session.failure
 
     def lease(self) -> ModelVersion:
-        """The content that serves now, to be used and given back by `with`."""
-        while not (version := self._active).take_lease():
-            pass  # replaced since it was read
+        """The content that serves now, to be used and given back by `with`; SessionClosedError after `close`."""
+        while not (version := self._active).take_lease():  # replaced since it was read, or closed
+            self._check_open()
         return version
 
     def update(self) -> bool:
         """Serve what the directory holds now, unless that is served already; returns whether it took over.
 
         Raises:
+            SessionClosedError: `close` has been called.
             HotrowError: the new content cannot be served; the old one continues.
         """
         with self._replacing, contextlib.ExitStack() as held:
+            self._check_open()
             if self._served == manifest.read_manifest(self._directory):
                 return False
             try:
@@ -128,12 +130,18 @@ class VersionManager:
         return {**total.as_dict(), **updates}
 
     def close(self) -> None:
-        """Stop watching, wait for the leases, close the session. May be called twice."""
+        """Stop watching, give no more leases, wait for the last one, close the session. May be called twice."""
         self._closing.set()
         if self._watcher is not None:
             self._watcher.join()
-        self._active.drain()
-        self._active.session.close()
+        with self._replacing:
+            self._active.retire()
+            self._active.drain()
+            self._active.session.close()
+
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise SessionClosedError(f"the session of {str(self._directory)!r} has been closed")
 
     def __enter__(self) -> VersionManager:
         return self
@@ -213,6 +221,8 @@ class VersionManager:
             if self.update():
                 level = logging.WARNING if last_failure else logging.INFO  # shown at the level of the failure's message
                 _log.log(level, "%s: now serving its new content", self._directory)
+        except SessionClosedError:
+            pass  # meanwhile
         except Exception as error:  # noqa: BLE001 - whatever it was, the old content serves, and the watch goes on
             failure = f"{type(error).__name__}: {error}"
             if failure != last_failure:

@@ -20,7 +20,7 @@ import onnx
 import pytest
 
 from inference_session import InferenceSession
-from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError
+from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, SessionClosedError
 from inference_session.model_spec import ModelSpec, RankingSpec, TableSpec
 from inference_session.version_directory.manifest import write_manifest
 from inference_session.version_directory.session_file import write_spec
@@ -93,10 +93,32 @@ def test_close_waits_for_the_last_lease(directory: Path) -> None:
     with ThreadPoolExecutor(1) as thread:
         with versions.lease() as session:
             closed = thread.submit(versions.close)
-            wait_until(lambda: versions._active._is_awaited, "close waits")
+            wait_until(lambda: versions._active._retired, "close waits")
             np.testing.assert_allclose(answer(session), expected(1), rtol=1e-5, atol=1e-6)
             assert not closed.done()
         closed.result(timeout=60)
+
+
+def test_close_ends_beside_threads_that_go_on_asking(directory: Path) -> None:
+    """From then on they get an error: there was always another lease, and it waited for ever."""
+    versions, begun = manage(directory), threading.Barrier(3)
+
+    def ask() -> None:
+        with versions.lease():
+            begun.wait()
+        while True:
+            with versions.lease() as session:
+                answer(session)
+
+    with ThreadPoolExecutor(3) as threads:
+        askers = [threads.submit(ask) for _ in range(2)]
+        begun.wait()
+        threads.submit(versions.close).result(timeout=60)
+        for asker in askers:
+            with pytest.raises(SessionClosedError, match="has been closed"):
+                asker.result(timeout=60)
+    with pytest.raises(SessionClosedError, match="has been closed"):
+        versions.update()
 
 
 def test_counters_go_on_over_updates(directory: Path) -> None:
