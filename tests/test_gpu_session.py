@@ -24,7 +24,7 @@ from inference_session.errors import ConfigurationError, InvalidRequestError, Un
 from inference_session.importers.hugectr.importer import import_hugectr
 from inference_session.model_spec import PREDICTIONS
 from inference_session.requests.batch import Request
-from tests.testing import small_model
+from tests.testing import joined_model, small_model
 from tests.testing import triton_models as models
 from tests.testing.full_device import full_device
 from tests.testing.hugectr_source import Source
@@ -56,6 +56,27 @@ def assert_answers(answer: Any, expected: small_model.Arrays) -> None:
         assert answer[name].dtype == np.float32
         assert answer[name].shape == values.shape
         assert np.allclose(answer[name], values, atol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+@pytest.mark.parametrize("seed", [joined_model.JOINED_SEED, 4, 12, 20])
+def test_inputs_are_written_next_to_vectors(tmp_path: Path, seed: int, precision: str) -> None:
+    """New sizes and recorded ones, one request or several, also with inputs on the GPU: the original's answers."""
+    import cupy
+
+    rng = np.random.default_rng(seed)
+    model = joined_model.write(tmp_path / "1", rng)
+    tolerance = 1e-4 if precision == "float32" else 0.1
+    with InferenceSession.open(model.directory, device="cuda:0", dense_precision=precision) as opened:
+        for sizes in 6 * [(1,), (300,), (7, 2), (64,), (5000,)]:
+            requests = [model.inputs(size, rng) for size in sizes]
+            answers: list[Any] = opened.run_many([Request(inputs) for inputs in requests])
+            for found, inputs in zip(answers, requests, strict=True):
+                for name, array in model.expected(inputs).items():
+                    np.testing.assert_allclose(found[name], array, rtol=tolerance, atol=tolerance)
+        on_gpu = {name: cupy.asarray(array) for name, array in requests[0].items()}
+        for name, array in model.expected(requests[0]).items():
+            np.testing.assert_allclose(opened.run(on_gpu)[name], array, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("num_samples", [0, 1, 7, 64, 1000])

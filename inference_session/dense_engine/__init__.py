@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from inference_session.config import SessionConfig
-from inference_session.dense_engine.base import DenseEngine
+from inference_session.dense_engine.base import DenseEngine, JoinableInputs
+from inference_session.dense_engine.joining import JoiningEngine
 from inference_session.dense_engine.onnx import OnnxEngine
 from inference_session.dense_engine.vectors import VectorEngine
 from inference_session.device.base import Device
@@ -16,6 +17,7 @@ from inference_session.device.host import HOST
 from inference_session.errors import ConfigurationError, ModelFormatError
 
 if TYPE_CHECKING:
+    from inference_session.dense_engine.joined_inputs import JoinedNetwork
     from inference_session.device.cuda import CudaDevice
 
 __all__ = ["DenseEngine", "OnnxEngine", "VectorEngine", "check_precision", "create_engine"]
@@ -42,32 +44,61 @@ def check_precision(config: SessionConfig, device: Device) -> None:
         )
 
 
-def create_engine(path: Path, config: SessionConfig, device: Device, vectors: Collection[str] = ()) -> DenseEngine:
+def create_engine(
+    path: Path,
+    config: SessionConfig,
+    device: Device,
+    vectors: Collection[str] = (),
+    joinable: JoinableInputs | None = None,
+) -> DenseEngine:
     """The engine of an ONNX file, on the device; raises what the engines and `in_float16` do.
 
-    `vectors`: inputs that look-ups write; the engine may take them in float16 (DenseEngine.narrow_inputs).
+    Args:
+        path: the file.
+        config: the settings.
+        device: where it computes.
+        vectors: inputs that look-ups write; the engine may take them in float16 (DenseEngine.narrow_inputs).
+        joinable: inputs that the engine may take as columns of one matrix (DenseEngine.joined); None: it has none.
     """
+    network = None if joinable is None else _read_joined(path, joinable)
+    if network is None:
+        return _create(path, None, config, device, vectors)
+    written = {*vectors, *(joined.name for joined in network.joined)}
+    return JoiningEngine(_create(path, network.content, config, device, written), network.joined, device)
+
+
+def _read_joined(path: Path, joinable: JoinableInputs) -> JoinedNetwork | None:
+    # Imported where needed: ONNX takes a while to load.
+    from inference_session.dense_engine.joined_inputs import read_joined
+
+    return read_joined(path, joinable)
+
+
+def _create(
+    path: Path, content: bytes | None, config: SessionConfig, device: Device, vectors: Collection[str]
+) -> DenseEngine:
+    """`content`: see OnnxEngine."""
     if config.dense_precision == "bfloat16":
-        return _open_in_bfloat16(path, config)
+        return _open_in_bfloat16(path, content, config)
     if config.dense_precision != "float16":
-        return _open(path, None, config, device)
+        return _open(path, content, config, device)
     # Imported where needed: the converter, and ONNX below it, take a while to load.
     from inference_session.dense_engine.float16 import in_float16, not_in_float16
 
     if device is HOST:
         _log.warning("%s: dense_precision 'float16' does not make the CPU faster, only less exact", path)
     narrowed = () if device is HOST or config.dense_engine == "tensorrt" else vectors
-    content = in_float16(path, narrowed)
+    narrow = in_float16(path, narrowed, content)
     try:
-        return _open(path, content, config, device)
+        return _open(path, narrow, config, device)
     except ModelFormatError as error:
         raise not_in_float16(path, error) from error
 
 
-def _open_in_bfloat16(path: Path, config: SessionConfig) -> DenseEngine:
+def _open_in_bfloat16(path: Path, content: bytes | None, config: SessionConfig) -> DenseEngine:
     from inference_session.dense_engine.openvino import OpenVinoEngine
 
-    engine = OpenVinoEngine(path, num_threads=config.num_dense_threads)
+    engine = OpenVinoEngine(path, content=content, num_threads=config.num_dense_threads)
     found, wanted = engine.num_products, engine.num_all_products
     level = logging.INFO if found else logging.WARNING
     _log.log(level, "%s: OpenVINO computes %d of %d matrix products in bfloat16", path, found, wanted)

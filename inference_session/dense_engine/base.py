@@ -4,10 +4,42 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+class JoinableInputs(NamedTuple):
+    """Inputs of a network, float32 [samples, width], that may become columns of one, with their widths."""
+
+    vectors: Mapping[str, int]
+    """Written by look-ups, in this order."""
+    given: Mapping[str, int]
+    """Given by requests."""
+
+
+class GivenColumns(NamedTuple):
+    """An input of requests, float32 [samples, width], that is some columns of a joined input."""
+
+    name: str
+    width: int
+
+
+class JoinedInput(NamedTuple):
+    """An input of the network, float32 [samples, width], that look-ups and requests fill together.
+
+    The vectors of look-ups come first, then what requests give, then zeros.
+    """
+
+    name: str
+    vectors: tuple[str, ...]
+    """The inputs of the original network that the vectors would be."""
+    first_given: int
+    """The column behind the vectors."""
+    given: tuple[GivenColumns, ...]
+    width: int
 
 
 class BoundRun(ABC):
@@ -43,6 +75,12 @@ class DenseEngine(ABC):
     """The outputs that it can compute."""
     narrow_inputs: frozenset[str] = frozenset()
     """Inputs that it takes in float16."""
+    input_types: Mapping[str, str] = MappingProxyType({})
+    """The types of inputs that it checks, as NumPy calls them."""
+    joined: tuple[JoinedInput, ...] = ()
+    """Inputs of which look-ups fill some columns only. `run` and `bind` fill the others, from the given inputs, which
+    are among `input_names`.
+    """
     replays = False
     """Whether batches of the sizes that it was warmed up with are replayed, in less time of the host than others."""
 

@@ -21,7 +21,7 @@ _CONVERSION_ERRORS = (AssertionError, EncodeError, ValueError, RuntimeError)
 """What the converter raises, for instance of networks of 2 GiB and more."""
 
 
-def in_float16(path: Path, vectors: Collection[str] = ()) -> bytes:
+def in_float16(path: Path, vectors: Collection[str] = (), content: bytes | None = None) -> bytes:
     """An ONNX file that computes in float16 what the one at `path` does; its float32 inputs and outputs stay so.
 
     Constants beyond float16's range become its largest number, and those that would vanish its smallest.
@@ -30,13 +30,14 @@ def in_float16(path: Path, vectors: Collection[str] = ()) -> bytes:
     Args:
         path: the file.
         vectors: inputs that may be float16 as well: those of them are that the network would convert first.
+        content: see OnnxEngine.
 
     Raises:
         ModelFormatError: the file, or the one with its weights, is missing or damaged.
         UnsupportedModelError: the network cannot be converted.
     """
     try:
-        model = onnx.load(path)
+        model = onnx.load(path) if content is None else onnx.load_model_from_string(content)
     except _READ_ERRORS as error:
         raise ModelFormatError(f"{path}: cannot be read: {error}") from error
     try:
@@ -44,10 +45,10 @@ def in_float16(path: Path, vectors: Collection[str] = ()) -> bytes:
         converted: ModelProto = convert_float_to_float16(model, keep_io_types=True)
         merge_relu_layers(converted)
         _narrow(converted, vectors)
-        content: bytes = converted.SerializeToString()
+        narrow: bytes = converted.SerializeToString()
     except _CONVERSION_ERRORS as error:
         raise not_in_float16(path, error) from error
-    return content
+    return narrow
 
 
 def _narrow(model: ModelProto, names: Collection[str]) -> None:

@@ -50,15 +50,15 @@ def unusable_bfloat16() -> str | None:
     return None
 
 
-def read_division(path: Path) -> Division:
-    """The layers of the network at `path`, and the rest of it.
+def read_division(path: Path, content: bytes | None = None) -> Division:
+    """The layers of the network at `path`, and the rest of it; `content`: see OnnxEngine.
 
     Raises:
         ModelFormatError: the file, or the one with its weights, is missing or damaged.
         UnsupportedModelError: the network cannot be divided.
     """
     try:
-        model = onnx.load(path)
+        model = onnx.load(path) if content is None else onnx.load_model_from_string(content)
     except _READ_ERRORS as error:
         raise ModelFormatError(f"{path}: cannot be read: {error}") from error
     try:
@@ -70,8 +70,8 @@ def read_division(path: Path) -> Division:
 class OpenVinoEngine(DenseEngine):
     """One ONNX file whose layers are computed in bfloat16 on the processor."""
 
-    def __init__(self, path: Path, *, num_threads: int) -> None:
-        """Load the network.
+    def __init__(self, path: Path, *, content: bytes | None = None, num_threads: int) -> None:
+        """Load the network; `content`: see OnnxEngine.
 
         Raises:
             ConfigurationError: OpenVINO is not installed, or the processor has no bfloat16.
@@ -80,7 +80,7 @@ class OpenVinoEngine(DenseEngine):
         """
         if reason := unusable_bfloat16():
             raise ConfigurationError(f"dense_precision cannot be 'bfloat16', use 'float32': {reason}")
-        division = read_division(path)
+        division = read_division(path, content)
         self.num_products, self.num_all_products = division.num_products, division.num_all_products
         self._first: OnnxEngine | None = None
         self._compiled: Any = None

@@ -46,6 +46,10 @@ class Products:
         users = self._users.get(name, ())
         return users[0] if len(users) == 1 else None
 
+    def users(self, name: str) -> list[NodeProto | None]:
+        """The nodes that use a value; None among them: it is an output of the network."""
+        return self._users.get(name, [])
+
     def product(self, name: str) -> Product | None:
         """The product that a value is, one that nothing else uses."""
         return self.product_of(self.maker(name))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -21,6 +21,19 @@ class UsedMemory(NamedTuple):
     pinned: tuple[int, int]
     device: tuple[int, int]
     """See Arena.mark."""
+
+
+class Columns(ABC):
+    """The last columns of a matrix on the device, which the host fills: some with values, those behind with zeros."""
+
+    arrays: list[NDArray[np.float32]]
+    """Where the host writes the values, [rows, columns] each, side by side."""
+    upload: Callable[[], object] | None = None
+    """Starts to copy `arrays`, and zeros, into the matrix; None: they are a part of it, and the zeros are there."""
+
+    @abstractmethod
+    def fill(self, arrays: Sequence[Any]) -> None:
+        """Write these values into the matrix, float32 as `arrays`, on the host or on the device."""
 
 
 class Device(ABC):
@@ -65,6 +78,10 @@ class Device(ABC):
     @abstractmethod
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
         """An array on the device, for look-ups to write to and the network to read."""
+
+    @abstractmethod
+    def columns(self, matrix: Any, first: int, widths: Sequence[int]) -> Columns:
+        """The columns from `first` on of a matrix that `empty` made: so many for each array, then zeros."""
 
     @abstractmethod
     def counts(self, num_counts: int) -> NDArray[np.int64]:

@@ -13,6 +13,7 @@ import logging
 import math
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -25,10 +26,12 @@ from cupy_backends.cuda.api.runtime import CUDARuntimeError
 from numpy.typing import NDArray
 
 from inference_session.device.arena import Arena
-from inference_session.device.base import Device, UsedMemory
+from inference_session.device.base import Columns, Device, UsedMemory
 from inference_session.device.cuda_memory import memory_checked
+from inference_session.device.host import adjacent_columns
 from inference_session.device.pinned import pinned_empty
 from inference_session.errors import InvalidRequestError, UnavailableError
+from inference_session.kernels.cuda.launch import ColumnsWriter
 from inference_session.kernels.cuda.records import COUNT_STRIDE
 
 _FIRST_ARENA_BYTES = 1 << 20
@@ -270,6 +273,10 @@ class CudaDevice(Device):
         memory, begin = self._memory.device.take(math.prod(shape) * np.dtype(dtype).itemsize)
         return cupy.ndarray(shape, dtype, memory.data + begin)
 
+    def columns(self, matrix: Any, first: int, widths: Sequence[int]) -> CudaColumns:
+        """See Device."""
+        return CudaColumns(self, matrix, first, widths)
+
     def _take_memory(self) -> _Memory:
         """Must be called while holding the GPU's lock."""
         if self._free:
@@ -277,6 +284,28 @@ class CudaDevice(Device):
         memory = _allocate_memory(self._num_memories)
         self._num_memories += 1
         return memory
+
+
+class CudaColumns(Columns):
+    """See Columns: a kernel copies them from pinned memory."""
+
+    def __init__(self, device: CudaDevice, matrix: Any, first: int, widths: Sequence[int]) -> None:
+        self._matrix, self._first = matrix, first
+        values = device.pinned((len(matrix), sum(widths)), np.float32)
+        self.arrays = adjacent_columns(values, widths)[:-1]
+        self.upload = self._upload = partial(ColumnsWriter(values, matrix, first).start, device.stream.ptr)
+
+    def fill(self, arrays: Sequence[Any]) -> None:
+        """See Columns."""
+        if all(isinstance(array, np.ndarray) for array in arrays):
+            for target, array in zip(self.arrays, arrays, strict=True):
+                target[...] = array
+            self._upload()
+            return
+        self._matrix[:, self._first :] = 0
+        for array in arrays:
+            self._matrix[:, self._first : self._first + array.shape[1]] = cupy.asarray(array)
+            self._first += array.shape[1]
 
 
 class _Held:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from threading import Event, get_ident
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.device.base import Device
+from inference_session.device.base import Columns, Device
 from inference_session.kernels.records import address_of
 
 Reader: TypeAlias = tuple[int, object]
@@ -35,6 +36,10 @@ class HostDevice(Device):
         """See Device."""
         return np.empty(shape, dtype)
 
+    def columns(self, matrix: NDArray[np.float32], first: int, widths: Sequence[int]) -> HostColumns:
+        """See Device."""
+        return HostColumns(matrix, first, widths)
+
     def counts(self, num_counts: int) -> NDArray[np.int64]:
         """See Device."""
         return np.zeros(num_counts, np.int64)
@@ -53,6 +58,25 @@ class HostDevice(Device):
 
     def wait(self) -> None:
         """See Device."""
+
+
+class HostColumns(Columns):
+    """See Columns: they are written in place."""
+
+    def __init__(self, matrix: NDArray[np.float32], first: int, widths: Sequence[int]) -> None:
+        *self.arrays, behind = adjacent_columns(matrix[:, first:], widths)
+        behind[...] = 0
+
+    def fill(self, arrays: Sequence[NDArray[np.float32]]) -> None:
+        """See Columns."""
+        for target, values in zip(self.arrays, arrays, strict=True):
+            target[...] = values
+
+
+def adjacent_columns(matrix: NDArray[np.float32], widths: Iterable[int]) -> list[NDArray[np.float32]]:
+    """Parts of a matrix of so many columns each, and all that are behind them."""
+    ends = itertools.accumulate(widths, initial=0)
+    return [matrix[:, begin:end] for begin, end in itertools.pairwise((*ends, matrix.shape[1]))]
 
 
 HOST = HostDevice()

@@ -5,14 +5,14 @@ A form belongs to one HostStaging: its records hold addresses of that object's m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.dense_engine.base import DenseEngine
-from inference_session.execution.lookups import ModelLookups
+from inference_session.dense_engine.base import DenseEngine, JoinedInput
+from inference_session.execution.lookups import ModelLookups, VectorInput
 from inference_session.kernels.array_headers import dtype_addresses
 from inference_session.kernels.cpu import bag_staging, staging
 from inference_session.kernels.cpu.arguments import Arguments
@@ -65,6 +65,7 @@ class TensorForm:
 
     def __init__(self, spec: ModelSpec, layout: TensorLayout, lookups: ModelLookups, dense: DenseEngine) -> None:
         self.inputs = input_records(spec, layout, dense.input_names)
+        _place_given(self.inputs, [tensor.name for tensor in spec.inputs], lookups.vector_inputs, dense.joined)
         self.names = tuple(tensor.name for tensor in spec.inputs)
         self.lookups = _lookup_records(spec, lookups)
         self._ranks = bool(spec.context)
@@ -112,7 +113,7 @@ class BagForm:
         for record, tensor, name in zip(self.inputs, spec.inputs, self.names, strict=True):
             dtype = np.dtype(tensor.dtype)
             record["dtypes"], record["element_bytes"] = dtype_addresses(dtype), dtype.itemsize
-            record["is_read"] = name in dense.input_names
+            record["is_read"], record["vector_input"] = name in dense.input_names, -1
         self.lookups = _plain_lookup_records(spec, lookups)
         self.lookups["rows_per_sample"] = request.slots
         self.num_open_sizes = 1
@@ -215,7 +216,21 @@ def input_records(spec: ModelSpec, layout: TensorLayout, read: Collection[str]) 
             record["expected"][rank - 1] = DIFFERING
         record["sizes"] = np.maximum(record["expected"], 0)
         record["is_read"], record["is_contexts"] = tensor.name in read, tensor.context
+    records["vector_input"] = -1
     return records
+
+
+def _place_given(
+    records: NDArray[np.void], names: list[str], vector_inputs: Sequence[VectorInput], joined: Collection[JoinedInput]
+) -> None:
+    """Enter in INPUT records which of them are columns of joined inputs."""
+    numbers = {each.dense_input: number for number, each in enumerate(vector_inputs)}
+    for each in joined:
+        column = each.first_given
+        for given in each.given:
+            record = records[names.index(given.name)]
+            record["vector_input"], record["column_bytes"] = numbers[each.name], column * record["element_bytes"]
+            column += given.width
 
 
 def _lookup_records(spec: ModelSpec, lookups: ModelLookups) -> NDArray[np.void]:

@@ -254,7 +254,6 @@ def _copies(
         if staged.names in ((ROW_CONTEXT,), (BLOCK_CONTEXT,)):
             continue
         address = address_of(staged.array)
-        by_column = not staged.array.flags.c_contiguous
         for name in staged.names:
             source = sources.get(name)
             conversion = None if source is None else _conversion(spec.inputs[source.input].dtype, staged.array.dtype)
@@ -262,12 +261,21 @@ def _copies(
                 return None
             element_bytes = np.dtype(spec.inputs[source.input].dtype).itemsize
             is_contexts = spec.inputs[source.input].context
-            copies.append((source.input, address, element_bytes, conversion, *source[1:], by_column, is_contexts))
+            steps = _steps(staged.array, source.num)
+            copies.append((source.input, address, element_bytes, conversion, *source[1:], *steps, is_contexts))
             num_rows = len(batch.array(BLOCK_CONTEXT)) if is_contexts else batch.num_samples
             address += num_rows * source.num * staged.array.itemsize
         if not staged.names:
             return None
     return np.array(copies, COPY)
+
+
+def _steps(array: NDArray[Any], row_elements: int) -> tuple[int, int]:
+    """Elements from one of a sample to the next, and from one sample to the next."""
+    if array.flags.c_contiguous:
+        return 1, row_elements
+    to_next_sample, to_next_element = (stride // array.itemsize for stride in array.strides)
+    return to_next_element, to_next_sample
 
 
 def _conversion(given: str, wanted: np.dtype[Any]) -> int | None:

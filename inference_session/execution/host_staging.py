@@ -34,6 +34,7 @@ MAX_BYTES = 64 << 20
 are dropped, too, once their outputs exceed this.
 """
 _FIRST_REQUESTS, MAX_REQUESTS = 16, 4096
+_FLOAT_BYTES = 4
 
 _Case: TypeAlias = "tuple[bytes, int, tuple[str, ...]]"
 """What tells batches apart: their open sizes, the number of requests, and the outputs."""
@@ -84,10 +85,14 @@ class HostStaging:
         """
         self._bound_lookups = rows.bound_lookups()
         self._ranks = bool(spec.context)
+        given_columns = {each.name: each.width - each.first_given for each in dense.joined}
         self._vector_inputs = lookups.vector_inputs
         self._inputs, self._lookups = form.inputs, form.lookups
         self._num_inputs = len(form.inputs)
         self._vector_records = np.zeros(len(lookups.vector_inputs), VECTOR_INPUT)
+        self._vector_records["given_bytes"] = [
+            _FLOAT_BYTES * given_columns.get(each.dense_input, 0) for each in lookups.vector_inputs
+        ]
         self._open_sizes = np.zeros(form.num_open_sizes, np.int64)
         self._memory: dict[tuple[str, int], NDArray[np.uint8]] = {}
         self._plans: dict[tuple[bytes, Any], BoundRun | None] = {}
@@ -195,12 +200,18 @@ class HostStaging:
             for name, array in self._form.constants(self._open_sizes).items()
             if name in self._dense.input_names
         }
+        vectors = [
+            _view(self._memory, ("vectors", v), self._vectors_shape(vector_input, shapes), np.dtype(np.float32))
+            for v, vector_input in enumerate(self._vector_inputs)
+        ]
+        inputs.update(zip([each.dense_input for each in self._vector_inputs], vectors, strict=True))
         for i, (name, tensor) in enumerate(zip(self._form.names, self._spec.inputs, strict=True)):
-            if self._inputs["is_read"][i]:
+            record = self._inputs[i]
+            if record["vector_input"] >= 0:
+                first = record["column_bytes"] // _FLOAT_BYTES
+                inputs[name] = vectors[record["vector_input"]][:, first : first + shapes[name][1]]
+            elif record["is_read"]:
                 inputs[name] = _view(self._memory, ("input", i), shapes[name], np.dtype(tensor.dtype))
-        for v, vector_input in enumerate(self._vector_inputs):
-            shape = self._vectors_shape(vector_input, shapes)
-            inputs[vector_input.dense_input] = _view(self._memory, ("vectors", v), shape, np.dtype(np.float32))
         return inputs
 
     def _vectors_shape(self, vector_input: VectorInput, shapes: Shapes) -> tuple[int, ...]:
@@ -208,7 +219,7 @@ class HostStaging:
         if vector_input.joined:
             record = self._vector_records[self._vector_inputs.index(vector_input)]
             num_rows = self._open_sizes[-1 if record["is_contexts"] else 0]
-            return int(num_rows), int(record["row_bytes"]) // np.dtype(np.float32).itemsize
+            return int(num_rows), int(record["row_bytes"]) // _FLOAT_BYTES
         table = self._spec.table_in(first.table)
         if first.pooling != "none":
             return (*shapes[first.keys][:-1], table.embedding_dim)
@@ -222,7 +233,8 @@ def stage_on_host(spec: ModelSpec, layout: RequestLayout, network: Network) -> H
     if network.keys is not None or not can_read_arrays() or not has_form(spec, layout, network.dense):
         return None
     compile_kernels(spec)
-    lookups = ModelLookups(spec, by_column=False, keys_follow_inputs=True)
+    joined = network.dense.joined
+    lookups = ModelLookups(spec, by_column=False, keys_follow_inputs=True, joined_inputs=joined)
     new_form = partial(create_form, spec, layout, lookups, network.dense)
     return HostStagedModel(spec, lookups, network.dense, network.rows, new_form)
 

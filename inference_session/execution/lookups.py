@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_session.dense_engine.base import JoinedInput
 from inference_session.errors import InvalidRequestError
 from inference_session.kernels.records import SEGMENT, PoolingCode, VectorCode
 from inference_session.model_spec import LookupSpec, ModelSpec
@@ -27,6 +28,9 @@ class VectorInput:
     joined: bool
     dtype: np.dtype[Any]
     """The type of the vectors: float32, or float16."""
+    width: int | None
+    """Columns of the matrix, of which the vectors are the first, where others are behind them (JoinedInput); None: all
+    are vectors, or it is no matrix."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class ModelLookups:
         by_column: bool,
         keys_follow_inputs: bool,
         narrow_inputs: Collection[str] = (),
+        joined_inputs: Collection[JoinedInput] = (),
     ) -> None:
         """Describe what follows from the model alone.
 
@@ -72,6 +77,7 @@ class ModelLookups:
             by_column: whether matrices of keys are staged column by column (Device.reads_by_column).
             keys_follow_inputs: whether a look-up's keys are an input of the model (RequestLayout.keys_follow_inputs).
             narrow_inputs: inputs of the dense network that it takes in float16 (DenseEngine.narrow_inputs).
+            joined_inputs: those that look-ups fill together with inputs of requests (DenseEngine.joined).
         """
         self.lookups = spec.lookups
         self._by_column = by_column
@@ -79,7 +85,7 @@ class ModelLookups:
         position = {table.folder: i for i, table in enumerate(spec.tables)}
         self._table_positions = [position[lookup.table] for lookup in spec.lookups]
         self._table_specs = [spec.tables[i] for i in self._table_positions]
-        self.vector_inputs = _vector_inputs(spec.lookups, narrow_inputs)
+        self.vector_inputs = _vector_inputs(spec.lookups, narrow_inputs, joined_inputs)
         self.vector_input_of = np.empty(len(spec.lookups), np.intp)
         """For each look-up, the number of its vector input."""
         for number, vector_input in enumerate(self.vector_inputs):
@@ -163,10 +169,13 @@ class ModelLookups:
             segments["keys_per_row"][i] = keys_per_sample
             segments["output_address"][i] = column * item_bytes
             pooled = self.lookups[i].pooling != "none"
+            if keys_per_sample == 1 and self.lookups[i].weights is None:
+                segments["pooling"][i] = PoolingCode.NONE  # a bag of one key is that key's vector
             column += self._table_specs[i].embedding_dim * (1 if pooled else keys_per_sample)
-        segments["output_stride"][members] = column * item_bytes
+        width = vector_input.width or column
+        segments["output_stride"][members] = width * item_bytes
         segments["output_code"][members] = _code_of(vector_input)
-        return (keys[vector_input.members[0]][0], column)
+        return (keys[vector_input.members[0]][0], width)
 
     def _check_samples(self, vector_input: VectorInput, keys: Sequence[tuple[int, ...]]) -> None:
         """Refuse keys that cannot stand side by side: the kernel would write past the end of the matrix."""
@@ -195,12 +204,17 @@ class ModelLookups:
         return (*rows, table.embedding_dim) if pooled or table.row_shape is None else (*rows, *table.row_shape)
 
 
-def _vector_inputs(lookups: Sequence[LookupSpec], narrow_inputs: Collection[str]) -> tuple[VectorInput, ...]:
+def _vector_inputs(
+    lookups: Sequence[LookupSpec], narrow_inputs: Collection[str], joined_inputs: Collection[JoinedInput]
+) -> tuple[VectorInput, ...]:
     members: dict[str, list[int]] = {}
     for i, lookup in enumerate(lookups):
         members.setdefault(lookup.dense_input, []).append(i)
     dtypes = {name: np.dtype(np.float16 if name in narrow_inputs else np.float32) for name in members}
-    return tuple(VectorInput(name, tuple(m), lookups[m[0]].joined, dtypes[name]) for name, m in members.items())
+    widths = {each.name: each.width for each in joined_inputs}
+    return tuple(
+        VectorInput(name, tuple(m), lookups[m[0]].joined, dtypes[name], widths.get(name)) for name, m in members.items()
+    )
 
 
 def _code_of(vector_input: VectorInput) -> VectorCode:

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from inference_session.config import SessionConfig
 from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine, create_engine
+from inference_session.dense_engine.base import JoinableInputs
 from inference_session.device.base import Device
 from inference_session.device.host import HOST
 from inference_session.errors import ConfigurationError
 from inference_session.execution.host_staging import stage_on_host
+from inference_session.execution.joined_lookups import joinable_inputs, with_joined_inputs
 from inference_session.execution.network import Network, check_network, check_outputs
 from inference_session.execution.ranking_staging import stage_ranking
 from inference_session.execution.replicas import DeviceThread, Replica, Replicas
@@ -43,6 +45,10 @@ class _NetworkFiles(NamedTuple):
     dense: str
     keys: str
     """The network that computes the keys; there is no such file where all keys are inputs."""
+
+    def opened(self, engine: DenseEngine) -> _NetworkFiles:
+        """The same with look-ups as the engine takes their vectors."""
+        return self._replace(spec=with_joined_inputs(self.spec, engine.joined))
 
 
 class Model(NamedTuple):
@@ -80,6 +86,7 @@ def open_model(version: VersionDirectory, config: SessionConfig, devices: Sequen
         network_inputs=frozenset().union(*names),
         max_elements=config.max_keys_per_request,
     )
+    files = [each.opened(dense) for each, (dense, _) in zip(files, engines[0], strict=True)]
     for each, pair in zip(files, engines[0], strict=True):
         check_network(each.spec, version.path, layout.values, pair, (each.dense, each.keys))
     rows = tuple(create_rows(version, config, [thread.device for thread in threads]))
@@ -90,7 +97,7 @@ def open_model(version: VersionDirectory, config: SessionConfig, devices: Sequen
             for each, pair in zip(files, pairs, strict=True)
         ]
         network, ranking = networks[0], networks[-1]
-        replicas.append(Replica(network, ranking, thread, _stage(spec, config, layout, network, ranking)))
+        replicas.append(Replica(network, ranking, thread, _stage(config, layout, network, ranking)))
     return Model(spec, layout, rows, Replicas(replicas), _keep_contexts(version, config, rows[0], layout))
 
 
@@ -108,32 +115,38 @@ def _open_engines(directory: Path, files: _NetworkFiles, config: SessionConfig, 
     if not layout_of(spec).has_network:
         return VectorEngine([lookup.dense_input for lookup in spec.lookups]), None
     vectors = {lookup.dense_input for lookup in spec.lookups}
-    dense = _create_engine(directory / files.dense, config, thread, vectors)
+    # Rows of a context are fewer than those of candidates: they do not stand next to each other.
+    joinable = joinable_inputs(spec) if files.dense == DENSE_FILE else None
+    dense = _create_engine(directory / files.dense, config, thread, vectors, joinable)
     check_outputs(spec, directory, dense.output_names, files.dense)
     keys_path = directory / files.keys
     return dense, OnnxEngine(keys_path, num_threads=1) if keys_path.exists() else None
 
 
-def _create_engine(path: Path, config: SessionConfig, thread: DeviceThread, vectors: Collection[str]) -> DenseEngine:
+def _create_engine(
+    path: Path,
+    config: SessionConfig,
+    thread: DeviceThread,
+    vectors: Collection[str],
+    joinable: JoinableInputs | None,
+) -> DenseEngine:
     """The dense engine; if ONNX Runtime cannot use the GPU, and no setting requires it, it runs on the CPU.
 
-    `vectors`: its inputs that look-ups write.
+    `vectors`: its inputs that look-ups write; `joinable`: see `create_engine`.
     """
     try:
-        return create_engine(path, config, thread.device, vectors)
+        return create_engine(path, config, thread.device, vectors, joinable)
     except ConfigurationError as error:
         if config.device != "auto" or thread.device is HOST:
             raise
         _log.warning("Using the CPU: %s", error)
         thread.device = HOST
-        return create_engine(path, config, HOST)
+        return create_engine(path, config, HOST, vectors, joinable)
 
 
-def _stage(
-    spec: ModelSpec, config: SessionConfig, layout: RequestLayout, network: Network, ranking: Network
-) -> AnyStagedModel | None:
+def _stage(config: SessionConfig, layout: RequestLayout, network: Network, ranking: Network) -> AnyStagedModel | None:
     """The fast path on the networks' device; None: this model has none."""
-    stage = partial(_stage_network, layout)
+    spec, stage = network.spec, partial(_stage_network, layout)
     if spec.ranking is None:
         return stage(spec, network)
     has_other = ranking is not network and not config.context_cache_bytes

@@ -51,6 +51,7 @@ class Network:
             by_column=rows.device.reads_by_column,
             keys_follow_inputs=keys_follow_inputs,
             narrow_inputs=dense.narrow_inputs,
+            joined_inputs=dense.joined,
         )
         self._plans = ExecutionPlans(lookups, rows, dense, keys.output_names if keys else ())
 
@@ -120,7 +121,7 @@ def check_network(
                     f" {values[name]}, but must be {' or '.join(allowed)}"
                 )
     for file, engine in zip(files, engines, strict=True):
-        _check_types(directory, values, file, engine.input_types if isinstance(engine, OnnxEngine) else {})
+        _check_types(directory, values, file, {} if engine is None else engine.input_types)
 
 
 def _check_types(directory: Path, values: Mapping[str, str], file: str, wanted: Mapping[str, str]) -> None:

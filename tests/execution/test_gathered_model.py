@@ -310,7 +310,8 @@ def test_columns_are_copied_beside_each_other_or_apart(dtype: str, conversion: i
     wanted = np.zeros((3, 5) if by_column else (5, 3), np.int64 if conversion != SAME else dtype)
     copy = np.zeros(1, COPY)
     copy["address"], copy["element_bytes"] = wanted.ctypes.data, matrices[0].itemsize
-    copy["conversion"], copy["by_column"] = conversion, by_column
+    copy["conversion"] = conversion
+    copy["to_next_element"], copy["to_next_sample"] = (5, 1) if by_column else (1, 3)
     copy["row_elements"], copy["first"], copy["num"] = 5, 1, 3
 
     gather(id(matrices), 2, 1, 2, 5, np.array([2, 3]), copy)

@@ -27,7 +27,7 @@ from inference_session.tables.row_numbers import stored_keys
 from tests.testing import cuda_model as gpu_model
 
 CUDA = Path(gpu_layout.__file__).parent
-SOURCES = ("layout.cuh", "index.cuh", "vectors.cuh", "lookup.cu", "order.cu", "write.cu")
+SOURCES = ("layout.cuh", "index.cuh", "vectors.cuh", "lookup.cu", "order.cu", "columns.cu", "write.cu")
 HASH_ROWS = ("layout.cuh", "index.cuh", "../../../hotrow/training/kernels/hash_rows.cu")
 NO_CODE = "-fdevice-syntax-only"
 """Finds what is wrong in any language construct, templates that are used included, and translates nothing."""

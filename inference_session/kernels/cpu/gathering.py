@@ -36,7 +36,8 @@ COPY = np.dtype(
         ("row_elements", np.int64),  # of a sample in the input
         ("first", np.int64),  # of them that is copied
         ("num", np.int64),  # how many of them are copied
-        ("by_column", np.int64),  # 1: each of them stands next to the same one of the next sample
+        ("to_next_element", np.int64),  # in the copy, in elements: from one of a sample to the next
+        ("to_next_sample", np.int64),  # the same from a sample to the next
         ("is_contexts", np.int64),  # 1: each request has one row, whatever its number of samples is
     ],
     align=True,
@@ -142,17 +143,16 @@ def gather(
     length = num_rows // num_blocks if num_rows > num_samples else np.int64(0)
     for c in range(len(copies)):
         copy, row = copies[c], np.int64(0)
-        num_copied = num_blocks if copy.is_contexts else num_rows
         for b in range(num_blocks):
             r = min(b, num_requests - 1)
             count = np.int64(1) if copy.is_contexts else counts[r]
             source = load(header_at(arrays, num_inputs, r, copy.input) + DATA, np.int64, 0)
-            _copy_samples(copy, source, row, count, num_copied)
+            _copy_samples(copy, source, row, count)
             row += count
             if copy.is_contexts == 0:
                 last = source + (count - 1) * copy.row_elements * copy.element_bytes
                 for _ in range(length - count):
-                    _copy_samples(copy, last, row, np.int64(1), num_copied)
+                    _copy_samples(copy, last, row, np.int64(1))
                     row += 1
 
 
@@ -203,17 +203,16 @@ def _is_flat(array: int, record: Any, max_elements: int) -> Any:
 
 
 @kernel
-def _copy_samples(copy: Any, source: int, row: int, count: int, num_rows: int) -> None:
-    """Copy some samples of one request; the first becomes sample `row` of the batch, which has `num_rows`."""
-    is_whole = copy.first == 0 and copy.num == copy.row_elements
-    if copy.conversion == SAME and copy.by_column == 0 and is_whole:
+def _copy_samples(copy: Any, source: int, row: int, count: int) -> None:
+    """Copy some samples of one request; the first becomes sample `row` of the batch."""
+    is_whole = copy.num == copy.row_elements and copy.to_next_sample == copy.num and copy.to_next_element == 1
+    if copy.conversion == SAME and is_whole:
         sample_bytes = copy.num * copy.element_bytes
         copy_bytes(copy.address + row * sample_bytes, source, count * sample_bytes)
         return
-    to_next_element = num_rows if copy.by_column else 1
-    to_next_sample = 1 if copy.by_column else copy.num
+    to_next_element = copy.to_next_element
     for s in range(count):
-        begin, target = s * copy.row_elements + copy.first, (row + s) * to_next_sample
+        begin, target = s * copy.row_elements + copy.first, (row + s) * copy.to_next_sample
         if copy.conversion == FROM_INT32:
             for e in range(copy.num):
                 store(copy.address, np.int64, target + e * to_next_element, np.int64(load(source, np.int32, begin + e)))

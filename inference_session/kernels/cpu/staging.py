@@ -1,7 +1,8 @@
 """Requests become the records of one look-up, without Python per input: their arrays are read by their headers.
 
 The keys stay where the requests have them: each look-up gets a SEGMENT record per request, all of which write to the
-same array of vectors. Inputs that the network reads are copied behind each other to where it reads them.
+same array of vectors. Inputs that the network reads are copied behind each other to where it reads them, which
+may be next to vectors.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ INPUT = np.dtype(
         ("sizes", np.int64, (MAX_RANK,)),  # receives those of the batch; DIFFERING as it is
         ("is_read", np.int64),  # by the network
         ("is_contexts", np.int64),  # each request has one row, whatever its number of samples is
+        ("vector_input", np.int64),  # number of the record whose last columns it is; -1: it has memory of its own
+        ("column_bytes", np.int64),  # distance from the beginning of the row there
         ("address", np.int64),  # where it reads
         ("num_bytes", np.int64),  # room there
         ("wanted_bytes", np.int64),  # receives what a batch needs
@@ -71,6 +74,7 @@ VECTOR_INPUT = np.dtype(
         ("address", np.int64),  # where the network reads vectors
         ("num_bytes", np.int64),  # room there
         ("wanted_bytes", np.int64),  # receives what a batch needs
+        ("given_bytes", np.int64),  # of a row, behind the vectors: for inputs, and zeros
         ("row_bytes", np.int64),  # of one output row, worked out for each batch
         ("rows_per_sample", np.int64),
         ("is_contexts", np.int64),
@@ -113,7 +117,7 @@ def stage(arguments: int, items: int, num_requests: int) -> int:
     _lay_out(inputs, lookups, vector_inputs, num_samples, num_requests)
     if not has_room(inputs, vector_inputs):
         return NO_ROOM
-    _copy_inputs(arrays, num_requests, inputs, counts)
+    _copy_inputs(arrays, num_requests, inputs, vector_inputs, counts)
     _fill_segments(arrays, num_requests, inputs, lookups, vector_inputs, counts, segments, num_keys)
     return STAGED
 
@@ -216,7 +220,8 @@ def _lay_out(inputs: Any, lookups: Any, vector_inputs: Any, num_samples: int, nu
         record = inputs[i]
         last = record.sizes[record.rank - 1] if record.rank > 1 else 1
         num_rows = num_requests if record.is_contexts else num_samples
-        record.wanted_bytes = num_rows * _inner(record) * last * record.element_bytes if record.is_read else 0
+        has_memory = record.is_read and record.vector_input < 0
+        record.wanted_bytes = num_rows * _inner(record) * last * record.element_bytes if has_memory else 0
     for i in range(len(lookups)):
         _lay_out_lookup(lookups[i], inputs[lookups[i].keys])
     lay_out_vectors(lookups, vector_inputs, num_samples, num_requests)
@@ -234,6 +239,7 @@ def lay_out_vectors(lookups: Any, vector_inputs: Any, num_samples: int, num_requ
         vector_input.row_bytes += 4 * lookup.embedding_dim * side_by_side
         vector_input.rows_per_sample, vector_input.is_contexts = lookup.rows_per_sample, lookup.is_contexts
     for v in range(len(vector_inputs)):
+        vector_inputs[v].row_bytes += vector_inputs[v].given_bytes
         num_rows = num_requests if vector_inputs[v].is_contexts else num_samples
         vector_inputs[v].wanted_bytes = num_rows * vector_inputs[v].rows_per_sample * vector_inputs[v].row_bytes
 
@@ -264,18 +270,32 @@ def has_room(inputs: Any, vector_inputs: Any) -> Any:
 
 
 @kernel
-def _copy_inputs(arrays: int, num_requests: int, inputs: Any, counts: Any) -> None:
+def _copy_inputs(arrays: int, num_requests: int, inputs: Any, vector_inputs: Any, counts: Any) -> None:
     """Put what the network reads behind each other."""
     for i in range(len(inputs)):
         record = inputs[i]
         if record.is_read:
             last = record.sizes[record.rank - 1] if record.rank > 1 else 1
-            sample_bytes, target = _inner(record) * last * record.element_bytes, record.address
+            sample_bytes, target, row_bytes = _inner(record) * last * record.element_bytes, record.address, np.int64(0)
+            if record.vector_input >= 0:
+                joined = vector_inputs[record.vector_input]
+                target, row_bytes = joined.address + record.column_bytes, joined.row_bytes
             for r in range(num_requests):
                 source = load(header_at(arrays, len(inputs), r, i) + DATA, np.int64, 0)
-                num_bytes = sample_bytes if record.is_contexts else counts[r] * sample_bytes
-                copy_bytes(target, source, num_bytes)
-                target += num_bytes
+                num_rows = np.int64(1) if record.is_contexts else counts[r]
+                if row_bytes > 0:
+                    copy_rows(target, row_bytes, source, sample_bytes, num_rows)
+                    target += num_rows * row_bytes
+                else:
+                    copy_bytes(target, source, num_rows * sample_bytes)
+                    target += num_rows * sample_bytes
+
+
+@kernel
+def copy_rows(target: int, target_bytes: int, source: int, row_bytes: int, num_rows: int) -> None:
+    """Copy adjacent rows to where they are `target_bytes` apart."""
+    for row in range(num_rows):
+        copy_bytes(target + row * target_bytes, source + row * row_bytes, row_bytes)
 
 
 @kernel

@@ -41,11 +41,11 @@ _MANY_TILES, _FEW_THREADS = 2048, 64
 _ADDRESSES, _SEED_AND_FILL = struct.Struct("<qqqq"), struct.Struct("<II")
 _SEGMENTS_OFFSET = offset_of(REQUEST, "few_segments")
 _ADDRESSES_OFFSET, _SEED_OFFSET = offset_of(REQUEST, "missing_bits_address"), offset_of(REQUEST, "seed")
-_SOURCES = ("layout.cuh", "index.cuh", "vectors.cuh", "lookup.cu", "order.cu", "write.cu")
+_SOURCES = ("layout.cuh", "index.cuh", "vectors.cuh", "lookup.cu", "order.cu", "columns.cu", "write.cu")
 _LOOK_UPS = ("look_up", "look_up_and_pool")
 _WRITES = ("note_last", "claim", "write_rows", "write_numbers", "erase", "mark_deleted")
 _ORDERING = ("note_regions", "begin_regions", "order_keys")
-_KERNELS = (*_LOOK_UPS, *_ORDERING, *_WRITES, "dump")
+_KERNELS = (*_LOOK_UPS, *_ORDERING, "write_columns", *_WRITES, "dump")
 
 
 def source() -> str:
@@ -259,12 +259,36 @@ class Launch:
         return int(self._unknown_sums.data.ptr)
 
     def _start(self, arguments: _Arguments, stream_address: int) -> None:
-        # As CuPy calls a kernel, in half the time: a thread that is new to the device is made known to it first.
-        if not driver.ctxGetCurrent():
-            runtime.free(0)
+        _make_known()
         if self._order is not None:
             self._order.start(arguments, self.num_tiles, stream_address)
         _start(self._kernel, self._num_blocks, self._threads, arguments, stream_address)
+
+
+class ColumnsWriter:
+    """Fills the last columns of a matrix with values of the host, and zeros behind them, as often as it is started."""
+
+    def __init__(self, given: NDArray[np.float32], matrix: Any, first: int) -> None:
+        """Describe the columns.
+
+        Args:
+            given: float32 [rows, values], contiguous in pinned memory.
+            matrix: float32 or float16 [rows, columns] on the device.
+            first: of the columns.
+        """
+        num_rows, num_given = given.shape
+        num_columns, row_bytes = matrix.shape[1] - first, matrix.strides[0]
+        begin = matrix.data.ptr + first * matrix.itemsize
+        numbers = num_given, begin, num_columns, row_bytes, num_rows, int(matrix.dtype == np.float16)
+        self._arguments = _Arguments(_packed(given.ctypes.data), *numbers)
+        self._num_blocks = -(-num_rows * num_columns // THREADS)
+        self._kernel = _kernel("write_columns").kernel
+
+    def start(self, stream_address: int) -> None:
+        """Launch on a stream."""
+        if self._num_blocks:
+            _make_known()
+            _start(self._kernel, self._num_blocks, THREADS, self._arguments, stream_address)
 
 
 def prepare(
@@ -342,6 +366,12 @@ class Writer:
         if self._num_slots:
             _run("dump", self._num_slots, self._index, keys, num_keys)
         return keys[: int(num_keys[0])].copy()
+
+
+def _make_known() -> None:
+    """Make a thread that is new to the device known to it, as CuPy does before it calls a kernel."""
+    if not driver.ctxGetCurrent():
+        runtime.free(0)
 
 
 def _start(kernel: Any, num_blocks: int, num_threads: int, arguments: _Arguments, stream_address: int) -> None:

@@ -1,0 +1,184 @@
+"""A network reads vectors and inputs of requests as one matrix, instead of putting them side by side itself.
+
+Recommender networks often begin with Concat([vectors, dense inputs]), which copies all of its operands, and whose
+result is multiplied with a constant matrix. A product does not depend on the order of the columns of one matrix, if
+the rows of the other are in the same order. So look-ups can write vectors straight into the matrix that the product
+reads: first the vectors, so that each is aligned, then the inputs of requests, then zeros up to an even width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import onnx
+from google.protobuf.message import DecodeError
+from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
+from onnx.external_data_helper import uses_external_data
+
+from inference_session.dense_engine.base import GivenColumns, JoinableInputs, JoinedInput
+from inference_session.dense_engine.parts import names_read
+from inference_session.dense_engine.products import Product, Products
+
+_NAME = "hotrow_joined"
+_EVEN_WIDTH = 16
+"""Widths are multiples of this: rows of float32 begin at a line of the processor's caches, and those of float16 where a
+GPU reads 32 bytes at once.
+"""
+
+
+class JoinedNetwork(NamedTuple):
+    """A network with joined inputs."""
+
+    content: bytes
+    joined: tuple[JoinedInput, ...]
+
+
+class _Column(NamedTuple):
+    """Where an operand is among the columns of the original matrix."""
+
+    name: str
+    first: int
+    width: int
+
+
+def read_joined(path: Path, inputs: JoinableInputs) -> JoinedNetwork | None:
+    """The network of an ONNX file with joined inputs; None where it has none, or weights in other files."""
+    try:
+        model = onnx.load_model_from_string(path.read_bytes())
+    except (OSError, DecodeError):  # the engine says why
+        return None
+    if any(map(uses_external_data, model.graph.initializer)):
+        return None
+    joined = join_inputs(model, inputs)
+    return JoinedNetwork(model.SerializeToString(), joined) if joined else None
+
+
+def join_inputs(model: ModelProto, inputs: JoinableInputs) -> tuple[JoinedInput, ...]:
+    """Rewrite a network in place; returns its joined inputs."""
+    network = _Network(model, inputs)
+    joined = [network.join(node) for node in [*model.graph.node] if node.op_type == "Concat"]
+    found = tuple(each for each in joined if each is not None)
+    if found:
+        _drop_unread(model)
+    return found
+
+
+class _Network:
+    """A network that is rewritten."""
+
+    def __init__(self, model: ModelProto, inputs: JoinableInputs) -> None:
+        self._graph, self._inputs, self._products = model.graph, inputs, Products(model)
+        widths = {**inputs.vectors, **inputs.given}
+        self._tensors = {
+            tensor.name: tensor for tensor in model.graph.input if _is_matrix(tensor, widths.get(tensor.name))
+        }
+
+    def join(self, concat: NodeProto) -> JoinedInput | None:
+        """Replace the result of a Concat by an input; None where that cannot be done."""
+        columns = self._columns(concat)
+        products = self._products_of(concat.output[0])
+        vectors = [name for name in self._inputs.vectors if name in columns]
+        if not products or not vectors or len(vectors) == len(columns):
+            return None
+        total = sum(column.width for column in columns.values())
+        if any(product.matrix.shape[0] != total for product in products):
+            return None
+        given = [name for name in columns if name not in self._inputs.vectors]
+        ordered = [columns[name] for name in (*vectors, *given)]
+        width = -(-total // _EVEN_WIDTH) * _EVEN_WIDTH
+        joined = JoinedInput(
+            self._products.new_name(_NAME),
+            tuple(vectors),
+            sum(columns[name].width for name in vectors),
+            tuple(GivenColumns(name, columns[name].width) for name in given),
+            width,
+        )
+        for product in products:
+            self._reorder(product, joined, ordered)
+        self._replace_inputs(joined, columns)
+        return joined
+
+    def _columns(self, concat: NodeProto) -> dict[str, _Column]:
+        """The operands of a Concat, by name; none unless all are inputs that may be joined and nothing else reads."""
+        columns: dict[str, _Column] = {}
+        first = 0
+        for name in self._operands(concat):
+            tensor = self._tensors.get(name)
+            if tensor is None or name in columns or self._products.user(name) is None:
+                return {}
+            width = tensor.type.tensor_type.shape.dim[1].dim_value
+            columns[name] = _Column(name, first, width)
+            first += width
+        return columns
+
+    def _operands(self, concat: NodeProto) -> Iterator[str]:
+        """Those of a Concat of matrices side by side, and of others that are operands of it."""
+        if concat.domain or helper.get_node_attr_value(concat, "axis") not in (1, -1):
+            yield ""
+            return
+        for name in concat.input:
+            maker = self._products.maker(name)
+            if maker is not None and maker.op_type == "Concat":
+                yield from self._operands(maker)
+            else:
+                yield name
+
+    def _products_of(self, name: str) -> list[Product]:
+        """The products that read a value; none if anything else does as well."""
+        products = [self._products.product_of(node) for node in self._products.users(name)]
+        found = [product for product in products if product is not None and product.value == name]
+        return found if len(found) == len(products) else []
+
+    def _reorder(self, product: Product, joined: JoinedInput, ordered: list[_Column]) -> None:
+        """Let a product read the joined input."""
+        matrix = np.zeros((joined.width, product.matrix.shape[1]), product.matrix.dtype)
+        rows = [product.matrix[column.first : column.first + column.width] for column in ordered]
+        matrix[: len(product.matrix)] = np.concatenate(rows)
+        node = product.nodes[-1]
+        settings = {item.name: helper.get_attribute_value(item) for item in node.attribute}
+        stored = np.ascontiguousarray(matrix.T) if settings.get("transB", 0) else matrix
+        node.input[:2] = [joined.name, self._products.add_constant(f"{node.output[0]}/matrix", stored)]
+
+    def _replace_inputs(self, joined: JoinedInput, columns: Mapping[str, _Column]) -> None:
+        """Its size of samples stands for those of all inputs that it replaces: engines tell shapes by their names."""
+        firsts = [tensor.type.tensor_type.shape.dim[0] for name, tensor in self._tensors.items() if name in columns]
+        symbols = {size.dim_param for size in firsts if size.dim_param}
+        symbol = min(symbols, default="samples")
+        for value in (*self._graph.input, *self._graph.output, *self._graph.value_info):
+            for size in value.type.tensor_type.shape.dim:
+                if size.dim_param in symbols:
+                    size.dim_param = symbol
+        kept = [tensor for tensor in self._graph.input if tensor.name not in columns]
+        new = helper.make_tensor_value_info(joined.name, TensorProto.FLOAT, [symbol, joined.width])
+        del self._graph.input[:]
+        self._graph.input.extend([new, *kept])
+
+
+def _is_matrix(tensor: ValueInfoProto, width: int | None) -> bool:
+    """Whether an input is float32 [samples, width]."""
+    kind = tensor.type.tensor_type
+    sizes = kind.shape.dim
+    is_open = len(sizes) == 2 and not sizes[0].HasField("dim_value")
+    return is_open and width is not None and kind.elem_type == TensorProto.FLOAT and sizes[1].dim_value == width
+
+
+def _drop_unread(model: ModelProto) -> None:
+    """Remove nodes and constants whose values nothing reads any more."""
+    graph = model.graph
+    read = {value.name for value in graph.output}
+    kept = []
+    for node in reversed(graph.node):
+        if read.intersection(node.output):
+            kept.append(node)
+            read |= names_read(node)
+    values = read | {name for node in kept for name in node.output}
+    tensors = [tensor for tensor in graph.initializer if tensor.name in read]
+    infos = [info for info in graph.value_info if info.name in values]
+    for repeated in (graph.node, graph.initializer, graph.value_info):
+        del repeated[:]
+    graph.node.extend(reversed(kept))
+    graph.initializer.extend(tensors)
+    graph.value_info.extend(infos)

@@ -1,0 +1,100 @@
+"""An engine whose network reads vectors and inputs of requests as one matrix (joined_inputs.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.dense_engine.base import BoundRun, DenseEngine, JoinedInput, PreparedRuns
+from inference_session.device.base import Columns, Device
+from inference_session.errors import InvalidRequestError
+
+
+class JoiningEngine(DenseEngine):
+    """Puts given inputs next to the vectors that look-ups have written, and runs another engine on that."""
+
+    def __init__(self, engine: DenseEngine, joined: tuple[JoinedInput, ...], device: Device) -> None:
+        """`engine`: its network has the joined inputs; `device`: where they are."""
+        self._engine, self._device = engine, device
+        self.joined = joined
+        self.input_names = engine.input_names | {given.name for each in joined for given in each.given}
+        self.output_names, self.narrow_inputs = engine.output_names, engine.narrow_inputs
+        self.input_types = engine.input_types
+
+    def prepare(self) -> PreparedRuns | None:
+        """See DenseEngine."""
+        return self._engine.prepare()
+
+    def run(
+        self, inputs: Mapping[str, Any], outputs: Sequence[str], prepared: PreparedRuns | None = None
+    ) -> list[np.ndarray[Any, Any]]:
+        """See DenseEngine."""
+        with self._device.request():
+            self._fill(inputs)
+            return self._engine.run(self._own(inputs), outputs, prepared)
+
+    def may_bind(self, outputs: Sequence[str]) -> bool:
+        """See DenseEngine."""
+        return self._engine.may_bind(outputs)
+
+    def bind(self, inputs: Mapping[str, Any], outputs: Sequence[str]) -> BoundRun | None:
+        """See DenseEngine."""
+        filled = self._fill(inputs)
+        bound = self._engine.bind(self._own(inputs), outputs)
+        if bound is None:
+            return None
+        names = [given.name for each in self.joined for given in each.given]
+        arrays = [array for columns in filled for array in columns.arrays]
+        bound.inputs = {**bound.inputs, **dict(zip(names, arrays, strict=True))}
+        uploads = [columns.upload for columns in filled if columns.upload is not None]
+        return JoiningRun(bound, uploads) if uploads else bound
+
+    def end_warm_up(self) -> None:
+        """See DenseEngine."""
+        self._engine.end_warm_up()
+        self.replays = self._engine.replays
+
+    def close(self) -> None:
+        """See DenseEngine."""
+        self._engine.close()
+
+    def _own(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """What the other engine reads."""
+        return {name: inputs[name] for name in self._engine.input_names}
+
+    def _fill(self, inputs: Mapping[str, Any]) -> list[Columns]:
+        """Fill the columns of all joined inputs, other than vectors."""
+        filled = []
+        for joined in self.joined:
+            matrix, arrays = inputs[joined.name], [inputs[given.name] for given in joined.given]
+            _check_samples(matrix, joined, arrays)
+            columns = self._device.columns(matrix, joined.first_given, [given.width for given in joined.given])
+            columns.fill(arrays)
+            filled.append(columns)
+        return filled
+
+
+class JoiningRun(BoundRun):
+    """A run of a network whose joined inputs are copied to the device before."""
+
+    def __init__(self, bound: BoundRun, uploads: Sequence[Callable[[], object]]) -> None:
+        self.inputs, self._bound, self._uploads = bound.inputs, bound, uploads
+
+    def run(self) -> list[NDArray[Any]]:
+        """See BoundRun."""
+        for upload in self._uploads:
+            upload()
+        return self._bound.run()
+
+
+def _check_samples(matrix: Any, joined: JoinedInput, arrays: Sequence[Any]) -> None:
+    """Refuse inputs of other numbers of samples than the vectors that they stand next to."""
+    for given, array in zip(joined.given, arrays, strict=True):
+        if array.shape != (len(matrix), given.width):
+            raise InvalidRequestError(
+                f"the network cannot compute these values: {given.name!r} is {list(array.shape)}, expected"
+                f" {[len(matrix), given.width]}"
+            )

@@ -1,0 +1,53 @@
+"""Which inputs of a network look-ups and requests may fill together (DenseEngine.joined), and the look-ups that do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import replace
+from itertools import groupby
+
+from inference_session.dense_engine.base import JoinableInputs, JoinedInput
+from inference_session.model_spec import LookupSpec, ModelSpec
+
+
+def joinable_inputs(spec: ModelSpec) -> JoinableInputs | None:
+    """The inputs of the model's network that may be joined, whose widths no request changes; None: there are none."""
+    blocks = [(name, [*lookups]) for name, lookups in groupby(spec.lookups, lambda lookup: lookup.dense_input)]
+    names = [name for name, _ in blocks]
+    vectors = {name: width for name, block in blocks if names.count(name) == 1 and (width := _width(spec, block))}
+    given = {
+        tensor.name: tensor.shape[1]
+        for tensor in spec.inputs
+        if tensor.dtype == "float32" and len(tensor.shape) == 2 and tensor.shape[1] > 0 and tensor.name not in names
+    }
+    usable = spec.batched and spec.has_own_inputs and vectors and given
+    return JoinableInputs(vectors, given) if usable else None
+
+
+def with_joined_inputs(spec: ModelSpec, joined: Collection[JoinedInput]) -> ModelSpec:
+    """The model whose look-ups fill joined inputs, in place of those that these replace."""
+    names = {vectors: each.name for each in joined for vectors in each.vectors}
+    lookups = tuple(
+        replace(lookup, dense_input=names[lookup.dense_input], joined=True) if lookup.dense_input in names else lookup
+        for lookup in spec.lookups
+    )
+    return replace(spec, lookups=lookups)
+
+
+def _width(spec: ModelSpec, lookups: Collection[LookupSpec]) -> int:
+    """Elements that look-ups write for each sample; 0 where that depends on the request."""
+    widths = [_width_of(spec, lookup) for lookup in lookups]
+    return sum(widths) if all(widths) else 0
+
+
+def _width_of(spec: ModelSpec, lookup: LookupSpec) -> int:
+    dim = spec.table_in(lookup.table).embedding_dim
+    shape = next((tensor.shape for tensor in spec.inputs if tensor.name == lookup.keys), ())
+    if lookup.bags is not None or not shape:
+        return 0
+    if lookup.pooling != "none":
+        return dim if len(shape) == 2 else 0
+    if lookup.columns is not None:
+        return dim * (lookup.columns[1] - lookup.columns[0])
+    return dim * math.prod(shape[1:]) if min(shape[1:], default=1) > 0 else 0

@@ -1,0 +1,156 @@
+"""What a network puts side by side, vectors and inputs of requests, is written into one matrix: the same answers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+
+from inference_session import InferenceSession, Request
+from inference_session.dense_engine import OnnxEngine
+from inference_session.dense_engine.base import BoundRun, GivenColumns, JoinedInput
+from inference_session.dense_engine.joining import JoiningEngine
+from inference_session.device.base import Columns
+from inference_session.device.host import HostColumns, HostDevice, adjacent_columns
+from inference_session.errors import InvalidRequestError
+from inference_session.execution.network import Network
+from tests.testing import joined_model
+from tests.testing.joined_model import Arrays, JoinedModel
+from tests.testing.onnx_models import model_of
+
+SEEDS = range(24)
+SIZES = ((1,), (7, 2), (64,), (3,), (1, 1, 5), (40,), (2,))
+
+
+def assert_close(found: Arrays, expected: Arrays) -> None:
+    """Equal up to rounding of sums in another order; a row that is not finite spoils no other."""
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-4)
+
+
+def joined_of(session: InferenceSession) -> tuple[JoinedInput, ...]:
+    """What its network has joined."""
+    network: Network = session._model.replicas.all[0].network  # nothing else tells
+    return network.dense.joined
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_answers_are_those_of_the_original_network(seed: int, tmp_path: Path) -> None:
+    """Operands in any order, nested or read elsewhere as well; single requests and several, of changing sizes."""
+    rng = np.random.default_rng(seed)
+    model = joined_model.write(tmp_path / "1", rng)
+    with InferenceSession.open(model.directory) as session:
+        for sizes in SIZES:
+            requests = [model.inputs(size, rng, length=int(rng.integers(1, 4))) for size in sizes]
+            if rng.random() < 0.5:
+                spoil(requests[0], model, rng)
+            for found, inputs in zip(answers(session, requests), requests, strict=True):
+                assert_close(found, model.expected(inputs))
+
+
+def spoil(inputs: Arrays, model: JoinedModel, rng: np.random.Generator) -> None:
+    """Put a number that is not finite into one row."""
+    names = [tensor.name for tensor in model.spec.inputs if tensor.name.startswith("dense")]
+    array = inputs[rng.choice(names)]
+    array[rng.integers(len(array)), 0] = rng.choice([np.nan, np.inf, -np.inf])
+
+
+def answers(session: InferenceSession, requests: Sequence[Arrays]) -> list[Any]:
+    """On the fast path or, where it does not take them, on the general one."""
+    if len(requests) == 1:
+        return [session.run(requests[0])]
+    return session.run_many([Request(inputs) for inputs in requests])
+
+
+def test_most_networks_of_the_family_are_joined(tmp_path: Path) -> None:
+    """The tests test something: a joined input stands for all operands, and vectors come first."""
+    found: Counter[bool] = Counter()
+    for seed in SEEDS:
+        model = joined_model.write(tmp_path / str(seed), np.random.default_rng(seed))
+        with InferenceSession.open(model.directory) as session:
+            joined = joined_of(session)
+        found[bool(joined)] += 1
+        for each in joined:
+            assert each.first_given == sum(joined_model.WIDTHS[name] for name in each.vectors)
+            assert each.width % 16 == 0
+            given = {tensor.name: tensor.shape[1] for tensor in model.spec.inputs if tensor.name.startswith("dense")}
+            assert dict(each.given) == given
+    assert found[True] >= 8
+    assert found[False] >= 3
+
+
+def test_no_memory_shows_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was in memory before a batch, columns that nothing fills are zeros on the general path as well."""
+    monkeypatch.setattr("inference_session.execution.model.stage_on_host", lambda *_: None)
+    monkeypatch.setattr(HostDevice, "empty", lambda _, shape, dtype: np.full(shape, np.nan, dtype))
+    rng = np.random.default_rng(joined_model.JOINED_SEED)
+    model = joined_model.write(tmp_path / "1", rng)
+    with InferenceSession.open(model.directory) as session:
+        assert joined_of(session)
+        for num_samples in (5, 1, 0, 9):
+            inputs = model.inputs(num_samples, rng)
+            assert_close(session.run(inputs), model.expected(inputs))
+
+
+class CopiedColumns(Columns):
+    """As a GPU has them: the host writes elsewhere."""
+
+    def __init__(self, matrix: NDArray[np.float32], first: int, widths: Sequence[int]) -> None:
+        block = np.full((len(matrix), sum(widths)), np.nan, np.float32)
+        self.arrays = adjacent_columns(block, widths)[:-1]
+        self.upload = self._upload = lambda: HostColumns(matrix, first, widths).fill(self.arrays)
+
+    def fill(self, arrays: Sequence[Any]) -> None:
+        """See Columns."""
+        for target, values in zip(self.arrays, arrays, strict=True):
+            target[...] = values
+        self._upload()
+
+
+class CopyingDevice(HostDevice):
+    """A device whose matrices the host does not write."""
+
+    def columns(self, matrix: Any, first: int, widths: Sequence[int]) -> Any:
+        """See Device."""
+        return CopiedColumns(matrix, first, widths)
+
+
+JOINED = JoinedInput("joined", ("vectors",), 5, (GivenColumns("a", 2), GivenColumns("b", 3)), 16)
+
+
+def joining_engine(folder: Path, device: HostDevice) -> JoiningEngine:
+    """Its network answers the joined input."""
+    path = folder / "network.onnx"
+    onnx.save(model_of("g (float[n, 16] joined) => (float[n, 16] out) { out = Identity(joined) }", {}), path)
+    return JoiningEngine(OnnxEngine(path, num_threads=1), (JOINED,), device)
+
+
+@pytest.mark.parametrize("device", [HostDevice(), CopyingDevice()])
+def test_a_bound_run_reads_what_the_host_writes(device: HostDevice, tmp_path: Path) -> None:
+    """Vectors and given inputs change between runs, in place or where the device has the host write them."""
+    engine, rng = joining_engine(tmp_path, device), np.random.default_rng(0)
+    matrix = np.full((4, 16), np.nan, np.float32)
+    given = {name: np.zeros((4, width), np.float32) for name, width in JOINED.given}
+    bound = engine.bind({"joined": matrix, **given}, ["out"])
+    assert isinstance(bound, BoundRun)
+    for _ in range(3):
+        vectors, a, b = (rng.random((4, width), np.float32) for width in (5, 2, 3))
+        matrix[:, :5] = vectors
+        bound.inputs["a"][...], bound.inputs["b"][...] = a, b
+        (found,) = bound.run()
+        np.testing.assert_array_equal(found, np.concatenate([vectors, a, b, np.zeros((4, 6))], axis=1))
+
+
+@pytest.mark.parametrize("wrong", [np.zeros((3, 2)), np.zeros((4, 3)), np.zeros((1, 2)), np.zeros(2)])
+def test_other_shapes_are_refused(wrong: NDArray[np.float64], tmp_path: Path) -> None:
+    """Given inputs have a row for each row of vectors."""
+    engine = joining_engine(tmp_path, HostDevice())
+    inputs = {"joined": np.zeros((4, 16), np.float32), "a": wrong.astype(np.float32), "b": np.zeros((4, 3), np.float32)}
+    with pytest.raises(InvalidRequestError, match=r"'a' is .*, expected \[4, 2\]"):
+        engine.run(inputs, ["out"])
