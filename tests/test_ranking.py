@@ -229,6 +229,7 @@ def test_the_contexts_of_a_request_apart(session: InferenceSession) -> None:
 NUMBERS = {"clicks": np.zeros((3, 5), np.int64), "user": np.zeros(3, np.int64), "age": np.zeros((3, 2), np.float32)}
 BAD = {
     "must say how many of these belong to each context": NUMBERS,
+    r"is int32 \[1\], expected int32 \[4\]": {**request(4, 4), CANDIDATES: np.array([4], np.int32)},
     "has 2 contexts, but 'user' has 1": {"clicks": np.zeros((2, 5), np.int64)},
     "has 3 samples, but 'item' has 4": {"price": np.zeros((3, 1), np.float32)},
     "has the sum 3, expected 4": {CANDIDATES: np.array([3], np.int32)},

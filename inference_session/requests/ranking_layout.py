@@ -115,14 +115,17 @@ class RankingLayout(TensorLayout):
 
 
 def gives_one_context(spec: ModelSpec, inputs: Mapping[str, Any]) -> bool:
-    """Whether a request has one context, to which CANDIDATES assigns all candidates; the other inputs say the same."""
+    """Whether a request has one context, to which CANDIDATES assigns all candidates; the first inputs of both kinds say
+    the same.
+    """
     given = inputs.get(CANDIDATES)
     if len(inputs) != len(spec.inputs) + 1 or type(given) is not np.ndarray:
         return False
     if given.dtype != np.int32 or given.shape != (1,):
         return False
-    candidates = next(inputs.get(tensor.name) for tensor in spec.inputs if not tensor.context)
-    return type(candidates) is np.ndarray and bool(candidates.shape[:1] == (given[0],))
+    firsts = [next(inputs.get(each.name) for each in spec.inputs if each.context == kind) for kind in (True, False)]
+    lengths = [array.shape[:1] for array in firsts if type(array) is np.ndarray]
+    return lengths == [(1,), (int(given[0]),)]
 
 
 def split_by_context(spec: ModelSpec, inputs: Mapping[str, Any], max_elements: int) -> list[NDArray[Any]] | None:
