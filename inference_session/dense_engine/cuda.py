@@ -140,7 +140,9 @@ class CudaEngine(OnnxEngine):
         )
         self._can_bind = all(map(_is_numeric, (*self._session.get_inputs(), *self._session.get_outputs())))
         self._trusted: set[str] = set()
-        """Outputs whose shapes were seen to be what the file declares."""
+        """Outputs whose shapes were seen to be what the file declares. None of them is an input, which ONNX Runtime
+        would not copy to the memory that is bound for it.
+        """
         self._graphs: list[_Binding] = []
         """What has been recorded while the session warms up."""
         self._fixed: _Bindings = BoundedMemory(_MAX_FIXED)
@@ -355,7 +357,8 @@ class CudaEngine(OnnxEngine):
         _run(session, binding, self._plain)
         results = bound_results(binding)
         for name, array in zip(outputs, results, strict=True):
-            if array.shape == shapes.get(name) and array.ndim and len(array) > 1:
+            is_foreseen = array.shape == shapes.get(name) and array.ndim and len(array) > 1
+            if is_foreseen and name not in self.input_names:
                 self._trusted.add(name)
         return results
 

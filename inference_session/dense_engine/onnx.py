@@ -121,13 +121,14 @@ class OnnxBoundRun(BoundRun):
     """A run of the network on the processor over arrays that stay where they are.
 
     The first run tells the shapes of the outputs. Further ones write them to memory that was bound for them as well
-    (`results`), until the network is seen to give its outputs other shapes.
+    (`results`), unless the network is seen to give its outputs other shapes, or one of them is an input.
     """
 
     def __init__(self, session: Any, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> None:
         self.inputs = inputs
         self._outputs = outputs
-        self._may_bind_results = True
+        # ONNX Runtime leaves memory that is bound for an output as it is where the output is an input.
+        self._may_bind_results = inputs.keys().isdisjoint(outputs)
         self._binding = session.io_binding()
         for name, array in inputs.items():
             self._binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)

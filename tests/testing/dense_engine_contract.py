@@ -17,7 +17,7 @@ from tests.testing.onnx_models import model_of
 
 ROWS, VECTOR, WIDTH, HIDDEN = 5, 4, 8, 48
 GRAPH = (
-    "g (int64[n, 2] ids, float[n, 8] dense) => (float[n, 1] click, float[n, 48] layer, int64[n, 2] next)"
+    "g (int64[n, 2] ids, float[n, 8] dense) => (float[n, 1] click, float[n, 48] layer, int64[n, 2] next, int64[n, 2] ids)"
     " { e = Gather(small, ids) f = Flatten(e) x = Concat<axis = 1>(f, dense) a = MatMul(x, w0) b = Add(a, b0)"
     " layer = Relu(b) y = MatMul(layer, w1) click = Sigmoid(y) next = Add(ids, one) }"
 )
@@ -86,7 +86,7 @@ class DenseEngineContract:
     def test_names(self, engine: DenseEngine) -> None:
         """An engine names its inputs and the outputs that it can compute."""
         assert engine.input_names == {"ids", "dense"}
-        assert engine.output_names == {"click", "layer", "next"}
+        assert engine.output_names == {"click", "layer", "next", "ids"}
 
     @pytest.mark.parametrize("num_samples", [1, 2, 3, 64, 65, 1000])
     def test_answers(self, engine: DenseEngine, num_samples: int) -> None:
@@ -149,6 +149,22 @@ class DenseEngineContract:
         for inputs, found in zip((first, *others), answers, strict=True):
             for name, array in zip(["layer", "click"], found, strict=True):
                 np.testing.assert_allclose(array, expected(inputs)[name], rtol=0, atol=4 * self.tolerance)
+
+    def test_an_output_that_is_an_input(self, engine: DenseEngine) -> None:
+        """Its values are those of each run, bound or not: ONNX Runtime does not write them to bound memory."""
+        first = drawn_inputs(6)
+        prepared = engine.prepare()
+        bound = engine.bind({name: array.copy() for name, array in first.items()}, ["ids", "click"])
+        for seed in range(4):
+            inputs = drawn_inputs(6, seed)
+            found = [engine.run(inputs, ["ids", "click"], prepared)]
+            if bound is not None:
+                for name, array in bound.inputs.items():
+                    array[...] = inputs[name]
+                found.append(bound.run())
+            for ids, click in found:
+                np.testing.assert_array_equal(ids, inputs["ids"])
+                np.testing.assert_allclose(click, expected(inputs)["click"], rtol=0, atol=4 * self.tolerance)
 
     def test_threads(self, engine: DenseEngine) -> None:
         """Several threads run it at once, each with its own batches."""
