@@ -17,7 +17,8 @@ from tests.testing.onnx_models import model_of
 
 ROWS, VECTOR, WIDTH, HIDDEN = 5, 4, 8, 48
 GRAPH = (
-    "g (int64[n, 2] ids, float[n, 8] dense) => (float[n, 1] click, float[n, 48] layer, int64[n, 2] next, int64[n, 2] ids)"
+    "g (int64[n, 2] ids, float[n, 8] dense)"
+    " => (float[n, 1] click, float[n, 48] layer, int64[n, 2] next, int64[n, 2] ids)"
     " { e = Gather(small, ids) f = Flatten(e) x = Concat<axis = 1>(f, dense) a = MatMul(x, w0) b = Add(a, b0)"
     " layer = Relu(b) y = MatMul(layer, w1) click = Sigmoid(y) next = Add(ids, one) }"
 )
