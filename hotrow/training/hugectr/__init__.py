@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hotrow.training.hugectr import inference, tools
 from hotrow.training.hugectr.callbacks import TrainingCallback
-from hotrow.training.hugectr.embedding_collection import EmbeddingCollectionConfig, EmbeddingTableConfig
+from hotrow.training.hugectr.embedding_collection import (
+    EmbeddingCollectionConfig,
+    EmbeddingPlanner,
+    EmbeddingTableConfig,
+)
 from hotrow.training.hugectr.enums import (
     Activation_t,
     Alignment_t,
@@ -97,6 +101,7 @@ __all__ = [
     "DeviceLayout",
     "Distribution_t",
     "EmbeddingCollectionConfig",
+    "EmbeddingPlanner",
     "EmbeddingTableConfig",
     "Embedding_t",
     "FcPosition_t",
@@ -138,7 +143,10 @@ _INSTEAD = {
     "CreateHMemCache": "tables grow in memory; larger ones train with TorchRec or hotrow.training.HashEmbedding",
     "CreateMOS": "tables grow in memory; larger ones train with TorchRec or hotrow.training.HashEmbedding",
     "CreateMETC": "tables grow in memory; larger ones train with TorchRec or hotrow.training.HashEmbedding",
-    "EmbeddingPlanner": "it belongs to releases before 4.1; use EmbeddingCollectionConfig",
+    "EmbeddingTablePlaceHolder": (
+        "it belongs to release 3.7, whose look-ups have two dimensions; use EmbeddingTableConfig, whose look-ups have "
+        "three, and a Reshape"
+    ),
     "Session": _JSON_INSTEAD,
     "get_learning_rate_scheduler": _JSON_INSTEAD,
     "solver_parser_helper": _JSON_INSTEAD,

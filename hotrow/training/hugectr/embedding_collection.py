@@ -1,9 +1,9 @@
-"""HugeCTR's embedding collections, of releases 4.1 and later, as the embedding and dense layers that they equal."""
+"""HugeCTR's embedding collections, of releases 3.7 and later, as the embedding and dense layers that they equal."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hotrow.training.hugectr.enums import CommunicationStrategy, CompressionStrategy, Embedding_t, Layer_t
@@ -15,15 +15,25 @@ _COMBINERS = {"sum": "sum", "average": "mean", "mean": "mean", "concat": "concat
 
 @dataclass(frozen=True)
 class EmbeddingTableConfig:
-    """A table. It grows with the keys it meets: `max_vocabulary_size`, -1 for any number, has no effect."""
+    """A table. It grows with the keys it meets: `max_vocabulary_size`, -1 for any number, has no effect.
 
-    name: str
-    max_vocabulary_size: int
-    ev_size: int
+    Releases before 4.2 name it by `table_id`, and its optimizer by `opt_params_py`; `min_key` and `max_key` have no
+    effect.
+    """
+
+    name: str = ""
+    max_vocabulary_size: int = -1
+    ev_size: int = 0
     opt_params_or_empty: OptParamsPy | None = None
     init_param_or_empty: Any = None
+    table_id: int | None = field(default=None, kw_only=True)
+    min_key: int | None = field(default=None, kw_only=True)
+    max_key: int | None = field(default=None, kw_only=True)
+    opt_params_py: OptParamsPy | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        if self.table_id is not None and not self.name:
+            object.__setattr__(self, "name", str(self.table_id))
         if not (isinstance(self.name, str) and self.name):
             raise ConfigurationError(f"EmbeddingTableConfig: name is {self.name!r}; allowed: text")
         for name, least in (("max_vocabulary_size", -1), ("ev_size", 1)):
@@ -37,6 +47,11 @@ class EmbeddingTableConfig:
                 f"EmbeddingTableConfig {self.name!r}: init_param_or_empty is not supported; leave it out: new rows are "
                 "drawn evenly between -0.05 and 0.05"
             )
+
+    @property
+    def optimizer(self) -> OptParamsPy | None:
+        """Its own optimizer, if it has one."""
+        return self.opt_params_or_empty or self.opt_params_py
 
 
 @dataclass(frozen=True)
@@ -63,7 +78,7 @@ class _LookUp:
             combiner = "sum"
         return SparseEmbedding(
             Embedding_t.DistributedSlotSparseEmbeddingHash, 0, self.table.ev_size, combiner, self.top, self.bottom,
-            optimizer=self.table.opt_params_or_empty, table=self.table.name,
+            optimizer=self.table.optimizer, table=self.table.name,
         )  # fmt: skip
 
     def _check_one_key(self, num_keys: int) -> None:
@@ -119,7 +134,7 @@ class EmbeddingCollectionConfig:
             )
         self._joined_top = top_name
         for i, (table, bottom, each) in enumerate(zip(tables, bottoms, combiners, strict=True)):
-            self._add(table, bottom, f"{top_name}{i}", each)
+            self._add(table, bottom, f"{top_name}_look_up{i}", each)
 
     def shard(
         self,
@@ -168,3 +183,11 @@ class EmbeddingCollectionConfig:
         if same and same[0] != table:
             raise ConfigurationError(f"embedding_lookup (top_name {top!r}): two tables have the name {table.name!r}")
         self._look_ups.append(_LookUp(table, bottom, top, combiner))
+
+
+class EmbeddingPlanner(EmbeddingCollectionConfig):
+    """Makes an embedding collection in releases before 4.2."""
+
+    def create_embedding_collection(self, *_plan: Any, **_named: Any) -> EmbeddingCollectionConfig:
+        """The collection of its look-ups. A plan, which says where HugeCTR keeps rows, has no effect."""
+        return self

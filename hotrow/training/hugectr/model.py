@@ -497,7 +497,8 @@ class Model:
         hybrid = [embedding for embedding in readers if embedding.embedding_type is Embedding_t.HybridSparseEmbedding]
         reader = self._reader_params
         is_one_hot = reader.data_reader_type is DataReaderType_t.RawAsync and not reader.raw_format.is_multi_hot
-        if len(hybrid) != (len(readers) if is_one_hot else 0):
+        is_collection = any(embedding.table for embedding in readers)
+        if len(hybrid) != (len(readers) if is_one_hot and not is_collection else 0):
             raise ConfigurationError(
                 f"the sparse input {item.top_name!r}: HybridSparseEmbedding and RawAsync without multi_hot_reader are "
                 "used together, in HugeCTR too; else use LocalizedSlotSparseEmbeddingHash and DataReaderType_t.Raw, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from hotrow.training import hugectr, hugectr2onnx
 from hotrow.training.hugectr import EmbeddingCollectionConfig, EmbeddingTableConfig, Layer_t, Model
@@ -19,6 +21,7 @@ from inference_session.errors import ConfigurationError, ModelFormatError, Unsup
 from inference_session.importers.hugectr import import_hugectr
 from inference_session.importers.hugectr.graph import read_graph
 from tests.testing.hugectr_training_samples import binary, layer
+from tests.testing.training_jobs import run_ranks
 
 pytestmark = pytest.mark.training
 
@@ -136,6 +139,74 @@ def test_a_shared_table_is_saved_and_served_once(tmp_path: Path, monkeypatch: py
     with InferenceSession.open(report.version_dir) as session:
         np.testing.assert_allclose(session.predict(inputs), expected, atol=1e-6)
     hugectr2onnx.converter.convert("m.onnx", "graph.json", "m_dense_5.model", True, sparse)
+
+
+def _learn(rank: int, folder: str, prefix: str, num_ranks: int) -> None:
+    os.chdir(folder)
+    os.environ.update({"WORLD_SIZE": str(num_ranks), "RANK": str(rank)})
+    learn(prefix)
+
+
+def learn(prefix: str) -> None:
+    """Train some steps, save, and keep the answers."""
+    model, block = shared_model(), batch()
+    for _ in range(5):
+        model.trainer.train(block, 0.5)
+    predictions, _ = model.trainer.evaluate(block)
+    model.save_params_to_files(prefix, 5)
+    if os.environ.get("RANK", "0") == "0":
+        np.save(f"{prefix}_predictions.npy", predictions)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_several_processes_learn_a_collection_as_one_does(
+    num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each keeps the rows of its keys, of a table that two look-ups share too."""
+    monkeypatch.chdir(tmp_path)
+    learn("one")
+    run_ranks(_learn, str(tmp_path), "several", num_ranks, num_ranks=num_ranks)
+    found = [np.load(f"{prefix}_predictions.npy") for prefix in ("several", "one")]
+    np.testing.assert_allclose(found[0], found[1], atol=1e-6, rtol=0)
+    for i, num_states in enumerate((0, 1)):
+        (keys, *values), (expected_keys, *expected) = (saved(f"{prefix}{i}") for prefix in ("several", "one"))
+        assert keys == expected_keys
+        assert len(values[1]) == num_states
+        for array, other in zip(values, expected, strict=True):
+            np.testing.assert_allclose(array, other, atol=1e-6, rtol=0)
+
+
+def saved(table: str) -> tuple[list[int], NDArray[np.float32], NDArray[np.float32]]:
+    """Keys, ascending, and their vectors, [keys, DIM], and states, [states, keys, DIM]."""
+    keys = np.fromfile(f"{table}_sparse_5.model/key", np.int64)
+    order, shape = np.argsort(keys), (-1, len(keys), DIM)
+    vectors, states = (
+        np.fromfile(path, np.float32).reshape(shape)[:, order]
+        for path in (f"{table}_sparse_5.model/emb_vector", f"{table}_opt_sparse_5.model")
+    )
+    return keys[order].tolist(), vectors[0], states
+
+
+def test_a_planner_of_earlier_releases_makes_the_same_collection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    planner, made = hugectr.EmbeddingPlanner(), EmbeddingCollectionConfig()
+    for number, (_, bottom, combiner) in enumerate(LOOK_UPS):
+        now = EmbeddingTableConfig(str(number), 100, DIM, ADAGRAD)
+        then = EmbeddingTableConfig(
+            table_id=number, max_vocabulary_size=100, ev_size=DIM, min_key=0, max_key=9, opt_params_py=ADAGRAD
+        )
+        planner.embedding_lookup(table_config=then, bottom_name=bottom, top_name=f"top{number}", combiner=combiner)
+        made.embedding_lookup(now, bottom, f"top{number}", combiner)
+    documents = []
+    for one in (planner.create_embedding_collection("plan.json"), made):
+        model = bare_model()
+        model.add(data_layer())
+        model.add(one)
+        model.graph_to_json("graph.json")
+        documents.append(json.loads(Path("graph.json").read_text()))
+    assert documents[0] == documents[1]
 
 
 def write_ps_json(folder: Path, sparse: list[str]) -> None:

@@ -382,7 +382,7 @@ def test_names_order_and_defaults_are_those_of_release_3_4() -> None:
             r"training_callbacks is \[1\]; allowed: a list of Train",
         ),
         (lambda: hugectr.CreateETC([], []), "CreateETC is not supported: .*TorchRec"),
-        (hugectr.EmbeddingPlanner, "EmbeddingPlanner is not supported: .*use EmbeddingCollectionConfig"),
+        (hugectr.EmbeddingTablePlaceHolder, "EmbeddingTablePlaceHolder is not supported: .*use EmbeddingTableConfig"),
         (
             lambda: DenseLayer(Layer_t.InnerProduct, ["a"], ["b"], num_outputs=[1]),
             r"InnerProduct .*\['num_outputs'\] are not supported",
