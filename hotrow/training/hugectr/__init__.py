@@ -64,6 +64,8 @@ from hotrow.training.hugectr.tuning import (
     DenseLayerComputeConfig,
     DenseLayerSwitchs,
     HybridEmbeddingParam,
+    MemoryCacheConfig,
+    TrainingCacheParams,
 )
 from inference_session.errors import ConfigurationError, UnsupportedModelError
 from inference_session.importers.hugectr import data_source as data
@@ -74,6 +76,8 @@ if TYPE_CHECKING:
 
 CreateSolver = Solver
 CreateOptimizer = OptParamsPy
+CreateETC = CreateMOS = TrainingCacheParams
+CreateHMemCache = MemoryCacheConfig
 
 __all__ = [
     "Activation_t",
@@ -84,6 +88,9 @@ __all__ = [
     "CommunicationStrategy",
     "CommunicationType",
     "CompressionStrategy",
+    "CreateETC",
+    "CreateHMemCache",
+    "CreateMOS",
     "CreateOptimizer",
     "CreateSolver",
     "DataGenerator",
@@ -139,10 +146,6 @@ _JSON_INSTEAD = (
     "CreateSolver, Model and Model.construct_from_json(CONFIG.json, include_dense_network=True)"
 )
 _INSTEAD = {
-    "CreateETC": "tables grow in memory; larger ones train with TorchRec or hotrow.training.HashEmbedding",
-    "CreateHMemCache": "tables grow in memory; larger ones train with TorchRec or hotrow.training.HashEmbedding",
-    "CreateMOS": "tables grow in memory; larger ones train with TorchRec or hotrow.training.HashEmbedding",
-    "CreateMETC": "tables grow in memory; larger ones train with TorchRec or hotrow.training.HashEmbedding",
     "EmbeddingTablePlaceHolder": (
         "it belongs to release 3.7, whose look-ups have two dimensions; use EmbeddingTableConfig, whose look-ups have "
         "three, and a Reshape"

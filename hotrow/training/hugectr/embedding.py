@@ -72,6 +72,8 @@ class EmbeddingTable:
         self._rows = create_index(self._device)
         self._weight = torch.zeros((_MIN_ROWS, embedding_dim), device=self._device)
         self._states = [self._fresh(_MIN_ROWS) for _ in self.rule.state_names]
+        self._is_changed: Tensor | None = None
+        """bool [rows], since they were taken last; None where nobody takes them."""
 
     @property
     def num_rows(self) -> int:
@@ -146,6 +148,9 @@ class EmbeddingTable:
     def update(self, touched: BatchRows, gradient: Tensor, lr: float) -> None:
         """One step of the optimizer, given the gradients of `touched.vectors`, which may be overwritten."""
         self.num_steps += 1
+        if self._is_changed is not None:
+            self._is_changed[1 : self._rows.num_rows if self._moves_all else 1] = True
+            self._is_changed[touched.rows] = True
         gradient = gradient if touched.kept is None else gradient[touched.kept]
         if self._moves_all:
             self._update_all(touched.rows, gradient, lr)
@@ -167,6 +172,18 @@ class EmbeddingTable:
         for whole, part in zip(wholes, [weight, *states], strict=True):
             whole.index_copy_(0, rows, part)
 
+    def track_changes(self) -> None:
+        """Note from now on which rows change."""
+        self._is_changed = torch.zeros(len(self._weight), dtype=torch.bool, device=self._device)
+
+    def take_changes(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Keys [n] and vectors [n, embedding_dim], kept by this process, that changed since the last call."""
+        if self._is_changed is None:
+            raise ValueError("track_changes comes first")
+        rows = self._is_changed[: self._rows.num_rows].nonzero().squeeze(1)
+        self._is_changed.zero_()
+        return self._rows.keys[rows].cpu().numpy(), self._weight[rows].cpu().numpy()
+
     def load(self, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """Replace all rows by these, as far as this process keeps them; their states begin anew."""
         self._rows = create_index(self._device)
@@ -178,6 +195,8 @@ class EmbeddingTable:
         self._make_room()
         self._weight.index_copy_(0, rows, torch.from_numpy(vectors[order]).to(self._device))
         self.num_steps = 0
+        if self._is_changed is not None:
+            self._is_changed.zero_()
 
     def rows_of(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """int64 [n] to the rows that this process keeps, int64 [n]; 0 for other keys."""
@@ -240,6 +259,9 @@ class EmbeddingTable:
         num_rows = max(num_rows, 2 * len(self._weight))
         self._weight = _longer(self._weight, torch.zeros((num_rows, self.embedding_dim), device=self._device))
         self._states = [_longer(state, self._fresh(num_rows)) for state in self._states]
+        if self._is_changed is not None:
+            fresh = torch.zeros(num_rows, dtype=torch.bool, device=self._device)
+            self._is_changed = _longer(self._is_changed, fresh)
 
     def _fresh(self, num_rows: int) -> Tensor:
         return torch.full((num_rows, self.embedding_dim), self.rule.first_state, device=self._device)

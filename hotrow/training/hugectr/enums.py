@@ -202,7 +202,7 @@ class AllReduceAlgo(Enum):
 
 
 class TrainPSType_t(Enum):
-    """Parameter servers of the embedding training cache, which is refused."""
+    """Parameter servers of the embedding training cache; without effect."""
 
     Staged = "Staged"
     Cached = "Cached"

@@ -101,27 +101,31 @@ class Fitting:
         if is_complete:
             self.say(f"Finish {count} iterations with batchsize: {self.solver.batchsize} in {self._elapsed():.2f}s.")
 
-    def epochs(self, count: int, source: str, eval_source: str) -> None:
-        """Train this many epochs."""
+    def epochs(self, count: int, sources: Sequence[str], eval_source: str) -> None:
+        """Train this many epochs, each of all sources."""
         if not is_whole(count) or count <= 0:
             raise ConfigurationError(
                 f"Model.fit: num_epochs is {count!r}; from 1, as repeat_dataset of the solver is False"
             )
         self._announce(f"Use epoch mode with number of epochs: {count}")
-        self.say(f"Training source file: {source}")
+        self.say(f"Training source file: {', '.join(sources)}")
         self.say(f"Evaluation source file: {eval_source}")
         self.model.get_data_reader_eval().set_source(eval_source)
         for epoch in range(count):
             self.say(f"-----------------------------------Epoch {epoch}-----------------------------------")
-            self.model.get_data_reader_train().set_source(source)
-            while not (ended := self._step(f"{count} epochs")):
-                pass
-            if ended == "hit":
+            if any(self._one_source(source, f"{count} epochs") for source in sources):
                 return
         self.say(
             f"Finish {count} epochs {self._iteration} global iterations with batchsize {self.solver.batchsize} "
             f"in {self._elapsed():.2f}s."
         )
+
+    def _one_source(self, source: str, of: str) -> bool:
+        """Train on all data of a source; whether the target of AUC is reached."""
+        self.model.get_data_reader_train().set_source(source)
+        while not (ended := self._step(of)):
+            pass
+        return ended == "hit"
 
     def _step(self, of: str) -> str:
         """One iteration; "end" if no data was left, "hit" if the target of AUC is reached."""

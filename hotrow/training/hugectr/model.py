@@ -45,6 +45,8 @@ from hotrow.training.hugectr.readers.sources import Source
 from hotrow.training.hugectr.schedule import LearningRateScheduler
 from hotrow.training.hugectr.summary import summary_text
 from hotrow.training.hugectr.trainer import Trainer
+from hotrow.training.hugectr.training_cache import TrainingCache
+from hotrow.training.hugectr.tuning import TrainingCacheParams
 from inference_session.errors import ConfigurationError, ModelFormatError, UnsupportedModelError
 from inference_session.importers.hugectr.data_source import DataSourceParams
 from inference_session.importers.hugectr.graph import EMBEDDING_LAYERS, Graph, parse_graph
@@ -68,16 +70,21 @@ class Model:
     """A model, from its layers to its files. Methods have HugeCTR's names, and its order: add, compile, fit."""
 
     def __init__(
-        self, solver: Solver, reader_params: DataReaderParams, opt_params: OptParamsPy, etc_params: Any = None
+        self,
+        solver: Solver,
+        reader_params: DataReaderParams,
+        opt_params: OptParamsPy,
+        etc_params: TrainingCacheParams | None = None,
     ) -> None:
         """Join the processes of the job; see `join_processes`.
 
         Raises:
             ConfigurationError: the batch size does not divide among the processes; or as `join_processes`.
-            UnsupportedModelError: the script requests the embedding training cache.
         """
-        if etc_params is not None:
-            _refuse_training_cache()
+        if etc_params is not None and solver.repeat_dataset:
+            raise ConfigurationError("the embedding training cache is for epoch mode: repeat_dataset=False")
+        self._cache_params = etc_params
+        self._cache: TrainingCache | None = None
         self._solver, self._reader_params, self._opt_params = solver, reader_params, opt_params
         self._processes = join_processes(solver.vvgpu)
         if solver.batchsize % self._processes.count:
@@ -140,6 +147,10 @@ class Model:
         params = [embedding.optimizer or self._opt_params for embedding in self._design.embeddings]
         inputs = [names.index(embedding.bottom_name) for embedding in self._design.embeddings]
         self._trainer = Trainer(graph, inputs, params, self._opt_params, self._solver, self._processes)
+        if self._cache_params is not None:
+            self._cache = TrainingCache(self._cache_params, self._trainer.tables)
+            for table, place in self._cache.existing:
+                snapshot.load_table(table, place, DataSourceParams(), self._key_type)
         self._trainer.loss_weights = dict(zip(data.label_names, data.label_weights, strict=True))
         self._weight_losses(loss_names or (), loss_weights or ())
         train, evaluation = self._source(train=True), self._source(train=False)
@@ -208,18 +219,23 @@ class Model:
         if self._solver.repeat_dataset:
             run.iterations(max_iter)
         else:
-            run.epochs(num_epochs, self._reader_params.source[0], self._reader_params.eval_source)
+            sources = self._reader_params.source if self._cache else self._reader_params.source[:1]
+            run.epochs(num_epochs, sources, self._reader_params.eval_source)
 
     def set_source(self, source: str | Sequence[str] = "", keyset: Any = None, eval_source: str | None = None) -> None:
-        """Train the next `fit` on other data, in epoch mode: `set_source(source, eval_source)`."""
-        if not isinstance(source, str) or (keyset is not None and eval_source is not None):
-            _refuse_training_cache()
+        """Train the next `fit` on other data, in epoch mode: `set_source(source, eval_source)`.
+
+        With a training cache, `source` may be a list; keysets have no effect.
+        """
+        if not isinstance(source, str) and self._cache_params is None:
+            raise ConfigurationError("Model.set_source: several sources need a training cache, hugectr.CreateETC(…)")
         evaluation = eval_source if eval_source is not None else keyset
         if self._solver.repeat_dataset:
             raise ConfigurationError("Model.set_source is for epoch mode: repeat_dataset of the solver is True")
         if not source or not evaluation:
             raise ConfigurationError("Model.set_source: source and eval_source name the data, and are required")
-        self._reader_params.source, self._reader_params.eval_source = [source], str(evaluation)
+        self._reader_params.source = [source] if isinstance(source, str) else list(source)
+        self._reader_params.eval_source = str(evaluation)
 
     def start_data_reading(self) -> None:
         """Begin to read training and evaluation data, in repeat mode."""
@@ -338,6 +354,8 @@ class Model:
         """Write weights, tables and optimizer states as `<prefix>_dense_<iter>.model` and so on."""
         trainer = self._compiled("save_params_to_files")
         snapshot.save_snapshot(trainer, prefix, iter, data_source_params or self._data_source)
+        if self._cache is not None:
+            self._cache.save(self._processes)
         self._processes.wait()
         self._say(f"Dumping weights and optimizer states of {prefix!r}, iteration {iter}, successful")
 
@@ -400,17 +418,25 @@ class Model:
         """Train a table, or all of them, again."""
         self._set_trainable("unfreeze_embedding", embedding_name, is_trainable=True)
 
-    def get_embedding_training_cache(self) -> NoReturn:
-        """Refused."""
-        _refuse_training_cache()
+    def get_embedding_training_cache(self) -> TrainingCache:
+        """What `CreateETC` asked for; ConfigurationError if nothing did."""
+        self._compiled("get_embedding_training_cache")
+        if self._cache is None:
+            raise ConfigurationError("the model has no training cache; give hugectr.CreateETC(…) to Model")
+        return self._cache
 
-    def get_incremental_model(self) -> NoReturn:
-        """Refused."""
-        _refuse_training_cache()
+    get_model_oversubscriber = get_embedding_training_cache  # the name in release 3.2
+
+    def get_incremental_model(self) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+        """By table, keys [n] and vectors [n, embedding_vec_size] that changed since the last call, on this process."""
+        return self.get_embedding_training_cache().changed_rows()
 
     def dump_incremental_model_2kafka(self) -> NoReturn:
         """Refused."""
-        _refuse_training_cache()
+        raise UnsupportedModelError(
+            "Model.dump_incremental_model_2kafka is not supported; hotrow.training.UpdatePublisher sends rows to "
+            "servers while a model trains"
+        )
 
     @property
     def _key_type(self) -> KeyType:
@@ -562,11 +588,3 @@ class Model:
 def _on_hdfs(params: DataSourceParams | None, name: str) -> Any:
     """The files of that name in parameters that are for HDFS; else nothing."""
     return getattr(params, name) if params is not None and params.is_hdfs else None
-
-
-def _refuse_training_cache() -> NoReturn:
-    raise UnsupportedModelError(
-        "the embedding training cache (CreateETC, keysets) is not supported: tables grow in memory here. "
-        "Larger ones train with TorchRec or hotrow.training.HashEmbedding, spread over processes; "
-        "hotrow.training.UpdatePublisher sends rows to servers while a model trains"
-    )

@@ -172,7 +172,7 @@ class OptParamsPy:
 class DataReaderParams:
     """Where training data is, and how it is read.
 
-    `num_workers`, `cache_eval_data` and `read_file_sequentially` change no result, and of `async_param` only
+    `keyset`, `num_workers`, `cache_eval_data` and `read_file_sequentially` change no result, and of `async_param` only
     `multi_hot_reader` and `is_dense_float` do.
     """
 
@@ -199,11 +199,6 @@ class DataReaderParams:
         _check_given("DataReaderParams", eval_source=eval_source, check_type=check_type)
         self.data_reader_type = member(DataReaderType_t, data_reader_type, "DataReaderParams", "data_reader_type")
         self.source = [source] if isinstance(source, str) else list(source)
-        if any([keyset] if isinstance(keyset, str) else keyset):
-            raise UnsupportedModelError(
-                "DataReaderParams: keyset belongs to the embedding training cache, which is not supported: tables "
-                "grow in memory here. Leave it out"
-            )
         self.eval_source = eval_source if isinstance(eval_source, str) else next(iter(eval_source), "")
         if not self.source or not self.source[0] or not self.eval_source:
             raise ConfigurationError("DataReaderParams: source and eval_source name the data, and are required")

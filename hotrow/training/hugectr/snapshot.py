@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -123,15 +124,37 @@ def _write_table(
     """Rows and states of all processes, and with the states the keys that they are of."""
     folder, states = staging / names.sparse(number), names.sparse_states(number)
     keys, vectors, *columns = (processes.rows_of_all(column) for column in table.columns)
-    folder.mkdir()
-    _write(folder / KEY_FILE, (part.cpu().numpy().astype("<i8") for part in keys))
-    _write_floats(folder / VECTOR_FILE, vectors)
+    _write_rows(folder, keys, vectors)
     with (folder / KEY_FILE).open("rb") as file:
         _write(staging / f"{states}{_KEYS}", iter(partial(file.read, _BYTES_AT_ONCE), b""))
     about = {"num_rows": (folder / KEY_FILE).stat().st_size // 8, "keys": _digest(folder / KEY_FILE)}
     parts = (part for column in columns for part in column)
     written = _write_states(staging, states, parts, table.rule.__class__.__name__, table.num_steps, about)
     return [names.sparse(number), f"{states}{_KEYS}", *written]
+
+
+def save_table(table: EmbeddingTable, processes: Processes, folder: Path) -> None:
+    """Write keys and vectors of all processes, which all call it, into a folder; one of that name is replaced.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    keys, vectors = (processes.rows_of_all(column) for column in (table.keys, table.weight))
+    if processes.rank > 0:
+        for _ in (*keys, *vectors):
+            pass
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with working_folder(folder.parent, f".tmp-{folder.name}_") as staging:
+        _write_rows(staging / folder.name, keys, vectors)
+        shutil.rmtree(folder, ignore_errors=True)
+        (staging / folder.name).rename(folder)
+
+
+def _write_rows(folder: Path, keys: Iterable[Tensor], vectors: Iterable[Tensor]) -> None:
+    folder.mkdir()
+    _write(folder / KEY_FILE, (part.cpu().numpy().astype("<i8") for part in keys))
+    _write_floats(folder / VECTOR_FILE, vectors)
 
 
 def _write_states(

@@ -1,11 +1,14 @@
-"""Parameters that make HugeCTR faster. Here they change nothing, but for what AsyncParam says of files."""
+"""Parameters of how HugeCTR uses its devices and memory, most of which change nothing here."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hotrow.training.hugectr.enums import Alignment_t
+from inference_session.errors import UnsupportedModelError
 
 
 @dataclass
@@ -44,3 +47,40 @@ class DenseLayerComputeConfig:
 
 DenseLayerSwitchs = DenseLayerComputeConfig
 """The name in releases 3.7 and 3.8."""
+
+
+class TrainingCacheParams:
+    """`CreateETC`, and `CreateMOS` of release 3.2."""
+
+    def __init__(
+        self,
+        ps_types: Sequence[Any] = (),
+        sparse_models: Sequence[str] = (),
+        local_paths: Sequence[str] = (),
+        hmem_cache_configs: Sequence[Any] = (),
+        *,
+        train_from_scratch: bool = False,
+        use_host_memory_ps: bool = True,
+        trained_sparse_models: Sequence[str] = (),
+        dest_sparse_models: Sequence[str] = (),
+    ) -> None:
+        """Only the folders of the tables have an effect: `sparse_models`, or the last two names of release 3.2.
+
+        Raises:
+            UnsupportedModelError: a folder is not on this machine.
+        """
+        for place in (*sparse_models, *trained_sparse_models, *dest_sparse_models):
+            if "://" in place:
+                raise UnsupportedModelError(
+                    f"CreateETC: sparse_models {place!r} is not supported; name folders of this machine. Snapshots are "
+                    "written to HDFS where DataSourceParams says so"
+                )
+        self.sparse_models = [Path(place) for place in (sparse_models or trained_sparse_models or dest_sparse_models)]
+        self.is_from_scratch = train_from_scratch
+
+
+class MemoryCacheConfig:
+    """`CreateHMemCache`: without effect."""
+
+    def __init__(self, num_blocks: int, target_hit_rate: float, max_num_evict: int) -> None:
+        """Any arguments."""

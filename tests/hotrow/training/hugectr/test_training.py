@@ -381,7 +381,6 @@ def test_names_order_and_defaults_are_those_of_release_3_4() -> None:
             lambda: hugectr.CreateSolver(training_callbacks=[1]),
             r"training_callbacks is \[1\]; allowed: a list of Train",
         ),
-        (lambda: hugectr.CreateETC([], []), "CreateETC is not supported: .*TorchRec"),
         (hugectr.EmbeddingTablePlaceHolder, "EmbeddingTablePlaceHolder is not supported: .*use EmbeddingTableConfig"),
         (
             lambda: DenseLayer(Layer_t.InnerProduct, ["a"], ["b"], num_outputs=[1]),
@@ -389,7 +388,6 @@ def test_names_order_and_defaults_are_those_of_release_3_4() -> None:
         ),
         (lambda: hugectr.DataReaderSparseParam("a", [1, 2], True, 3), "2 numbers in nnz_per_slot for 3 slots"),
         (hugectr.Session, r"Session is not supported: .*hotrow train CONFIG\.json"),
-        (hugectr.CreateMOS, "CreateMOS is not supported: .*TorchRec"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(call: Any, message: str) -> None:
