@@ -263,6 +263,18 @@ def distinct(keys: Tensor) -> tuple[Tensor, Tensor]:
     return index.keys[1 : index.num_rows], places
 
 
+def distinct_in_common(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """As `distinct`, in an order that is the same for all processes that give the same keys."""
+    found, places = distinct(keys)
+    if keys.device.type == "cpu":  # in the order of the keys
+        return found, places
+    # The threads of a GPU number them in any order.
+    found, order = found.sort()
+    moved_to = torch.empty_like(order)
+    moved_to[order] = torch.arange(len(order), device=order.device)
+    return found, moved_to[places]
+
+
 def distinct_by_owner(keys: Tensor, num_owners: int) -> Distinct:
     """As `distinct`, ordered by owners. Waits for no device where kernels run."""
     if device_rows.can_run(keys.device):

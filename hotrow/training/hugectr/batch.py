@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hotrow.training.hugectr.processes import Processes
 from hotrow.training.hugectr.readers.block import Bags, Block
-from hotrow.training.key_index import distinct
+from hotrow.training.key_index import distinct_in_common
 
 _ALIGNMENT = 512
 """Bytes; packed tensors begin at its multiples, as do those that torch makes on a GPU."""
@@ -38,8 +38,11 @@ class DeviceBags:
 
     @cached_property
     def distinct_keys(self) -> tuple[Tensor, Tensor]:
-        """The keys, each once, int64 [m], and which of them each key is, int64 [n]."""
-        return distinct(self.keys)
+        """The keys, each once, int64 [m], and which of them each key is, int64 [n].
+
+        The order is the same on all processes: these add up the vectors of all keys by it.
+        """
+        return distinct_in_common(self.keys)
 
 
 def joined(bags: Sequence[DeviceBags]) -> DeviceBags:

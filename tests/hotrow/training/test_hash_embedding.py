@@ -18,7 +18,7 @@ from torch import autograd, nn  # noqa: E402
 
 from hotrow import training  # noqa: E402
 from hotrow.training import hash_table  # noqa: E402
-from hotrow.training.key_index import DeviceIndex, HashIndex, SortedIndex, distinct  # noqa: E402
+from hotrow.training.key_index import DeviceIndex, HashIndex, SortedIndex, distinct, distinct_in_common  # noqa: E402
 from inference_session.errors import ConfigurationError  # noqa: E402
 
 pytestmark = [pytest.mark.training, pytest.mark.filterwarnings("ignore")]
@@ -234,6 +234,17 @@ def test_skewed_batches_of_many_keys(device: str) -> None:
         assert torch.equal(index.find(keys), rows)
     assert len(torch.unique(index.keys[1 : index.num_rows])) == index.num_rows - 1
     assert int(index.find(torch.randint(*INT64, (1000,))).count_nonzero()) == 0
+
+
+def test_all_processes_order_the_distinct_keys_of_a_batch_alike(device: str) -> None:
+    """Two of them find the same keys in the same places, however threads took turns."""
+    torch.manual_seed(0)
+    keys = torch.cat([torch.randint(*INT64, (50_000,)), torch.randint(-9000, 9000, (50_000,))]).to(device)
+    (found, places), (again, places_again) = distinct_in_common(keys), distinct_in_common(keys.clone())
+    assert torch.equal(found, again)
+    assert torch.equal(places, places_again)
+    assert torch.equal(found[places], keys)
+    assert len(found) == len(torch.unique(keys))
 
 
 def test_many_keys_grow_the_table() -> None:
