@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 
 class JoinableInputs(NamedTuple):
-    """Inputs of a network, float32 [samples, width], that may become columns of one, with their widths."""
+    """Inputs of a network, float32 with `width` elements for each sample, that may become columns of one input."""
 
     vectors: Mapping[str, int]
     """Written by look-ups, in this order."""
@@ -21,7 +21,7 @@ class JoinableInputs(NamedTuple):
 
 
 class GivenColumns(NamedTuple):
-    """An input of requests, float32 [samples, width], that is some columns of a joined input."""
+    """An input of requests, float32 with `width` elements for each sample, that is some columns of a joined input."""
 
     name: str
     width: int

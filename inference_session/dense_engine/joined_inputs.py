@@ -8,21 +8,26 @@ reads: first the vectors, so that each is aligned, then the inputs of requests, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
-from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
+from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, shape_inference
 from onnx.external_data_helper import uses_external_data
+from onnx.shape_inference import InferenceError
 
 from inference_session.dense_engine.base import GivenColumns, JoinableInputs, JoinedInput
 from inference_session.dense_engine.parts import names_read
 from inference_session.dense_engine.products import Product, Products
 
 _NAME = "hotrow_joined"
+_SHAPING = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
+"""Operators that keep the order of elements."""
+_OPEN = -1
 _EVEN_WIDTH = 16
 """Widths are multiples of this: rows of float32 begin at a line of the processor's caches, and those of float16 where a
 GPU reads 32 bytes at once.
@@ -37,7 +42,7 @@ class JoinedNetwork(NamedTuple):
 
 
 class _Column(NamedTuple):
-    """Where an operand is among the columns of the original matrix."""
+    """Where an input is among the columns of the original matrix."""
 
     name: str
     first: int
@@ -52,12 +57,15 @@ def read_joined(path: Path, inputs: JoinableInputs) -> JoinedNetwork | None:
         return None
     if any(map(uses_external_data, model.graph.initializer)):
         return None
-    joined = join_inputs(model, inputs)
+    try:
+        joined = join_inputs(model, inputs)
+    except InferenceError:  # the engine says what is wrong
+        return None
     return JoinedNetwork(model.SerializeToString(), joined) if joined else None
 
 
 def join_inputs(model: ModelProto, inputs: JoinableInputs) -> tuple[JoinedInput, ...]:
-    """Rewrite a network in place; returns its joined inputs."""
+    """Rewrite a network in place; returns its joined inputs. Raises InferenceError of ONNX's."""
     network = _Network(model, inputs)
     joined = [network.join(node) for node in [*model.graph.node] if node.op_type == "Concat"]
     found = tuple(each for each in joined if each is not None)
@@ -73,8 +81,11 @@ class _Network:
         self._graph, self._inputs, self._products = model.graph, inputs, Products(model)
         widths = {**inputs.vectors, **inputs.given}
         self._tensors = {
-            tensor.name: tensor for tensor in model.graph.input if _is_matrix(tensor, widths.get(tensor.name))
+            tensor.name: tensor for tensor in model.graph.input if _has_width(tensor, widths.get(tensor.name))
         }
+        self._widths = widths
+        inferred = shape_inference.infer_shapes(model).graph
+        self._sizes = {value.name: _sizes(value) for value in (*inferred.input, *inferred.value_info)}
 
     def join(self, concat: NodeProto) -> JoinedInput | None:
         """Replace the result of a Concat by an input; None where that cannot be done."""
@@ -102,17 +113,29 @@ class _Network:
         return joined
 
     def _columns(self, concat: NodeProto) -> dict[str, _Column]:
-        """The operands of a Concat, by name; none unless all are inputs that may be joined and nothing else reads."""
+        """The operands of a Concat, by the inputs that they are; none unless all are such that may be joined, in the
+        form of a matrix, and nothing else reads them.
+        """
         columns: dict[str, _Column] = {}
         first = 0
-        for name in self._operands(concat):
-            tensor = self._tensors.get(name)
-            if tensor is None or name in columns or self._products.user(name) is None:
+        for operand in self._operands(concat):
+            name = self._source(operand)
+            if name not in self._tensors or name in columns or self._products.user(name) is None:
                 return {}
-            width = tensor.type.tensor_type.shape.dim[1].dim_value
+            width = self._widths[name]
+            if self._sizes.get(operand, ())[1:] != (width,):
+                return {}
             columns[name] = _Column(name, first, width)
             first += width
         return columns
+
+    def _source(self, name: str) -> str:
+        """The value that has the same elements in the same order, and that is used for this one alone."""
+        maker = self._products.maker(name)
+        while maker is not None and maker.op_type in _SHAPING and not maker.domain:
+            name = maker.input[0]
+            maker = self._products.maker(name)
+        return name
 
     def _operands(self, concat: NodeProto) -> Iterator[str]:
         """Those of a Concat of matrices side by side, and of others that are operands of it."""
@@ -157,12 +180,19 @@ class _Network:
         self._graph.input.extend([new, *kept])
 
 
-def _is_matrix(tensor: ValueInfoProto, width: int | None) -> bool:
-    """Whether an input is float32 [samples, width]."""
-    kind = tensor.type.tensor_type
-    sizes = kind.shape.dim
-    is_open = len(sizes) == 2 and not sizes[0].HasField("dim_value")
-    return is_open and width is not None and kind.elem_type == TensorProto.FLOAT and sizes[1].dim_value == width
+def _has_width(tensor: ValueInfoProto, width: int | None) -> bool:
+    """Whether an input is float32 of any number of samples, and so many elements for each."""
+    first, *others = _sizes(tensor) or (0,)
+    is_float = tensor.type.tensor_type.elem_type == TensorProto.FLOAT
+    return (
+        is_float and first == _OPEN and width is not None and min(others, default=1) > 0 and math.prod(others) == width
+    )
+
+
+def _sizes(value: ValueInfoProto) -> Sequence[int]:
+    """Of its dimensions, _OPEN for those that are not fixed."""
+    sizes = value.type.tensor_type.shape.dim
+    return tuple(size.dim_value if size.HasField("dim_value") else _OPEN for size in sizes)
 
 
 def _drop_unread(model: ModelProto) -> None:

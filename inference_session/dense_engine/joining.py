@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.dense_engine.base import BoundRun, DenseEngine, JoinedInput, PreparedRuns
+from inference_session.dense_engine.base import BoundRun, DenseEngine, GivenColumns, JoinedInput, PreparedRuns
 from inference_session.device.base import Columns, Device
 from inference_session.errors import InvalidRequestError
 
@@ -69,8 +69,8 @@ class JoiningEngine(DenseEngine):
         """Fill the columns of all joined inputs, other than vectors."""
         filled = []
         for joined in self.joined:
-            matrix, arrays = inputs[joined.name], [inputs[given.name] for given in joined.given]
-            _check_samples(matrix, joined, arrays)
+            matrix = inputs[joined.name]
+            arrays = [_as_columns(inputs[given.name], given, len(matrix)) for given in joined.given]
             columns = self._device.columns(matrix, joined.first_given, [given.width for given in joined.given])
             columns.fill(arrays)
             filled.append(columns)
@@ -90,11 +90,11 @@ class JoiningRun(BoundRun):
         return self._bound.run()
 
 
-def _check_samples(matrix: Any, joined: JoinedInput, arrays: Sequence[Any]) -> None:
-    """Refuse inputs of other numbers of samples than the vectors that they stand next to."""
-    for given, array in zip(joined.given, arrays, strict=True):
-        if array.shape != (len(matrix), given.width):
-            raise InvalidRequestError(
-                f"the network cannot compute these values: {given.name!r} is {list(array.shape)}, expected"
-                f" {[len(matrix), given.width]}"
-            )
+def _as_columns(array: Any, given: GivenColumns, num_samples: int) -> Any:
+    """A given input as a matrix; InvalidRequestError where it does not fit next to vectors of so many samples."""
+    if array.shape[:1] != (num_samples,) or array.size != num_samples * given.width or array.dtype != np.float32:
+        raise InvalidRequestError(
+            f"the network cannot compute these values: {given.name!r} is {array.dtype} {list(array.shape)}, expected"
+            f" float32 of {num_samples} samples with {given.width} elements"
+        )
+    return array.reshape(num_samples, given.width)

@@ -7,6 +7,7 @@ once per shape.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -208,8 +209,8 @@ class HostStaging:
         for i, (name, tensor) in enumerate(zip(self._form.names, self._spec.inputs, strict=True)):
             record = self._inputs[i]
             if record["vector_input"] >= 0:
-                first = record["column_bytes"] // _FLOAT_BYTES
-                inputs[name] = vectors[record["vector_input"]][:, first : first + shapes[name][1]]
+                first, width = record["column_bytes"] // _FLOAT_BYTES, math.prod(shapes[name][1:])
+                inputs[name] = vectors[record["vector_input"]][:, first : first + width]
             elif record["is_read"]:
                 inputs[name] = _view(self._memory, ("input", i), shapes[name], np.dtype(tensor.dtype))
         return inputs

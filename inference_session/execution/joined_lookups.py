@@ -17,9 +17,9 @@ def joinable_inputs(spec: ModelSpec) -> JoinableInputs | None:
     names = [name for name, _ in blocks]
     vectors = {name: width for name, block in blocks if names.count(name) == 1 and (width := _width(spec, block))}
     given = {
-        tensor.name: tensor.shape[1]
+        tensor.name: width
         for tensor in spec.inputs
-        if tensor.dtype == "float32" and len(tensor.shape) == 2 and tensor.shape[1] > 0 and tensor.name not in names
+        if tensor.dtype == "float32" and tensor.name not in names and (width := _elements(tensor.shape))
     }
     usable = spec.batched and spec.has_own_inputs and vectors and given
     return JoinableInputs(vectors, given) if usable else None
@@ -50,4 +50,9 @@ def _width_of(spec: ModelSpec, lookup: LookupSpec) -> int:
         return dim if len(shape) == 2 else 0
     if lookup.columns is not None:
         return dim * (lookup.columns[1] - lookup.columns[0])
-    return dim * math.prod(shape[1:]) if min(shape[1:], default=1) > 0 else 0
+    return dim * _elements(shape)
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    """Of a sample; 0 where that depends on the request."""
+    return math.prod(shape[1:]) if shape and min(shape[1:], default=1) > 0 else 0

@@ -129,8 +129,8 @@ class StagedValues(NamedTuple):
     def fill(self, batch: JoinedBatch) -> None:
         """Overwrite the memory with the values of another batch of the same shapes."""
         parts: list[Any] = [part for name in self.names for part in batch.parts(name)]
-        if not self.array.flags.c_contiguous:  # a matrix that is stored column by column
-            np.concatenate(parts, out=self.array)
+        if not self.array.flags.c_contiguous:  # a matrix that is stored column by column, or columns of one
+            np.concatenate([part.reshape(-1, self.array.shape[1]) for part in parts], out=self.array)
         elif len(parts) == 1:
             self.array.reshape(-1)[:] = parts[0].reshape(-1)
         else:

@@ -131,8 +131,8 @@ def test_long_runs_of_keys_equal_a_dict(kind: str, dtype: str, dim: int, per_row
     vectors = generator.normal(size=(150, dim)).astype(np.float32)
     held = None if kind == "row_number" else (generator.permutation(400)[:150] - 200).tolist()
     known = make_table(tmp_path, held, vectors, dtype)
-    for gap, key_type in ((0, np.int64), (2, np.int32)):
-        keys = generator.integers(-200, 200, (601, per_row + gap)).astype(key_type)[:, :per_row]
+    for key_gap, gap, key_type in ((0, 0, np.int64), (2, 2, np.int32), (0, 5, np.int64)):
+        keys = generator.integers(-200, 200, (601, per_row + key_gap)).astype(key_type)[:, :per_row]
         output = np.full((601, per_row * dim + gap), np.nan, np.float32)
 
         total, counts, positions = run([known.file], segment(keys, output), positions=keys.size)

@@ -16,8 +16,8 @@ from inference_session.version_directory import manifest
 from inference_session.version_directory.session_file import write_spec
 
 Arrays = dict[str, NDArray[Any]]
-JOINED_SEED = 3
-"""Of a model with all kinds of look-ups, two given inputs and two products, all of them joined."""
+JOINED_SEED = 22
+"""Of a model with most kinds of look-ups, two given inputs, one of single numbers, and two products: all is joined."""
 ROWS = 40
 TABLES = (
     TableSpec("wide", "wide", ROWS, 16, keys="row_number", default_vector=2.0),
@@ -30,6 +30,7 @@ _INPUTS = {
     "pairs": TensorSpec("pairs", "int64", (-1, 2)),
     "factors": TensorSpec("factors", "float32", (-1, 2)),
     "ids": TensorSpec("ids", "int32", (-1,)),
+    "several_ids": TensorSpec("several_ids", "int64", (-1, 4)),
 }
 LOOKUPS = {
     "matrix": (
@@ -39,8 +40,11 @@ LOOKUPS = {
     "pooled": (LookupSpec("wide", "bag", "pooled", pooling="mean"),),
     "weighted": (LookupSpec("small", "pairs", "weighted", pooling="sum", weights="factors"),),
     "single": (LookupSpec("odd", "ids", "single"),),
+    "several": (LookupSpec("small", "several_ids", "several"),),
 }
-WIDTHS = {"matrix": 2 * 8 + 5, "pooled": 16, "weighted": 8, "single": 5}
+WIDTHS = {"matrix": 2 * 8 + 5, "pooled": 16, "weighted": 8, "single": 5, "several": 4 * 8}
+_SHAPES = {"several": (4, 8)}
+"""Of a sample, where it is not the width."""
 
 
 class JoinedModel(NamedTuple):
@@ -72,7 +76,8 @@ class JoinedModel(NamedTuple):
         return dict(zip(outputs, self.network.run(outputs, {name: known[name] for name in names}), strict=True))
 
     def _vectors(self, name: str, inputs: Arrays) -> NDArray[np.float32]:
-        return np.concatenate([self._looked_up(lookup, inputs) for lookup in LOOKUPS[name]], axis=1)
+        found = np.concatenate([self._looked_up(lookup, inputs) for lookup in LOOKUPS[name]], axis=1)
+        return found.reshape(len(found), *_SHAPES.get(name, found.shape[1:]))
 
     def _looked_up(self, lookup: LookupSpec, inputs: Arrays) -> NDArray[np.float32]:
         keys = inputs[lookup.keys]
@@ -101,7 +106,7 @@ def write(directory: Path, rng: np.random.Generator) -> JoinedModel:
     spec = ModelSpec(
         inputs=(
             *(tensor for name, tensor in _INPUTS.items() if name in read),
-            *(TensorSpec(name, "float32", (-1, width)) for name, width in given.items()),
+            *(TensorSpec(name, "float32", (-1, *_shape(name, width))) for name, width in given.items()),
         ),
         outputs=tuple(
             TensorSpec(value.name, "float32", (-1, value.type.tensor_type.shape.dim[1].dim_value))
@@ -133,6 +138,11 @@ def _write_table(folder: Path, table: TableSpec, rng: np.random.Generator) -> di
     return found
 
 
+def _shape(name: str, width: int) -> tuple[int, ...]:
+    """Of a sample of an input of the network: of single numbers, it has no dimension."""
+    return () if width == 1 else _SHAPES.get(name, (width,))
+
+
 def _sizes(tensor: TensorSpec, length: int) -> list[int]:
     return [length if size < 0 else size for size in tensor.shape[1:]]
 
@@ -142,7 +152,11 @@ def _network(vectors: list[str], given: dict[str, int], rng: np.random.Generator
     widths = {**{name: WIDTHS[name] for name in vectors}, **given}
     order = rng.permutation([*widths]).tolist()
     split = int(rng.integers(0, len(order) + 1))
-    operands, nodes, constants = order, [], []
+    shaped = [name for name, width in widths.items() if _shape(name, width) != (width,)]
+    constants = [numpy_helper.from_array(np.array([-1, widths[name]]), f"{name}_shape") for name in shaped]
+    nodes = [helper.make_node("Reshape", [name, f"{name}_shape"], [f"{name}_flat"]) for name in shaped]
+    order = [f"{name}_flat" if name in shaped else name for name in order]
+    operands = order
     if 2 <= split < len(order):
         nodes.append(helper.make_node("Concat", order[:split], ["nested"], axis=-1))
         operands = ["nested", *order[split:]]
@@ -164,11 +178,14 @@ def _network(vectors: list[str], given: dict[str, int], rng: np.random.Generator
     also_read = {0: "joined", 1: order[0]}.get(int(rng.integers(0, 6)))
     if also_read:
         nodes.append(helper.make_node("Neg", [also_read], ["negative"]))
-        outputs["negative"] = widths.get(also_read, sum(widths.values()))
+        outputs["negative"] = sum(widths.values()) if also_read == "joined" else widths[also_read.removesuffix("_flat")]
     whole = helper.make_graph(
         nodes,
         "joined_model",
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", width]) for name, width in widths.items()],
+        [
+            helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", *_shape(name, width)])
+            for name, width in widths.items()
+        ],
         [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", width]) for name, width in outputs.items()],
         constants,
     )

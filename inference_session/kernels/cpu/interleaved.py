@@ -21,7 +21,7 @@ from inference_session.kernels.cpu.hash_index import (
 )
 from inference_session.kernels.cpu.intrinsics import kernel, load, prefetch
 from inference_session.kernels.cpu.rows import load_key, mark_hit, row_of, row_of_number
-from inference_session.kernels.cpu.stream import MIN_STREAM_KEYS
+from inference_session.kernels.cpu.stream import MIN_STREAM_KEYS, SHORT_ROW_BYTES
 from inference_session.kernels.cpu.vectors import copy_floats, copy_vector, prefetch_vector
 from inference_session.kernels.records import PoolingCode, VectorCode
 
@@ -33,9 +33,9 @@ _ENOUGH_KEYS = 512
 """Segments with at most this many keys are looked up together; with more, a tile would have fewer rows."""
 _MANY_ROWS = 64
 """Of so many rows or more, the number of segments that are looked up together does not depend on how many."""
-_SHORT_ROW_BYTES, _FEW_CELLS = 128, 4
-"""Long segments are looked up together if their vectors are at most so long, and one by one if they have fewer cells:
-writing short vectors column by column touches every row of the matrix once for each column.
+_FEW_CELLS = 4
+"""Long segments are looked up together if their vectors are short, and one by one if they have fewer cells: writing
+short vectors column by column touches every row of the matrix once for each column.
 """
 _ENTRIES = 4096
 """Of a ring, a power of 2: the keys of all rows between the farthest that is asked for and the one that is written."""
@@ -87,7 +87,7 @@ def _is_long(segment: Any) -> Any:
 @kernel
 def _is_scattered(table: Any, segment: Any) -> Any:
     """Whether short vectors, found by row numbers, go to rows of a matrix that is wider than they are."""
-    if table.index_address != 0 or table.vector_code != _FLOAT32 or table.row_bytes > _SHORT_ROW_BYTES:
+    if table.index_address != 0 or table.vector_code != _FLOAT32 or table.row_bytes > SHORT_ROW_BYTES:
         return False
     return segment.output_stride > segment.keys_per_row * table.row_bytes
 

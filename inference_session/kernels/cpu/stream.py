@@ -1,8 +1,8 @@
 """The look-up of many keys in one table, unpooled: the common case, and the simplest work of the memory.
 
-Keys at an even distance, vectors wanted at an even distance: one loop, in which the key `ahead` has its row asked for
-and the key twice as far ahead its bucket of the index, while one vector is copied. Memory is thus kept evenly busy with
-reads and writes; asking for many rows, then copying many, took half as long again.
+Keys at an even distance, vectors wanted at an even distance within a row: one loop, in which the key `ahead` has its
+row asked for and the key twice as far ahead its bucket of the index, while one vector is copied. Memory is thus kept
+evenly busy with reads and writes; asking for many rows, then copying many, took half as long again.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ RING = 256
 _AHEAD_BYTES = 16384
 _MIN_AHEAD, _MAX_AHEAD = 16, 64
 
+SHORT_ROW_BYTES = 128
+"""Rows that are no longer are looked up faster in other ways, if their vectors have gaps between them."""
 PAST_CACHES_BYTES = 4 << 20
 """Output of this size would push from the caches what is read next, and is itself pushed out before it is read."""
 MAX_PREFETCH_LINES = MAX_PREFETCH_BYTES // LINE_BYTES
@@ -53,6 +55,9 @@ class Stream(NamedTuple):
     key_step: int
     output_address: int
     output_step: int
+    keys_per_row: int
+    row_gap: int
+    """Bytes between the last vector of a row and the first of the next, beyond a step."""
     position: int
     """Of the first key in its segment."""
     past_caches: bool
@@ -86,9 +91,11 @@ def is_stream(table: Any, segment: Any, num_rows: int) -> Any:
         return False
     if num_rows * segment.keys_per_row < MIN_STREAM_KEYS:
         return False
-    return segment.keys_per_row == 1 or (
-        segment.row_stride == segment.keys_per_row * segment.key_stride
-        and segment.output_stride == segment.keys_per_row * 4 * table.embedding_dim
+    if segment.keys_per_row == 1:
+        return True
+    has_gaps = segment.output_stride != segment.keys_per_row * 4 * table.embedding_dim
+    return segment.row_stride == segment.keys_per_row * segment.key_stride and (
+        table.row_bytes > SHORT_ROW_BYTES or not has_gaps
     )
 
 
@@ -140,6 +147,7 @@ def _stream(table: Any, segment: Any, first_row: int, last_row: int) -> Any:
     num_keys = (last_row - first_row) * segment.keys_per_row
     output_step = segment.output_stride if single else 4 * table.embedding_dim
     output = segment.output_address + first_row * segment.output_stride
+    row_gap = segment.output_stride - segment.keys_per_row * output_step
     return Stream(
         num_keys,
         segment.keys_address + first_row * segment.row_stride,
@@ -147,8 +155,11 @@ def _stream(table: Any, segment: Any, first_row: int, last_row: int) -> Any:
         segment.row_stride if single else segment.key_stride,
         output,
         output_step,
+        segment.keys_per_row,
+        row_gap,
         first_row * segment.keys_per_row,
-        (output | output_step) & (LINE_BYTES - 1) == 0 and num_keys * 4 * table.embedding_dim >= PAST_CACHES_BYTES,
+        (output | output_step | row_gap) & (LINE_BYTES - 1) == 0
+        and num_keys * 4 * table.embedding_dim >= PAST_CACHES_BYTES,
     )
 
 
@@ -236,6 +247,8 @@ def _find(table: Any, key: int, ring: Any, i: int) -> Any:
 @kernel
 def _write(table: Any, stream: Any, i: int, row: int) -> None:
     output = stream.output_address + i * stream.output_step
+    if stream.row_gap != 0:
+        output += np.int64(np.uint32(i) // np.uint32(stream.keys_per_row)) * stream.row_gap  # fewer bits divide sooner
     if row >= 0:
         vector = table.vectors_address + row * table.row_bytes
         _copy(table, stream, output, vector)
