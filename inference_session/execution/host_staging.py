@@ -143,9 +143,8 @@ class HostStaging:
         return batch
 
     def _records_of(self, num_requests: int) -> _RequestRecords:
-        num_segments = num_requests * len(self._lookups)
-        parts = self._segments[:num_segments], self._num_keys[:num_segments], np.zeros(num_segments, np.int64)
-        lookup = Lookup(*parts)
+        own = slice(num_requests * len(self._lookups))
+        lookup = Lookup(self._segments[own], self._num_keys[own], self._num_unknown[own])
         lookup.places = lookup.find_places()
         bound = self._bound_lookups
         look_up = partial(self._rows.look_up, lookup) if bound is None else bound.bind(lookup)
@@ -155,10 +154,10 @@ class HostStaging:
     def _make_room(self, num_requests: int) -> None:
         counts = np.zeros(num_requests, np.int64)
         segments = np.zeros(num_requests * len(self._lookups), SEGMENT)
-        num_keys = np.zeros(len(segments), np.int64)
+        num_keys, num_unknown = np.zeros(len(segments), np.int64), np.zeros(len(segments), np.int64)
         # Replaced all together: after a MemoryError compiled code still uses the old ones.
         self._stage = self._form.stage_into(self._vector_records, self._open_sizes, counts, segments, num_keys)
-        self._counts, self._segments, self._num_keys = counts, segments, num_keys
+        self._counts, self._segments, self._num_keys, self._num_unknown = counts, segments, num_keys, num_unknown
         self._records: dict[int, _RequestRecords] = {}
         self._batches: dict[_Case, StagedBatch | None] = {}
         """None: `run_many` refuses such requests."""

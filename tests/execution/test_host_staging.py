@@ -310,6 +310,18 @@ def test_outputs_of_many_shapes_take_bounded_memory(directory: Path, monkeypatch
     assert kept_bytes < 3 << 20
 
 
+def test_batches_of_many_numbers_of_requests_share_their_counts(directory: Path) -> None:
+    """One array has the unknown keys of any of them: with one for each number, 4,096 numbers took gigabytes."""
+    one = staged_model.inputs(1, np.random.default_rng(0))
+    with InferenceSession.open(directory) as session:
+        for num_requests in (3, 5):
+            assert session.run_arrays(arrays_of([one] * num_requests), num_requests) is not None
+        model = session.replicas.all[0].staged
+        assert model is not None
+        records = model.take()._records
+    assert np.shares_memory(records[3].lookup.num_unknown, records[5].lookup.num_unknown)
+
+
 def test_more_elements_than_allowed_are_refused(directory: Path) -> None:
     inputs = staged_model.inputs(50, np.random.default_rng(0))
     with (
