@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 class JoinableInputs(NamedTuple):
     """Inputs of a network, float32 with `width` elements for each sample, that may become columns of one input."""
 
-    vectors: Mapping[str, int]
-    """Written by look-ups, in this order."""
+    vectors: Mapping[str, int | None]
+    """Written by look-ups, in this order. None: keys are computed, so what the network declares is not certain."""
     given: Mapping[str, int]
     """Given by requests."""
 

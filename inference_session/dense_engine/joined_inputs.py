@@ -80,10 +80,10 @@ class _Network:
     def __init__(self, model: ModelProto, inputs: JoinableInputs) -> None:
         self._graph, self._inputs, self._products = model.graph, inputs, Products(model)
         widths = {**inputs.vectors, **inputs.given}
+        joinable = [tensor for tensor in model.graph.input if tensor.name in widths and _is_joinable(tensor)]
         self._tensors = {
-            tensor.name: tensor for tensor in model.graph.input if _has_width(tensor, widths.get(tensor.name))
+            tensor.name: tensor for tensor in joinable if widths[tensor.name] in (None, _declared_width(tensor))
         }
-        self._widths = widths
         inferred = shape_inference.infer_shapes(model).graph
         self._sizes = {value.name: _sizes(value) for value in (*inferred.input, *inferred.value_info)}
 
@@ -122,7 +122,7 @@ class _Network:
             name = self._source(operand)
             if name not in self._tensors or name in columns or self._products.user(name) is None:
                 return {}
-            width = self._widths[name]
+            width = _declared_width(self._tensors[name])
             if self._sizes.get(operand, ())[1:] != (width,):
                 return {}
             columns[name] = _Column(name, first, width)
@@ -180,13 +180,15 @@ class _Network:
         self._graph.input.extend([new, *kept])
 
 
-def _has_width(tensor: ValueInfoProto, width: int | None) -> bool:
-    """Whether an input is float32 of any number of samples, and so many elements for each."""
+def _is_joinable(tensor: ValueInfoProto) -> bool:
+    """Whether an input is float32 of any number of samples, and of as many elements for each."""
     first, *others = _sizes(tensor) or (0,)
     is_float = tensor.type.tensor_type.elem_type == TensorProto.FLOAT
-    return (
-        is_float and first == _OPEN and width is not None and min(others, default=1) > 0 and math.prod(others) == width
-    )
+    return is_float and first == _OPEN and min(others, default=1) > 0
+
+
+def _declared_width(tensor: ValueInfoProto) -> int:
+    return math.prod(_sizes(tensor)[1:])
 
 
 def _sizes(value: ValueInfoProto) -> Sequence[int]:

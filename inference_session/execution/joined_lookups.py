@@ -15,7 +15,8 @@ def joinable_inputs(spec: ModelSpec) -> JoinableInputs | None:
     """The inputs of the model's network that may be joined, whose widths no request changes; None: there are none."""
     blocks = [(name, [*lookups]) for name, lookups in groupby(spec.lookups, lambda lookup: lookup.dense_input)]
     names = [name for name, _ in blocks]
-    vectors = {name: width for name, block in blocks if names.count(name) == 1 and (width := _width(spec, block))}
+    widths = {name: _width(spec, block) for name, block in blocks if names.count(name) == 1}
+    vectors = {name: width for name, width in widths.items() if width != 0}
     given = {
         tensor.name: width
         for tensor in spec.inputs
@@ -35,17 +36,21 @@ def with_joined_inputs(spec: ModelSpec, joined: Collection[JoinedInput]) -> Mode
     return replace(spec, lookups=lookups)
 
 
-def _width(spec: ModelSpec, lookups: Collection[LookupSpec]) -> int:
-    """Elements that look-ups write for each sample; 0 where that depends on the request."""
+def _width(spec: ModelSpec, lookups: Collection[LookupSpec]) -> int | None:
+    """Elements that look-ups write for each sample; 0: that depends on the request; None: on keys that are computed."""
     widths = [_width_of(spec, lookup) for lookup in lookups]
-    return sum(widths) if all(widths) else 0
-
-
-def _width_of(spec: ModelSpec, lookup: LookupSpec) -> int:
-    dim = spec.table_in(lookup.table).embedding_dim
-    shape = next((tensor.shape for tensor in spec.inputs if tensor.name == lookup.keys), ())
-    if lookup.bags is not None or not shape:
+    if 0 in widths:
         return 0
+    return None if None in widths else sum(filter(None, widths))
+
+
+def _width_of(spec: ModelSpec, lookup: LookupSpec) -> int | None:
+    dim = spec.table_in(lookup.table).embedding_dim
+    shape = next((tensor.shape for tensor in spec.inputs if tensor.name == lookup.keys), None)
+    if lookup.bags is not None:
+        return 0
+    if shape is None:
+        return None if lookup.pooling == "none" else dim
     if lookup.pooling != "none":
         return dim if len(shape) == 2 else 0
     if lookup.columns is not None:

@@ -28,9 +28,19 @@ class VectorInput:
     joined: bool
     dtype: np.dtype[Any]
     """The type of the vectors: float32, or float16."""
-    width: int | None
-    """Columns of the matrix, of which the vectors are the first, where others are behind them (JoinedInput); None: all
-    are vectors, or it is no matrix."""
+    shared: JoinedInput | None
+    """What it is where vectors are not all of its columns; None: they are, or it is no matrix."""
+
+    def width(self, num_columns: int) -> int:
+        """Columns of the matrix with so many for vectors; InvalidRequestError where the network reads others."""
+        if self.shared is None:
+            return num_columns
+        if num_columns != self.shared.first_given:
+            raise InvalidRequestError(
+                f"the network cannot compute these values: vectors for {', '.join(self.shared.vectors)} have"
+                f" {num_columns} elements for each sample, expected {self.shared.first_given}"
+            )
+        return self.shared.width
 
 
 @dataclass(frozen=True)
@@ -172,7 +182,7 @@ class ModelLookups:
             if keys_per_sample == 1 and self.lookups[i].weights is None:
                 segments["pooling"][i] = PoolingCode.NONE  # a bag of one key is that key's vector
             column += self._table_specs[i].embedding_dim * (1 if pooled else keys_per_sample)
-        width = vector_input.width or column
+        width = vector_input.width(column)
         segments["output_stride"][members] = width * item_bytes
         segments["output_code"][members] = _code_of(vector_input)
         return (keys[vector_input.members[0]][0], width)
@@ -211,9 +221,9 @@ def _vector_inputs(
     for i, lookup in enumerate(lookups):
         members.setdefault(lookup.dense_input, []).append(i)
     dtypes = {name: np.dtype(np.float16 if name in narrow_inputs else np.float32) for name in members}
-    widths = {each.name: each.width for each in joined_inputs}
+    shared = {each.name: each for each in joined_inputs}
     return tuple(
-        VectorInput(name, tuple(m), lookups[m[0]].joined, dtypes[name], widths.get(name)) for name, m in members.items()
+        VectorInput(name, tuple(m), lookups[m[0]].joined, dtypes[name], shared.get(name)) for name, m in members.items()
     )
 
 

@@ -20,10 +20,11 @@ from inference_session.dense_engine.joining import JoiningEngine
 from inference_session.device.base import Columns
 from inference_session.device.host import HostColumns, HostDevice, adjacent_columns
 from inference_session.errors import InvalidRequestError
+from inference_session.execution.lookups import VectorInput
 from inference_session.execution.network import Network
 from tests.testing import joined_model
 from tests.testing.joined_model import Arrays, JoinedModel
-from tests.testing.onnx_models import model_of
+from tests.testing.onnx_models import assert_same, import_model, model_of, table
 
 SEEDS = range(24)
 SIZES = ((1,), (7, 2), (64,), (3,), (1, 1, 5), (40,), (2,))
@@ -159,3 +160,28 @@ def test_other_shapes_are_refused(wrong: NDArray[np.float64], tmp_path: Path) ->
     }
     with pytest.raises(InvalidRequestError, match=r"'a' is .*, expected float32 of 4 samples with 2 elements"):
         engine.run(inputs, ["out"])
+
+
+def test_keys_may_be_computed(tmp_path: Path) -> None:
+    """Vectors of keys that a graph computes stand next to inputs as well."""
+    rng = np.random.default_rng(0)
+    constants = {"offsets": np.array([0, 100, 200]), "t": table(), "w": rng.random((14, 2), np.float32)}
+    model = model_of(
+        "g (int64[n, 3] ids, float[n, 2] dense) => (float[n, 2] out) { k = Add(ids, offsets) e = Gather(t, k)"
+        " f = Flatten(e) x = Concat<axis = 1>(dense, f) out = MatMul(x, w) }",
+        constants,
+    )
+    report = import_model(tmp_path, model)
+    with InferenceSession.open(report.version_dir) as session:
+        assert joined_of(session)[0].first_given == 12
+    for num_samples in (1, 6):
+        inputs = {"ids": rng.integers(0, 700, (num_samples, 3)), "dense": rng.random((num_samples, 2), np.float32)}
+        assert_same(report, tmp_path / "model.onnx", inputs)
+
+
+def test_vectors_of_another_width_are_refused() -> None:
+    """Where computed keys are more or fewer than the network declares, nothing is written outside its columns."""
+    vector_input = VectorInput("joined", (0,), joined=True, dtype=np.dtype(np.float32), shared=JOINED)
+    assert vector_input.width(5) == 16
+    with pytest.raises(InvalidRequestError, match="vectors for vectors have 6 elements for each sample, expected 5"):
+        vector_input.width(6)
