@@ -9,6 +9,7 @@ what each call does here.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hotrow.training.hugectr import inference, tools
@@ -141,25 +142,25 @@ __all__ = [
     "tools",
 ]
 
-_JSON_INSTEAD = (
-    "it belongs to releases before 3.1. `hotrow train CONFIG.json` trains their configurations; in Python use "
-    "CreateSolver, Model and Model.construct_from_json(CONFIG.json, include_dense_network=True)"
-)
 _INSTEAD = {
     "EmbeddingTablePlaceHolder": (
         "it belongs to release 3.7, whose look-ups have two dimensions; use EmbeddingTableConfig, whose look-ups have "
         "three, and a Reshape"
     ),
-    "Session": _JSON_INSTEAD,
-    "get_learning_rate_scheduler": _JSON_INSTEAD,
-    "solver_parser_helper": _JSON_INSTEAD,
 }
 """Unsupported names of HugeCTR, and what to use in their place."""
+
+
+_OF_SESSIONS = frozenset({"Session", "get_learning_rate_scheduler", "solver_parser_helper"})
+"""Names of releases before 3.1."""
 
 
 def __getattr__(name: str) -> Any:
     if name in ("Model", "ModelPerfExt"):  # the latter is that of the samples of DLRM in releases 3.3 to 3.7
         return _model_class()
+    if name in _OF_SESSIONS:
+        _model_class()
+        return getattr(import_module("hotrow.training.hugectr.session"), name)
     if name in _INSTEAD:
 
         def refused(*_arguments: Any, **_named: Any) -> NoReturn:

@@ -164,12 +164,12 @@ def _solver(file: JsonFile, settings: Mapping[str, Any]) -> Solver:
         "scaler": settings.get("mixed_precision", 1.0),
         "metrics_spec": metrics,
         "i64_input_key": settings.get("input_key_type", "I32") == "I64",
-        **_rates(file),
+        **learning_rates(file),
     }
     return _within(file, "solver", Solver, **arguments)
 
 
-def _rates(file: JsonFile) -> dict[str, Any]:
+def learning_rates(file: JsonFile) -> dict[str, Any]:
     """The learning rate and its schedule, which stand in the optimizer's own section."""
     optimizer = file.document["optimizer"]
     given: dict[str, Any] = {}

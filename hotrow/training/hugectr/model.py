@@ -45,7 +45,7 @@ from hotrow.training.hugectr.readers.sources import Source
 from hotrow.training.hugectr.schedule import LearningRateScheduler
 from hotrow.training.hugectr.summary import summary_text
 from hotrow.training.hugectr.trainer import Trainer
-from hotrow.training.hugectr.training_cache import TrainingCache
+from hotrow.training.hugectr.training_cache import Oversubscriber, TrainingCache
 from hotrow.training.hugectr.tuning import TrainingCacheParams
 from inference_session.errors import ConfigurationError, ModelFormatError, UnsupportedModelError
 from inference_session.importers.hugectr.data_source import DataSourceParams
@@ -425,7 +425,9 @@ class Model:
             raise ConfigurationError("the model has no training cache; give hugectr.CreateETC(…) to Model")
         return self._cache
 
-    get_model_oversubscriber = get_embedding_training_cache  # the name in release 3.2
+    def get_model_oversubscriber(self) -> Oversubscriber:
+        """As `get_embedding_training_cache`, in release 3.2."""
+        return self.get_embedding_training_cache()
 
     def get_incremental_model(self) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
         """By table, keys [n] and vectors [n, embedding_vec_size] that changed since the last call, on this process."""

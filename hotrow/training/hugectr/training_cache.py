@@ -14,7 +14,14 @@ from hotrow.training.hugectr.tuning import TrainingCacheParams
 from inference_session.errors import ConfigurationError
 
 
-class TrainingCache:
+class Oversubscriber:
+    """What keysets are given to."""
+
+    def update(self, keyset_file: str | Sequence[str]) -> None:
+        """Before training on the keys of a keyset: without effect."""
+
+
+class TrainingCache(Oversubscriber):
     """The tables of a model, and the folders that they begin from and are saved to."""
 
     def __init__(self, params: TrainingCacheParams, tables: Sequence[EmbeddingTable]) -> None:
@@ -33,9 +40,6 @@ class TrainingCache:
         """Tables that begin from a folder."""
         for table in tables:
             table.track_changes()
-
-    def update(self, keyset_file: str | Sequence[str]) -> None:
-        """Before training on the keys of a keyset: without effect."""
 
     def changed_rows(self) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
         """By table, keys [n] and vectors [n, embedding_dim] that changed since the last call, on this process."""

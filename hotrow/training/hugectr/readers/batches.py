@@ -132,6 +132,9 @@ class DataReader:
             self.source = self.source.elsewhere(file_name)
         self.start()
 
+    set_file_list_source = set_source
+    """The name before release 3.0."""
+
     def is_started(self) -> bool:
         """Whether records are being read."""
         return self._ahead is not None

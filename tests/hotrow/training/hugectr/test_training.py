@@ -387,7 +387,6 @@ def test_names_order_and_defaults_are_those_of_release_3_4() -> None:
             r"InnerProduct .*\['num_outputs'\] are not supported",
         ),
         (lambda: hugectr.DataReaderSparseParam("a", [1, 2], True, 3), "2 numbers in nnz_per_slot for 3 slots"),
-        (hugectr.Session, r"Session is not supported: .*hotrow train CONFIG\.json"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(call: Any, message: str) -> None:
