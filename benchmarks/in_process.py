@@ -12,6 +12,9 @@ arrays    `InferenceSession.run_arrays`, as the Triton backend calls it
 requests  `InferenceSession.run` or `run_many`, as a program calls it
 plain     ONNX Runtime on the original; several requests are joined by NumPy and their answers split
 
+The lines that begin with `modulo` are of the same model with ids of any size, of which it takes the remainder by the
+number of rows, feature by feature: hotrow computes these keys by a graph of their own.
+
 A line shows the best and the median time of a call. Then, for `arrays` and `requests`, plain's time over theirs: of
 the best times, and as median and range over the rounds.
 """
@@ -28,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 from numpy.typing import NDArray
 from triton import FEATURES, Network, write_models, write_ours
@@ -41,6 +45,8 @@ ROUND_S = 0.01
 """Seconds that a way is repeated in a round."""
 KEYS, MAX_BATCHES = 1 << 20, 1024
 """Of all batches of a case together, at least four: their vectors take 64 MiB."""
+
+MAX_ID = 1 << 40
 
 Arrays = list[NDArray[Any]]
 """The requests of a batch: int64 [samples, features] each."""
@@ -56,27 +62,47 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="hotrow-in-process-") as name:
         folder = Path(name)
         write_models(folder / "repository", folder / "model", Network(rows_per_table), ())
-        write_ours(folder / "repository", folder / "model" / "plain.onnx", "hotrow", precision="float32")
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = 1
-        plain = onnxruntime.InferenceSession(
-            folder / "model" / "plain.onnx", options, providers=["CPUExecutionProvider"]
-        )
-        with InferenceSession.open(folder / "repository" / "hotrow" / "1", dense_threads=1) as session:
-            for num_requests, num_samples, goal in CASES:
-                batches = random_batches(num_requests, num_samples, rows_per_table)
-                ways = ways_to_answer(session, plain, num_requests)
-                check_answers(ways, batches[0])
-                seconds = measure(ways, batches, 10 if quick else 40)
-                print(line(f"{num_requests} x {num_samples}", seconds, goal), flush=True)
+        model = folder / "model" / "plain.onnx"
+        rounds = 10 if quick else 40
+        write_ours(folder / "repository", model, "hotrow", precision="float32")
+        measure_all(folder / "repository" / "hotrow" / "1", model, "", rows_per_table, rounds)
+        onnx.save(with_remainders(onnx.load(model), rows_per_table), model)
+        write_ours(folder / "repository", model, "modulo", precision="float32")
+        measure_all(folder / "repository" / "modulo" / "1", model, "modulo ", MAX_ID, rounds)
 
 
-def random_batches(num_requests: int, num_samples: int, rows_per_table: int) -> list[Arrays]:
-    """Batches of so many requests and samples of each."""
+def measure_all(version: Path, model: Path, prefix: str, largest_id: int, rounds: int) -> None:
+    """Measure all cases of a model, and print them behind the prefix."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    plain = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    with InferenceSession.open(version, dense_threads=1) as session:
+        for num_requests, num_samples, goal in CASES:
+            batches = random_batches(num_requests, num_samples, largest_id)
+            ways = ways_to_answer(session, plain, num_requests)
+            check_answers(ways, batches[0])
+            seconds = measure(ways, batches, rounds)
+            print(line(f"{prefix}{num_requests} x {num_samples}", seconds, goal), flush=True)
+
+
+def with_remainders(model: onnx.ModelProto, num_rows: int) -> onnx.ModelProto:
+    """The same with a Mod behind each column of ids."""
+    graph = model.graph
+    for column in [node for node in graph.node if node.input[0] == "ids"]:
+        (ids,) = column.output
+        column.output[0] = f"{ids}_of_any_size"
+        mod = onnx.helper.make_node("Mod", [column.output[0], "num_rows"], [ids])
+        graph.node.insert(list(graph.node).index(column) + 1, mod)
+    graph.initializer.append(onnx.numpy_helper.from_array(np.array(num_rows), "num_rows"))
+    return model
+
+
+def random_batches(num_requests: int, num_samples: int, largest_id: int) -> list[Arrays]:
+    """Batches of so many requests and samples of each, of ids below `largest_id`."""
     rng = np.random.default_rng(num_samples)
     count = min(max(KEYS // (num_requests * num_samples * FEATURES), 4), MAX_BATCHES)
     shape = (num_samples, FEATURES)
-    return [[rng.integers(0, rows_per_table, shape) for _ in range(num_requests)] for _ in range(count)]
+    return [[rng.integers(0, largest_id, shape) for _ in range(num_requests)] for _ in range(count)]
 
 
 def ways_to_answer(session: InferenceSession, plain: Any, num_requests: int) -> Ways:
@@ -145,7 +171,7 @@ def line(name: str, seconds: dict[str, list[float]], goal: str) -> str:
         best = min(seconds["plain"]) / min(seconds[way])
         ratios = np.array(seconds["plain"]) / np.array(seconds[way])
         parts.append(f"{way} x {best:.2f} / {np.median(ratios):.2f} ({ratios.min():.2f} to {ratios.max():.2f})")
-    return f"{name:>9}  {'  '.join(parts)}  goal {goal}"
+    return f"{name:>16}  {'  '.join(parts)}  goal {goal}"
 
 
 if __name__ == "__main__":

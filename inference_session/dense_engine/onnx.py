@@ -66,8 +66,8 @@ class OnnxEngine(DenseEngine):
             )
             self.input_types = {tensor.name: _dtype_name(tensor.type) for tensor in self._session.get_inputs()}
             """As NumPy calls them."""
-            self.input_names = frozenset(self.input_types)
-            self.output_names = frozenset(tensor.name for tensor in self._session.get_outputs())
+            self.output_types = {tensor.name: _dtype_name(tensor.type) for tensor in self._session.get_outputs()}
+            self.input_names, self.output_names = frozenset(self.input_types), frozenset(self.output_types)
         except _LOAD_ERRORS as error:
             raise ModelFormatError(f"{path}: ONNX Runtime cannot load it: {first_line(error)}") from error
         self.provider: str = self._session.get_providers()[0]
@@ -144,33 +144,45 @@ class OnnxBoundRun(BoundRun):
         except (RuntimeError, *VALUE_ERRORS) as error:
             if self.results is None:
                 raise refused(error) from error
-            return self._run_unbound()
+            return self._run_unbound(self.results)
         if self.results is None:
             return self._results_of_first_run()
         return self.results
+
+    def _run_unbound(self, results: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+        """Run again because outputs may have new shapes; from then on ONNX Runtime allocates them.
+
+        But if it is the values that the network refuses, they stay bound to `results`.
+        """
+        self.results = None
+        self._bind_outputs()
+        try:
+            self._run()
+        except (RuntimeError, *VALUE_ERRORS) as error:
+            self._bind_results(results)
+            raise refused(error) from error
+        self.result_bytes, self._may_bind_results = 0, False
+        return self._results_of_first_run()
 
     def _bind_outputs(self) -> None:
         self._binding.clear_binding_outputs()
         for name in self._outputs:
             self._binding.bind_output(name, "cpu")
 
-    def _run_unbound(self) -> list[np.ndarray[Any, Any]]:
-        """Run again because outputs may have new shapes; from then on ONNX Runtime allocates them."""
-        self.results, self.result_bytes, self._may_bind_results = None, 0, False
-        self._bind_outputs()
-        return self.run()
+    def _bind_results(self, results: list[np.ndarray[Any, Any]]) -> None:
+        self._binding.clear_binding_outputs()
+        for name, array in zip(self._outputs, results, strict=True):
+            self._binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        self.results = results
 
     def _results_of_first_run(self) -> list[np.ndarray[Any, Any]]:
         # Arrays of ONNX Runtime's may lie in the memory of the inputs, which the next run overwrites.
         found = [array.copy() for array in bound_results(self._binding)]
-        if not self._may_bind_results or not all(array.size and array.dtype != object for array in found):
+        if not self._may_bind_results or any(array.dtype == object for array in found):
             self._bind_outputs()  # else the next run would write over arrays that a caller still holds
             return found
-        self.results = [np.empty_like(array) for array in found]
+        self._bind_results([np.empty_like(array) for array in found])
         self.result_bytes = sum(array.nbytes for array in found)
-        self._binding.clear_binding_outputs()
-        for name, array in zip(self._outputs, self.results, strict=True):
-            self._binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         return found
 
 

@@ -5,6 +5,7 @@ A form belongs to one HostStaging: its records hold addresses of that object's m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
@@ -13,12 +14,13 @@ from numpy.typing import NDArray
 
 from inference_session.dense_engine.base import DenseEngine, JoinedInput
 from inference_session.execution.lookups import ModelLookups, VectorInput
+from inference_session.execution.network import Network
 from inference_session.kernels.array_headers import dtype_addresses
 from inference_session.kernels.cpu import bag_staging, staging
 from inference_session.kernels.cpu.arguments import Arguments
 from inference_session.kernels.cpu.staging import DIFFERING, INPUT, LOOKUP, MAX_RANK, OPEN
 from inference_session.kernels.machine_code import of_ints
-from inference_session.kernels.records import PoolingCode
+from inference_session.kernels.records import PoolingCode, address_of
 from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT, LookupSpec, ModelSpec, TensorSpec
 from inference_session.requests.batch import RequestLayout
 from inference_session.requests.tensor_layout import TensorLayout
@@ -27,11 +29,13 @@ if TYPE_CHECKING:  # the reader of HugeCTR's requests takes half a second to loa
     from inference_session.requests.hugectr_layout import HugectrLayout
 
 Shapes: TypeAlias = "dict[str, tuple[int, ...]]"
+Memory: TypeAlias = "dict[tuple[str, int], NDArray[np.uint8]]"
+"""What networks read: by kind, `input` or `vectors`, and number."""
 ARRAY_TYPE = id(np.ndarray)
 
-StageKernel: TypeAlias = "Callable[[int, int], int]"
-"""Reads the arrays of some requests, and describes their look-up. Takes the address of a list of arrays and the number
-of requests; returns STAGED, NOT_STAGED or NO_ROOM.
+StagingStep: TypeAlias = "Callable[[int, int], int]"
+"""A step on the way from the arrays of some requests to their look-up. Takes the address of a list of arrays and the
+number of requests; returns STAGED, NOT_STAGED or NO_ROOM.
 """
 
 
@@ -39,16 +43,23 @@ class ArrayForm(Protocol):
     """The arrays that requests of one layout carry."""
 
     inputs: NDArray[np.void]
-    """INPUT records, one for each array of a request."""
+    """INPUT records, one for each array of a request, then one for each result of the key graph."""
     names: tuple[str, ...]
-    """What the network calls each of them, where it reads it."""
+    """What networks call each of them, where they read it."""
+    dtypes: tuple[np.dtype[Any], ...]
+    """Of the arrays of a request."""
     lookups: NDArray[np.void]
     """LOOKUP records."""
     num_open_sizes: int
     """Sizes that tell batches apart, the number of samples first."""
+    ranks: bool
+    """Requests have a context; the number of requests is the last of these sizes."""
 
-    def stage_into(self, *records: NDArray[Any]) -> StageKernel:
-        """The kernel `stage` or `stage_bags`, with these records as its last arguments."""
+    def kernels_into(self, *records: NDArray[Any]) -> tuple[StagingStep, ...]:
+        """The kernel `stage` or `stage_bags`, with these records as its last arguments.
+
+        Where there is a key graph, the two parts of it between which the keys are computed.
+        """
 
     def shapes(self, open_sizes: NDArray[np.int64]) -> Shapes:
         """Shapes of the keys, and of what the network reads other than vectors, in the batch that was staged last."""
@@ -63,33 +74,42 @@ class ArrayForm(Protocol):
 class TensorForm:
     """A model's own inputs."""
 
-    def __init__(self, spec: ModelSpec, layout: TensorLayout, lookups: ModelLookups, dense: DenseEngine) -> None:
-        self.inputs = input_records(spec, layout, dense.input_names)
-        _place_given(self.inputs, [tensor.name for tensor in spec.inputs], lookups.vector_inputs, dense.joined)
-        self.names = tuple(tensor.name for tensor in spec.inputs)
-        self.lookups = _lookup_records(spec, lookups)
-        self._ranks = bool(spec.context)
-        self.num_open_sizes = 1 + int((self.inputs["expected"] == OPEN).sum()) + self._ranks
+    def __init__(self, spec: ModelSpec, layout: TensorLayout, lookups: ModelLookups, network: Network) -> None:
+        self._has_key_graph = network.keys is not None
+        makes_keys = network.keys.input_names if network.keys else frozenset()
+        given = input_records(spec, layout, network.dense.input_names | makes_keys)
+        self.names = (*(tensor.name for tensor in spec.inputs), *network.key_names)
+        self.dtypes = tuple(np.dtype(tensor.dtype) for tensor in spec.inputs)
+        self.inputs = np.zeros(len(self.names), INPUT)
+        self.inputs[: len(given)] = given
+        self.inputs["makes_keys"] = [name in makes_keys for name in self.names]
+        self.inputs["vector_input"][len(given) :] = -1
+        _place_given(self.inputs, self.names, lookups.vector_inputs, network.dense.joined)
+        self.lookups = _lookup_records(spec, lookups, self.names)
+        self.ranks = bool(spec.context)
+        self.num_open_sizes = 1 + int((self.inputs["expected"] == OPEN).sum()) + self.ranks
         self._spec = spec
         self._max_elements = layout.max_elements
 
-    def stage_into(self, *records: NDArray[Any]) -> StageKernel:
+    def kernels_into(self, *records: NDArray[Any]) -> tuple[StagingStep, ...]:
         """See ArrayForm."""
-        arguments = Arguments(ARRAY_TYPE, self._max_elements, self.inputs, self.lookups, *records)
-        return arguments.bound_to(of_ints(staging.stage))
+        tensors = len(self.dtypes), self.inputs, self.lookups
+        arguments = Arguments(ARRAY_TYPE, self._max_elements, *tensors, *records)
+        parts = (staging.read, staging.describe) if self._has_key_graph else (staging.stage,)
+        return tuple(arguments.bound_to(of_ints(part)) for part in parts)
 
     def shapes(self, open_sizes: NDArray[np.int64]) -> Shapes:
         """See ArrayForm."""
         # The number of samples, and that of requests, each of which has one context.
         first = int(open_sizes[0]), int(open_sizes[-1])
         return {
-            tensor.name: (first[tensor.context], *record["sizes"][1 : record["rank"]].tolist())
-            for tensor, record in zip(self._spec.inputs, self.inputs, strict=True)
+            name: (first[record["is_contexts"]], *record["sizes"][1 : record["rank"]].tolist())
+            for name, record in zip(self.names, self.inputs, strict=True)
         }
 
     def constants(self, open_sizes: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
         """See ArrayForm: of requests with a context, whose candidates are one block."""
-        if not self._ranks:
+        if not self.ranks:
             return {}
         contexts = np.arange(int(open_sizes[-1]))
         return {ROW_CONTEXT: np.repeat(contexts, open_sizes[0] // len(contexts)), BLOCK_CONTEXT: contexts}
@@ -99,21 +119,26 @@ class TensorForm:
         for group in self._spec.equal_sizes:
             if len({shapes[name][axis] for name, axis in group}) > 1:
                 return False
-        weighted = [lookup for lookup in self._spec.lookups if lookup.weights is not None]
-        return all(shapes[lookup.weights or ""] == shapes[lookup.keys] for lookup in weighted)
+        return all(
+            (lookup.weights is None or shapes[lookup.weights] == shapes[lookup.keys])
+            and (lookup.pooling == "none" or len(shapes[lookup.keys]) > 1)
+            for lookup in self._spec.lookups
+        )
 
 
 class BagForm:
     """DES, CATCOLUMN and ROWINDEX, as HugeCTR's clients send them."""
 
-    def __init__(self, spec: ModelSpec, layout: HugectrLayout, lookups: ModelLookups, dense: DenseEngine) -> None:
+    ranks = False
+
+    def __init__(self, spec: ModelSpec, layout: HugectrLayout, lookups: ModelLookups, network: Network) -> None:
         request = layout.format
         self.names: tuple[str, ...] = (layout.dense_input, "", "")
+        self.dtypes = tuple(np.dtype(tensor.dtype) for tensor in spec.inputs)
         self.inputs = np.zeros(len(spec.inputs), INPUT)
-        for record, tensor, name in zip(self.inputs, spec.inputs, self.names, strict=True):
-            dtype = np.dtype(tensor.dtype)
+        for record, dtype, name in zip(self.inputs, self.dtypes, self.names, strict=True):
             record["dtypes"], record["element_bytes"] = dtype_addresses(dtype), dtype.itemsize
-            record["is_read"], record["vector_input"] = name in dense.input_names, -1
+            record["is_read"], record["vector_input"] = name in network.dense.input_names, -1
         self.lookups = _plain_lookup_records(spec, lookups)
         self.lookups["rows_per_sample"] = request.slots
         self.num_open_sizes = 1
@@ -123,11 +148,11 @@ class BagForm:
         self._keys = [lookup.keys for lookup in spec.lookups]
         self._max_elements = layout.max_elements
 
-    def stage_into(self, *records: NDArray[Any]) -> StageKernel:
+    def kernels_into(self, *records: NDArray[Any]) -> tuple[StagingStep, ...]:
         """See ArrayForm."""
         form = self._form, self._slots
         arguments = Arguments(ARRAY_TYPE, self._max_elements, *form, self.inputs, self.lookups, *records)
-        return arguments.bound_to(of_ints(bag_staging.stage_bags))
+        return (arguments.bound_to(of_ints(bag_staging.stage_bags)),)
 
     def shapes(self, open_sizes: NDArray[np.int64]) -> Shapes:
         """See ArrayForm."""
@@ -144,28 +169,62 @@ class BagForm:
         return True
 
 
-def has_form(spec: ModelSpec, layout: RequestLayout, dense: DenseEngine) -> bool:
+def given_inputs(
+    form: ArrayForm, memory: Memory, open_sizes: NDArray[np.int64], names: Collection[str]
+) -> dict[str, NDArray[Any]]:
+    """Those of these inputs of a network that requests give, or that follow from sizes, for the batch staged last."""
+    shapes = form.shapes(open_sizes)
+    inputs = {name: array for name, array in form.constants(open_sizes).items() if name in names}
+    for i, dtype in enumerate(form.dtypes):
+        if form.names[i] in names:
+            inputs[form.names[i]] = view(memory, ("input", i), shapes[form.names[i]], dtype)
+    return inputs
+
+
+def enter_results(form: ArrayForm, results: Sequence[NDArray[Any]], open_sizes: NDArray[np.int64]) -> bool:
+    """Enter the key graph's results for a batch in their INPUT records; False: their rows are other than samples."""
+    num_rows = open_sizes[[0, -1] if form.ranks else [0]].tolist()
+    for record, array in zip(form.inputs[len(form.dtypes) :], results, strict=True):
+        if not 0 < array.ndim <= MAX_RANK or len(array) not in num_rows:
+            return False
+        record["element_bytes"], record["rank"], record["address"] = array.itemsize, array.ndim, address_of(array)
+        record["sizes"][: array.ndim] = array.shape
+        record["is_contexts"] = len(array) != num_rows[0]
+    return True
+
+
+def view(memory: Memory, key: tuple[str, int], shape: Sequence[int], dtype: Any) -> NDArray[Any]:
+    """The beginning of some memory as an array. An empty array needs no memory."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if not num_bytes:
+        return np.empty(shape, dtype)
+    array: NDArray[Any] = memory[key][:num_bytes].view(dtype).reshape(shape)
+    return array
+
+
+def has_form(spec: ModelSpec, layout: RequestLayout, network: Network) -> bool:
     """Whether the requests of a model have a form, and their look-ups are of the kinds that kernels know."""
     if not spec.batched or not spec.inputs:
         return False
     if spec.takes_hugectr_requests:
-        return _has_bags(spec, cast("HugectrLayout", layout), dense)
-    tensors = {tensor.name: tensor for tensor in spec.inputs}
-    known = {*tensors, *(lookup.dense_input for lookup in spec.lookups)}
+        return network.keys is None and _has_bags(spec, cast("HugectrLayout", layout), network.dense)
+    types = {tensor.name: tensor.dtype for tensor in spec.inputs}
+    known = {*types, *(lookup.dense_input for lookup in spec.lookups)}
     known |= {ROW_CONTEXT, BLOCK_CONTEXT} if spec.context else set()
+    types.update(network.keys.output_types if network.keys else {})
     return (
         isinstance(layout, TensorLayout)
         and all(map(is_readable, spec.inputs))
-        and dense.input_names <= known
-        and all(_is_stageable(lookup, tensors) for lookup in spec.lookups)
+        and network.dense.input_names <= known
+        and all(_is_stageable(lookup, types) for lookup in spec.lookups)
     )
 
 
-def create_form(spec: ModelSpec, layout: RequestLayout, lookups: ModelLookups, dense: DenseEngine) -> ArrayForm:
+def create_form(spec: ModelSpec, layout: RequestLayout, lookups: ModelLookups, network: Network) -> ArrayForm:
     """The form of a model's requests, which `has_form`."""
     if spec.takes_hugectr_requests:
-        return BagForm(spec, cast("HugectrLayout", layout), lookups, dense)
-    return TensorForm(spec, cast("TensorLayout", layout), lookups, dense)
+        return BagForm(spec, cast("HugectrLayout", layout), lookups, network)
+    return TensorForm(spec, cast("TensorLayout", layout), lookups, network)
 
 
 def compile_kernels(spec: ModelSpec) -> None:
@@ -193,14 +252,13 @@ def is_readable(tensor: TensorSpec) -> bool:
     return np.dtype(tensor.dtype).kind in "biufc" and 0 < len(tensor.shape) <= MAX_RANK
 
 
-def _is_stageable(lookup: LookupSpec, tensors: Mapping[str, TensorSpec]) -> bool:
-    """Whether the keys of a look-up, and their weights, are inputs of types that the kernels read."""
-    keys, weights = tensors.get(lookup.keys), tensors.get(lookup.weights or "")
-    if keys is None or lookup.bags is not None or np.dtype(keys.dtype) not in (np.int64, np.int32):
-        return False
-    if lookup.pooling != "none" and len(keys.shape) < 2:
-        return False
-    return lookup.weights is None or (weights is not None and np.dtype(weights.dtype) == np.float32)
+def _is_stageable(lookup: LookupSpec, types: Mapping[str, str]) -> bool:
+    """Whether the keys of a look-up, and their weights, are of types that the kernels read."""
+    return (
+        lookup.bags is None
+        and types[lookup.keys] in ("int64", "int32")
+        and (lookup.weights is None or types[lookup.weights] == "float32")
+    )
 
 
 def input_records(spec: ModelSpec, layout: TensorLayout, read: Collection[str]) -> NDArray[np.void]:
@@ -221,7 +279,10 @@ def input_records(spec: ModelSpec, layout: TensorLayout, read: Collection[str]) 
 
 
 def _place_given(
-    records: NDArray[np.void], names: list[str], vector_inputs: Sequence[VectorInput], joined: Collection[JoinedInput]
+    records: NDArray[np.void],
+    names: Sequence[str],
+    vector_inputs: Sequence[VectorInput],
+    joined: Collection[JoinedInput],
 ) -> None:
     """Enter in INPUT records which of them are columns of joined inputs."""
     numbers = {each.dense_input: number for number, each in enumerate(vector_inputs)}
@@ -233,15 +294,14 @@ def _place_given(
             column += given.width
 
 
-def _lookup_records(spec: ModelSpec, lookups: ModelLookups) -> NDArray[np.void]:
+def _lookup_records(spec: ModelSpec, lookups: ModelLookups, names: Sequence[str]) -> NDArray[np.void]:
+    """LOOKUP records; `names`: of the INPUT records."""
     records = _plain_lookup_records(spec, lookups)
-    inputs = {tensor.name: i for i, tensor in enumerate(spec.inputs)}
     for record, lookup in zip(records, spec.lookups, strict=True):
         first, last = lookup.columns or (-1, -1)
-        record["keys"] = inputs[lookup.keys]
-        record["weights"] = inputs[lookup.weights] if lookup.weights else -1
+        record["keys"] = names.index(lookup.keys)
+        record["weights"] = names.index(lookup.weights) if lookup.weights else -1
         record["first_column"], record["num_columns"] = first, last - first
-        record["is_contexts"] = spec.inputs[record["keys"]].context
     return records
 
 

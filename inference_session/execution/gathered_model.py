@@ -2,11 +2,13 @@
 
 Compiled code checks the arrays and copies them (kernels/cpu/gathering.py); the look-up and the network are launched as
 they were recorded. What only the network reads is copied once the look-up has been launched: the GPU looks the keys up
-meanwhile. `InferenceSession.run_many` records shapes that recur.
+meanwhile. A key graph runs on the processor, bound to memory of its own, and its results are copied to where inputs
+would be. `InferenceSession.run_many` records shapes that recur.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_session.dense_engine.base import BoundRun
 from inference_session.execution.array_forms import ARRAY_TYPE, input_records, is_readable
 from inference_session.execution.network import Network
 from inference_session.execution.plan import RecordedPlan
@@ -46,24 +49,41 @@ _MAX_MISSES = 8
 """A shape that has come this often, and has no recorded batch, gets none: recording happens at the second or third."""
 _Case: TypeAlias = tuple[bytes, tuple[str, ...]]
 """The open sizes of a batch, and the outputs that it computes."""
+_ONE_SAMPLE = np.ones(1, np.int64)
 _CONVERSIONS = {"int32": FROM_INT32, "uint32": FROM_UINT32}
 """From other integers to int64."""
 
 
 class Source(NamedTuple):
-    """Where in an input the values of one of a batch's names are."""
+    """Where in an input, or in a result of the key graph, the values of one of a batch's names are."""
 
     input: int
+    """Its number; results follow the inputs."""
+    dtype: str
     row_elements: int
-    """Elements of a sample in the input."""
+    """Elements of a sample in the input; a result counts as one sample."""
     first: int
     num: int
+    is_contexts: bool = False
+    """Each request has one row."""
+
+
+class _KeyGraph(NamedTuple):
+    """The key graph, bound to memory of a recorded batch's shape."""
+
+    run: BoundRun
+    inputs: NDArray[np.void]
+    """COPY records of what it reads."""
+    results: NDArray[np.void]
+    """COPY records of what the look-up reads of its results."""
 
 
 class _Target(NamedTuple):
     """A recorded batch, and how its inputs are filled."""
 
     plan: RecordedPlan
+    key_graph: _KeyGraph | None
+    """None: all keys are inputs."""
     keys: NDArray[np.void]
     """COPY records of what the look-up reads."""
     inputs: NDArray[np.void]
@@ -97,7 +117,7 @@ class GatheredTensorForm(GatheredForm):
     """The model's own inputs."""
 
     def __init__(self, spec: ModelSpec, layout: TensorLayout) -> None:
-        self._names = [tensor.name for tensor in spec.inputs]
+        self._tensors = spec.inputs
         self._max_elements = layout.max_elements
         self.inputs = input_records(spec, layout, frozenset())
         # Lists of different lengths have no common shape.
@@ -110,8 +130,11 @@ class GatheredTensorForm(GatheredForm):
 
     def sources(self, batch: JoinedBatch) -> Mapping[str, Source]:
         """See GatheredForm."""
-        elements = [int(np.prod(batch.parts(name)[0].shape[1:], dtype=np.int64)) for name in self._names]
-        return {name: Source(i, num, 0, num) for i, (name, num) in enumerate(zip(self._names, elements, strict=True))}
+        sources = {}
+        for i, tensor in enumerate(self._tensors):
+            elements = math.prod(batch.parts(tensor.name)[0].shape[1:])
+            sources[tensor.name] = Source(i, tensor.dtype, elements, 0, elements, tensor.context)
+        return sources
 
 
 class GatheredBagForm(GatheredForm):
@@ -132,9 +155,11 @@ class GatheredBagForm(GatheredForm):
         self._packed["dense_dim"], self._packed["num_tables"] = form.dense_dim, len(form.slots)
         self._packed["num_slots"] = num_slots = sum(form.slots)
         self._packed["max_samples"] = form.max_samples or np.iinfo(np.int64).max
-        self._sources = {layout.dense_input: Source(names.index(DENSE), form.dense_dim, 0, form.dense_dim)}
+        dense, keys = names.index(DENSE), names.index(KEYS)
+        self._sources = {layout.dense_input: Source(dense, spec.inputs[dense].dtype, form.dense_dim, 0, form.dense_dim)}
         for name, own in layout.columns.items():
-            self._sources[name] = Source(names.index(KEYS), num_slots, own.start, own.stop - own.start)
+            columns = own.start, own.stop - own.start
+            self._sources[name] = Source(keys, spec.inputs[keys].dtype, num_slots, *columns)
 
     def check(self, items: int, num_requests: int, open_sizes: NDArray[np.int64], counts: NDArray[np.int64]) -> bool:
         """See GatheredForm."""
@@ -183,6 +208,9 @@ class GatheredModel:
         num_blocks, num_rows = (target.num_blocks, target.num_rows) if self._ranks else (num_requests, open_sizes[0])
         copy = partial(gather, items, num_requests, len(self._form.inputs), num_blocks, int(num_rows), counts)
         copy(target.keys)
+        if target.key_graph is not None and not _compute_keys(target.key_graph, copy):
+            self._targets[case] = None
+            return None
         for array, values in target.constants:
             array[...] = values
         num_samples = int(open_sizes[0])
@@ -217,12 +245,40 @@ class GatheredModel:
             for staged in (*plan.keys, *plan.inputs)
             if staged.names in ((ROW_CONTEXT,), (BLOCK_CONTEXT,))
         ]
-        sources = self._form.sources(batch)
-        keys, inputs = (_copies(staged, batch, sources, self._spec) for staged in (plan.keys, plan.inputs))
-        if keys is None or inputs is None:
+        sources = {**self._form.sources(batch), **self._results(batch)}
+        keys, inputs = (_copies(staged, batch, sources) for staged in (plan.keys, plan.inputs))
+        key_graph = self._bind_key_graph(batch, sources, keys)
+        if keys is None or inputs is None or (self._network.keys is not None and key_graph is None):
             return None
         num_blocks = len(batch.array(BLOCK_CONTEXT)) if self._ranks else 0
-        return _Target(plan, keys, inputs, constants, num_blocks, batch.num_samples, batch.output_rows)
+        given = keys[keys["input"] < len(self._spec.inputs)]
+        return _Target(plan, key_graph, given, inputs, constants, num_blocks, batch.num_samples, batch.output_rows)
+
+    def _results(self, batch: JoinedBatch) -> Mapping[str, Source]:
+        """Where the key graph's results are."""
+        arrays = {name: batch.array(name) for name in self._network.key_names}
+        numbered = enumerate(arrays.items(), len(self._spec.inputs))
+        return {name: Source(i, array.dtype.name, array.size, 0, array.size) for i, (name, array) in numbered}
+
+    def _bind_key_graph(
+        self, batch: JoinedBatch, sources: Mapping[str, Source], keys: NDArray[np.void] | None
+    ) -> _KeyGraph | None:
+        """The key graph for batches of this one's shape; None: there is none, or it cannot be bound.
+
+        `keys`: COPY records of what the look-up reads.
+        """
+        graph, num_inputs = self._network.keys, len(self._spec.inputs)
+        if graph is None or keys is None:
+            return None
+        arrays = {name: batch.array(name).copy() for name in graph.input_names}
+        inputs = _copies([StagedValues((name,), array) for name, array in arrays.items()], batch, sources)
+        run = graph.bind(arrays, self._network.key_names)
+        if run is None or inputs is None:
+            return None
+        run.run()  # binds the results
+        results = keys[keys["input"] >= num_inputs]
+        results["input"] -= num_inputs
+        return _KeyGraph(run, inputs, results) if run.results is not None else None
 
     def _remember(self, case: _Case, target: _Target | None) -> None:
         if len(self._targets) >= _MAX_PLANS:
@@ -232,7 +288,7 @@ class GatheredModel:
 
 def gather_model(spec: ModelSpec, layout: RequestLayout, network: Network) -> GatheredModel | None:
     """The object that fills recorded batches; None: the model needs something that only `run_many` supports."""
-    if network.keys is not None or not can_read_arrays() or not spec.batched or not network.may_record:
+    if not can_read_arrays() or not spec.batched or not network.may_record or any(each.bags for each in spec.lookups):
         return None
     form: GatheredForm
     if isinstance(layout, TensorLayout) and all(map(is_readable, spec.inputs)):
@@ -245,10 +301,23 @@ def gather_model(spec: ModelSpec, layout: RequestLayout, network: Network) -> Ga
     return GatheredModel(spec, layout, form, network)
 
 
+def _compute_keys(graph: _KeyGraph, copy: Callable[[NDArray[np.void]], object]) -> bool:
+    """Run the key graph; False: its results have other shapes than those of the recorded batch.
+
+    `copy`: copies from the requests.
+    """
+    copy(graph.inputs)
+    results = graph.run.run()
+    if results is not graph.run.results:
+        return False
+    gather(id(results), 1, len(results), 1, 1, _ONE_SAMPLE, graph.results)
+    return True
+
+
 def _copies(
-    all_staged: Sequence[StagedValues], batch: JoinedBatch, sources: Mapping[str, Source], spec: ModelSpec
+    all_staged: Sequence[StagedValues], batch: JoinedBatch, sources: Mapping[str, Source]
 ) -> NDArray[np.void] | None:
-    """COPY records for arrays of a recorded batch; None if one of them has anything but inputs."""
+    """COPY records for arrays of a recorded batch; None if one of them has anything but what sources have."""
     copies = []
     for staged in all_staged:
         if staged.names in ((ROW_CONTEXT,), (BLOCK_CONTEXT,)):
@@ -256,15 +325,13 @@ def _copies(
         address = address_of(staged.array)
         for name in staged.names:
             source = sources.get(name)
-            conversion = None if source is None else _conversion(spec.inputs[source.input].dtype, staged.array.dtype)
+            conversion = None if source is None else _conversion(source.dtype, staged.array.dtype)
             if source is None or conversion is None:
                 return None
-            element_bytes = np.dtype(spec.inputs[source.input].dtype).itemsize
-            is_contexts = spec.inputs[source.input].context
-            steps = _steps(staged.array, source.num)
-            copies.append((source.input, address, element_bytes, conversion, *source[1:], *steps, is_contexts))
-            num_rows = len(batch.array(BLOCK_CONTEXT)) if is_contexts else batch.num_samples
-            address += num_rows * source.num * staged.array.itemsize
+            places = source.row_elements, source.first, source.num, *_steps(staged.array, source.num)
+            element_bytes = np.dtype(source.dtype).itemsize
+            copies.append((source.input, address, element_bytes, conversion, *places, source.is_contexts))
+            address += batch.array(name).size * staged.array.itemsize
         if not staged.names:
             return None
     return np.array(copies, COPY)

@@ -2,23 +2,33 @@
 
 Compiled code reads the arrays where the requests have them and describes the look-up; array_forms.py has a form for
 each layout of requests that it knows. Vectors and outputs lie in fixed memory, to which the network is bound
-once per shape.
+once per shape. So do the keys that a key graph computes: it is bound to what it reads and to its results.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.dense_engine.base import BoundRun, DenseEngine
+from inference_session.dense_engine.base import BoundRun
 from inference_session.device.host import zeros_at_line
-from inference_session.execution.array_forms import ArrayForm, Shapes, compile_kernels, create_form, has_form
+from inference_session.execution.array_forms import (
+    ArrayForm,
+    Memory,
+    Shapes,
+    compile_kernels,
+    create_form,
+    given_inputs,
+    has_form,
+    view,
+)
+from inference_session.execution.host_key_graph import HostKeyGraph
 from inference_session.execution.lookups import ModelLookups, VectorInput
 from inference_session.execution.network import Network
 from inference_session.execution.staged_batch import Arrays, StagedBatch
@@ -27,7 +37,6 @@ from inference_session.kernels.cpu.staging import NO_ROOM, STAGED, VECTOR_INPUT
 from inference_session.kernels.records import SEGMENT, Lookup, address_of
 from inference_session.model_spec import ModelSpec
 from inference_session.requests.batch import RequestLayout
-from inference_session.rows.base import Rows
 
 _MAX_PLANS = 1024
 MAX_BYTES = 64 << 20
@@ -58,9 +67,9 @@ class HostStagedModel:
     """
 
     def __init__(
-        self, spec: ModelSpec, lookups: ModelLookups, dense: DenseEngine, rows: Rows, new_form: Callable[[], ArrayForm]
+        self, spec: ModelSpec, lookups: ModelLookups, network: Network, new_form: Callable[[], ArrayForm]
     ) -> None:
-        self._spec, self._lookups, self._dense, self._rows, self._new_form = spec, lookups, dense, rows, new_form
+        self._spec, self._lookups, self._network, self._new_form = spec, lookups, network, new_form
         self._free: list[HostStaging] = []
 
     def take(self) -> HostStaging:
@@ -68,7 +77,7 @@ class HostStagedModel:
         try:
             return self._free.pop()
         except IndexError:
-            return HostStaging(self._spec, self._lookups, self._dense, self._rows, self._new_form())
+            return HostStaging(self._spec, self._lookups, self._network, self._new_form())
 
     def give_back(self, staging: HostStaging) -> None:
         """See StagedModel."""
@@ -76,38 +85,43 @@ class HostStagedModel:
 
 
 class HostStaging:
-    """The memory that batches use, and a plan of the network over it for each shape. For one thread."""
+    """The memory that batches use, and a plan of the networks over it for each shape. For one thread."""
 
-    def __init__(self, spec: ModelSpec, lookups: ModelLookups, dense: DenseEngine, rows: Rows, form: ArrayForm) -> None:
-        self._spec, self._dense, self._rows, self._form = spec, dense, rows, form
+    def __init__(self, spec: ModelSpec, lookups: ModelLookups, network: Network, form: ArrayForm) -> None:
+        self._spec, self._network, self._form = spec, network, form
+        self._dense, self._rows = network.dense, network.rows
         self.held = threading.Lock()
         """See Staging. One thread at a time has this memory, so there is nothing to wait for; and a lock, unlike
         `contextlib.nullcontext`, runs no Python.
         """
-        self._bound_lookups = rows.bound_lookups()
+        self._bound_lookups = self._rows.bound_lookups()
         self._ranks = bool(spec.context)
-        given_columns = {each.name: each.width - each.first_given for each in dense.joined}
+        given_columns = {each.name: each.width - each.first_given for each in network.dense.joined}
         self._vector_inputs = lookups.vector_inputs
         self._inputs, self._lookups = form.inputs, form.lookups
-        self._num_inputs = len(form.inputs)
+        self._num_inputs = len(form.dtypes)
         self._vector_records = np.zeros(len(lookups.vector_inputs), VECTOR_INPUT)
         self._vector_records["given_bytes"] = [
             _FLOAT_BYTES * given_columns.get(each.dense_input, 0) for each in lookups.vector_inputs
         ]
         self._open_sizes = np.zeros(form.num_open_sizes, np.int64)
-        self._memory: dict[tuple[str, int], NDArray[np.uint8]] = {}
+        self._memory: Memory = {}
         self._plans: dict[tuple[bytes, Any], BoundRun | None] = {}
+        self._key_graph = None
+        if network.keys is not None:
+            self._key_graph = HostKeyGraph(network.keys, network.key_names, form, self._memory, self._open_sizes)
         self._make_room(_FIRST_REQUESTS)
 
     def fill(self, arrays: Arrays, num_requests: int, outputs: tuple[str, ...]) -> StagedBatch | None:
         """See Staging. None also where the batch is too large."""
         if len(arrays) != num_requests * self._num_inputs:
             return None
-        while (status := self._stage(id(arrays), num_requests)) == NO_ROOM:
-            if not self._grow(num_requests):
+        for step in self._steps:
+            status = step(id(arrays), num_requests)
+            if status == NO_ROOM:
+                return self.fill(arrays, num_requests, outputs) if self._grow(num_requests) else None
+            if status != STAGED:
                 return None
-        if status != STAGED:
-            return None
         case = self._open_sizes.tobytes(), num_requests, outputs
         try:
             batch = self._batches[case]
@@ -156,7 +170,8 @@ class HostStaging:
         segments = np.zeros(num_requests * len(self._lookups), SEGMENT)
         num_keys, num_unknown = np.zeros(len(segments), np.int64), np.zeros(len(segments), np.int64)
         # Replaced all together: after a MemoryError compiled code still uses the old ones.
-        self._stage = self._form.stage_into(self._vector_records, self._open_sizes, counts, segments, num_keys)
+        first, *others = self._form.kernels_into(self._vector_records, self._open_sizes, counts, segments, num_keys)
+        self._steps = (first, self._key_graph.compute, *others) if self._key_graph is not None else (first,)
         self._counts, self._segments, self._num_keys, self._num_unknown = counts, segments, num_keys, num_unknown
         self._records: dict[int, _RequestRecords] = {}
         self._batches: dict[_Case, StagedBatch | None] = {}
@@ -191,27 +206,23 @@ class HostStaging:
 
     def _forget_plans(self) -> None:
         self._plans.clear()
+        if self._key_graph is not None:
+            self._key_graph.forget()
         self._batches.clear()
 
     def _network_inputs(self, shapes: Shapes) -> dict[str, NDArray[Any]]:
         """What the network reads, in the shapes of the batch that was staged last."""
-        inputs = {
-            name: array
-            for name, array in self._form.constants(self._open_sizes).items()
-            if name in self._dense.input_names
-        }
         vectors = [
-            _view(self._memory, ("vectors", v), self._vectors_shape(vector_input, shapes), np.dtype(np.float32))
+            view(self._memory, ("vectors", v), self._vectors_shape(vector_input, shapes), np.dtype(np.float32))
             for v, vector_input in enumerate(self._vector_inputs)
         ]
-        inputs.update(zip([each.dense_input for each in self._vector_inputs], vectors, strict=True))
-        for i, (name, tensor) in enumerate(zip(self._form.names, self._spec.inputs, strict=True)):
-            record = self._inputs[i]
+        inputs = dict(zip([each.dense_input for each in self._vector_inputs], vectors, strict=True))
+        for name, record in zip(self._form.names, self._inputs, strict=True):
             if record["vector_input"] >= 0:
                 first, width = record["column_bytes"] // _FLOAT_BYTES, math.prod(shapes[name][1:])
                 inputs[name] = vectors[record["vector_input"]][:, first : first + width]
-            elif record["is_read"]:
-                inputs[name] = _view(self._memory, ("input", i), shapes[name], np.dtype(tensor.dtype))
+        others = self._dense.input_names - inputs.keys()
+        inputs.update(given_inputs(self._form, self._memory, self._open_sizes, others))
         return inputs
 
     def _vectors_shape(self, vector_input: VectorInput, shapes: Shapes) -> tuple[int, ...]:
@@ -230,24 +241,12 @@ class HostStaging:
 
 def stage_on_host(spec: ModelSpec, layout: RequestLayout, network: Network) -> HostStagedModel | None:
     """The object that stages requests to a model; None: the model needs something that only `run_many` supports."""
-    if network.keys is not None or not can_read_arrays() or not has_form(spec, layout, network.dense):
+    if not can_read_arrays() or not has_form(spec, layout, network):
         return None
     compile_kernels(spec)
     joined = network.dense.joined
     lookups = ModelLookups(spec, by_column=False, keys_follow_inputs=True, joined_inputs=joined)
-    new_form = partial(create_form, spec, layout, lookups, network.dense)
-    return HostStagedModel(spec, lookups, network.dense, network.rows, new_form)
-
-
-def _view(
-    memory: Mapping[tuple[str, int], NDArray[np.uint8]], key: tuple[str, int], shape: Sequence[int], dtype: Any
-) -> NDArray[Any]:
-    """The beginning of some memory as an array. An empty array needs no memory."""
-    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    if not num_bytes:
-        return np.empty(shape, dtype)
-    array: NDArray[Any] = memory[key][:num_bytes].view(dtype).reshape(shape)
-    return array
+    return HostStagedModel(spec, lookups, network, partial(create_form, spec, layout, lookups, network))
 
 
 def _power_of_two(number: int) -> int:

@@ -46,6 +46,8 @@ class Network:
         self.tables = np.array([position[lookup.table] for lookup in spec.lookups], np.intp)
         """For each look-up, the number of its table."""
         self.keys = keys
+        self.key_names = tuple(sorted(keys.output_names)) if keys else ()
+        """The results of the key graph."""
         lookups = ModelLookups(
             spec,
             by_column=rows.device.reads_by_column,
@@ -53,14 +55,11 @@ class Network:
             narrow_inputs=dense.narrow_inputs,
             joined_inputs=dense.joined,
         )
-        self._plans = ExecutionPlans(lookups, rows, dense, keys.output_names if keys else ())
+        self._plans = ExecutionPlans(lookups, rows, dense, self.key_names)
 
     def plan(self, batch: JoinedBatch, outputs: Sequence[str]) -> ExecutionPlan:
         """The plan by which a batch computes these outputs. Keys that are computed are added to it."""
-        if self.keys:
-            names = sorted(self.keys.output_names)
-            results = self.keys.run({name: batch.array(name) for name in self.keys.input_names}, names)
-            batch.add(dict(zip(names, results, strict=True)))
+        self._compute_keys(batch)
         return self._plans.of(batch, tuple(outputs))
 
     def refuse_unknown(self, num_unknown: NDArray[np.int64]) -> None:
@@ -79,8 +78,14 @@ class Network:
         return self._plans.may_record
 
     def known_plan(self, batch: JoinedBatch, outputs: tuple[str, ...]) -> ExecutionPlan | None:
-        """The plan of a batch whose keys are all inputs, if there is one already."""
+        """The plan of a batch whose keys need not be cut, if there is one already. Computed keys are added to it."""
+        self._compute_keys(batch)
         return self._plans.known(batch, outputs)
+
+    def _compute_keys(self, batch: JoinedBatch) -> None:
+        if self.keys:
+            results = self.keys.run({name: batch.array(name) for name in self.keys.input_names}, self.key_names)
+            batch.add(dict(zip(self.key_names, results, strict=True)))
 
 
 _KEY_TYPES = ("int64", "int32", "uint32")

@@ -228,7 +228,7 @@ class ExecutionPlans:
         self._lookups = lookups
         self._rows = rows
         self._dense = dense
-        self._computed = sorted(computed)
+        self._computed = computed
         self.may_record = rows.is_launched and lookups.follow_shapes
         self._plans: BoundedMemory[Any, FreshPlan | BoundPlan] = BoundedMemory(_MAX_PLANS)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from inference_session import InferenceSession, stats
+from inference_session import InferenceSession, Request, stats
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache
 from inference_session.execution import array_forms
 from inference_session.kernels.cpu import lookup
@@ -99,10 +99,11 @@ def assert_as_listed(act: Callable[[], object], first: str) -> None:
 
 
 def test_a_request_of_any_kind(tmp_path: Path) -> None:
-    """Rows of files, and a model whose inputs the fast path does not take."""
+    """Rows of files, and an input that the fast path does not take."""
     small_model.write(tmp_path / "small" / "1")
     with InferenceSession.open(tmp_path / "small" / "1", device="cpu") as session:
-        request = session.layout.made_up(2)
+        inputs = session.layout.made_up(2).inputs
+        request = Request({**inputs, "codes": np.asfortranarray(inputs["codes"])})
         assert_as_listed(lambda: session.run_many([request]), "InferenceSession.run_many")
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from numpy.typing import NDArray
 
+from inference_session.dense_engine import OnnxEngine
 from inference_session.execution.gathered_model import GatheredModel, gather_model
 from inference_session.execution.network import Network
 from inference_session.importers.hugectr.importer import import_hugectr
@@ -30,6 +32,7 @@ from inference_session.tables.table_file import TableFile, write_table
 from inference_session.version_directory.version import VersionDirectory
 from tests.testing.hugectr_source import Source
 from tests.testing.launched_tables import Echo, LaunchedTables
+from tests.testing.onnx_models import model_of
 
 Inputs = dict[str, NDArray[Any]]
 
@@ -37,14 +40,17 @@ Inputs = dict[str, NDArray[Any]]
 class Model:
     """A model on a device that repeats its launches, whose network answers what it reads."""
 
-    def __init__(self, spec: ModelSpec, files: list[TableFile], given: tuple[str, ...]) -> None:
+    def __init__(
+        self, spec: ModelSpec, files: list[TableFile], given: tuple[str, ...], keys: OnnxEngine | None = None
+    ) -> None:
         self.rows = FileRows(files, LaunchedTables(files, num_threads=1))
         names = {*given, *(lookup.dense_input for lookup in spec.lookups)}
         self.outputs = tuple(sorted(names))
         kind = layout_of(spec)
-        self.layout = kind(spec, Outputs(spec), network_inputs=frozenset(given), max_elements=1 << 20)
+        read = frozenset(given) | (keys.input_names if keys else set())
+        self.layout = kind(spec, Outputs(spec), network_inputs=read, max_elements=1 << 20)
         dense = Echo(names, given)
-        self.network = Network(spec, self.rows, dense, None, keys_follow_inputs=kind.keys_follow_inputs)
+        self.network = Network(spec, self.rows, dense, keys, keys_follow_inputs=kind.keys_follow_inputs)
         gathered = gather_model(spec, self.layout, self.network)
         assert gathered is not None
         self.gathered: GatheredModel = gathered
@@ -122,6 +128,74 @@ def test_arrays_of_recorded_shapes_are_answered(native: Model, vectors: NDArray[
         np.testing.assert_allclose(found["c"], vectors[joined["bags"]].sum(axis=1), rtol=1e-5)
         np.testing.assert_array_equal(found["dense"], joined["dense"])
         np.testing.assert_array_equal(found["ids"], joined["ids"])
+
+
+_KEY_GRAPH = """keys (int64[n, 2] ids, int32[n] codes, int64[n, l] bags, float[n, 2] dense)
+    => (int64[n, 2] ids_0, int32[n] codes_0, int64[n, l] bags_0, float[n, l] weights, int64[k] some) {
+        ids_0 = Mod(ids, rows)  codes_0 = Max(codes, zero)  bags_0 = Abs(bags)  weights = Cast<to = 1>(bags)
+        positive = ReduceMax(dense, axes)  few = Greater(positive, half)  chosen = Compress(codes_0, few)
+        some = Cast<to = 7>(chosen) }"""
+
+
+@pytest.fixture(scope="module", params=["weights", "values"])
+def computing(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, vectors: NDArray[np.float32]
+) -> Model:
+    """The same with a key graph; `values`: the shape of some keys follows from values."""
+    folder = tmp_path_factory.mktemp("table") / "t"
+    write_table(folder, [vectors])
+    constants = {"rows": np.array(50), "zero": np.array(0, np.int32)}
+    limits = {"axes": np.array([1]), "half": np.array([[0.5]], np.float32)}
+    graph = model_of(_KEY_GRAPH, constants | limits)
+    if request.param == "weights":
+        del graph.graph.output[-1]
+    onnx.save(graph, folder / "keys.onnx")
+    table = TableSpec("t", "t", len(vectors), 3, keys="row_number")
+    lookups = [
+        LookupSpec("t", "ids_0", "a"),
+        LookupSpec("t", "codes_0", "b"),
+        LookupSpec("t", "bags_0", "c", pooling="sum", weights="weights"),
+        LookupSpec("t", "ids", "d"),
+        LookupSpec("t", "some", "e"),
+    ]
+    spec = ModelSpec(
+        inputs=(
+            TensorSpec("ids", "int64", (-1, 2)),
+            TensorSpec("codes", "int32", (-1,)),
+            TensorSpec("bags", "int64", (-1, -1)),
+            TensorSpec("dense", "float32", (-1, 2)),
+        ),
+        outputs=(TensorSpec("dense", "float32", (-1, 2)),),
+        tables=(table,),
+        lookups=tuple(lookups if request.param == "values" else lookups[:-1]),
+    )
+    keys = OnnxEngine(folder / "keys.onnx", num_threads=1)
+    return Model(spec, [TableFile.open(folder, table)], ("dense", "ids"), keys)
+
+
+def test_keys_that_a_graph_computes_are_looked_up(computing: Model, vectors: NDArray[np.float32]) -> None:
+    """Next to keys that are inputs, of one request or several; shapes that follow from values may be left out."""
+    rng, has_values = np.random.default_rng(8), "e" in computing.outputs
+    for sizes, length in [((3,), 4), ((2, 5), 1), ((1, 1), 4)] * 2:
+        requests = [native_request(rng, samples, length) for samples in sizes]
+        if computing.answer(requests) is None:
+            computing.record(requests)
+        for _ in range(3):
+            requests = [native_request(rng, samples, length) for samples in sizes]
+            found = computing.answer(requests)
+            if found is None:
+                assert has_values
+                continue
+            joined = {name: np.concatenate([inputs[name] for inputs in requests]) for name in computing.names}
+            np.testing.assert_array_equal(found["a"], vectors[joined["ids"]])
+            np.testing.assert_array_equal(found["b"], vectors[np.maximum(joined["codes"], 0)])
+            weighted = vectors[joined["bags"]] * joined["bags"][..., None]
+            np.testing.assert_allclose(found["c"], weighted.sum(axis=1), rtol=1e-5)
+            np.testing.assert_array_equal(found["d"], vectors[joined["ids"]])
+            np.testing.assert_array_equal(found["ids"], joined["ids"])
+            if has_values:
+                chosen = joined["codes"][joined["dense"].max(axis=1) > 0.5]
+                np.testing.assert_array_equal(found["e"], vectors[np.maximum(chosen, 0)])
 
 
 def test_inputs_of_the_network_are_copied_during_the_look_up(native: Model, vectors: NDArray[np.float32]) -> None:

@@ -24,10 +24,11 @@ from inference_session.model_spec import TensorSpec
 from inference_session.rows import changing_rows
 from inference_session.version_directory.manifest import write_manifest
 from tests.testing import staged_model
+from tests.testing.onnx_evaluation import run_network
 from tests.testing.onnx_models import import_model, model_of, table
 from tests.testing.stored_model import push, url_of
 
-KINDS = ("files", "threads", "updates", "cache", "tiny cache")
+KINDS = ("files", "threads", "updates", "cache", "tiny cache", "key graph", "key graph and cache")
 
 
 def open_plain(directory: Path, **options: Any) -> InferenceSession:
@@ -52,8 +53,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("staged")
     version = root / "repository" / "staged" / "1"
     staged_model.write(version)
+    staged_model.write(with_key_graph(version), key_graph=True)
     push(version, url_of(version))
     return version
+
+
+def with_key_graph(directory: Path) -> Path:
+    """The model that answers the same, and computes keys."""
+    return directory.with_name("2")
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +78,11 @@ def session(directory: Path, request: pytest.FixtureRequest) -> Iterator[Inferen
         "threads": {"lookup_threads": 2},
         "cache": {**store, "cache_bytes": 1 << 20},
         "tiny cache": {**store, "cache_bytes": 4000},
+        "key graph": {},
+        "key graph and cache": {**store, "cache_bytes": 4000},
     }
     kind = request.param
+    directory = with_key_graph(directory) if "key graph" in kind else directory
     with open_updated(directory) if kind == "updates" else InferenceSession.open(directory, **options[kind]) as opened:
         yield opened
 
@@ -123,7 +133,9 @@ def test_staged_requests_are_answered_as_any_others(
     assert after["failed_requests"] == before["failed_requests"]
 
 
-def test_what_is_counted_per_table_is_what_the_plain_way_counts(directory: Path) -> None:
+@pytest.mark.parametrize("key_graph", [False, True])
+def test_what_is_counted_per_table_is_what_the_plain_way_counts(directory: Path, key_graph: bool) -> None:
+    directory = with_key_graph(directory) if key_graph else directory
     requests = [staged_model.inputs(n, np.random.default_rng(n)) for n in (1, 7, 30)]
     counts = []
     for opened in (InferenceSession.open, open_plain):
@@ -265,8 +277,12 @@ def test_names_that_do_not_fit_get_their_messages(directory: Path) -> None:
             session.run({("bags" if name == "bag" else name): array for name, array in inputs.items()})
         with pytest.raises(InvalidRequestError, match="no output 'x'"):
             session.run(inputs, ["x"])
+        with pytest.raises(InvalidRequestError, match=r"no output \['click'\]"):
+            session.run(inputs, [["click"]])  # type: ignore[list-item]
+        with pytest.raises(InvalidRequestError, match="outputs are 5, expected a list of names"):
+            session.run(inputs, 5)  # type: ignore[arg-type]
         assert session.run_arrays(arrays_of([inputs])[:-1], 1) is None
-        assert session.stats()["failed_requests"] == 3
+        assert session.stats()["failed_requests"] == 4
 
 
 def test_sizes_that_have_to_agree(directory: Path) -> None:
@@ -356,12 +372,14 @@ def test_updates_are_answered_at_once(directory: Path) -> None:
         assert session.stats()["tables"]["wide"]["default_vectors"] - unknown == 3 + 9
 
 
-def test_threads_have_memory_of_their_own(directory: Path, plain: InferenceSession) -> None:
-    """Also while rows come and go in a cache."""
+@pytest.mark.parametrize("key_graph", [False, True])
+def test_threads_have_memory_of_their_own(directory: Path, plain: InferenceSession, key_graph: bool) -> None:
+    """Also while rows come and go in a cache, and where keys are computed."""
     requests = [staged_model.inputs(n, np.random.default_rng(n)) for n in range(1, 9)]
     expected = [plain.run(request) for request in requests]
     wrong: list[int] = []
     store = f"rocksdb://{directory.parents[2]}/db"
+    directory = with_key_graph(directory) if key_graph else directory
     with InferenceSession.open(directory, persistent_store=store, cache_bytes=4000) as session:
 
         def ask(number: int) -> None:
@@ -442,6 +460,88 @@ def test_outputs_whose_shapes_follow_from_values(tmp_path: Path) -> None:
     assert engine.bind({"x": x}, []) is None
 
 
+MADE = {
+    "wrap": "n_{b} = Less({a}, zero) w_{b} = Add({a}, {x}) {b} = Where(n_{b}, w_{b}, {a})",  # as JAX and Keras write it
+    "int32": "c_{b} = Cast<to = 6>({a}) {b} = Cast<to = 7>(c_{b})",
+    "float": "c_{b} = Cast<to = 1>({a}) {b} = Cast<to = 7>(c_{b})",
+    "reversed": "r_{b} = Neg({a}) {b} = Add(r_{b}, {x})",
+    **{kind: f"{{b}} = {kind}({{a}}, {{x}})" for kind in ("Mod", "Max", "Min", "Add", "Mul")},
+}
+"""How a key graph may make keys `b` of keys `a` and a number `x`."""
+
+
+@settings(max_examples=10)
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(sorted(MADE)), st.integers(-3000, 3000).filter(bool)), max_size=4),
+    dtype=st.sampled_from(["int32", "int64", "uint32"]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_keys_that_a_graph_computes(
+    steps: list[tuple[str, int]], dtype: str, seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Any graph gives the answers of ONNX Runtime on the whole model, for batches of changing sizes."""
+    lines = [MADE[kind].format(x=f"x{i}", a=f"k{i}", b=f"k{i + 1}") for i, (kind, _) in enumerate(steps)]
+    graph = f"""m ({dtype}[b, 3] ids, int64[b] more) => (float[b, 16] y) {{ k0 = Cast<to = 7>(ids) {" ".join(lines)}
+        k = Mod(k{len(steps)}, rows) v = Gather(w, k) f = Flatten(v)
+        shifted = Add(more, rows) m = Mod(shifted, rows) u = Gather(w, m) y = Concat<axis = 1>(f, u) }}"""
+    numbers = {f"x{i}": np.array(number) for i, (_, number) in enumerate(steps)}
+    weights = {"w": table(), "rows": np.array(1000), "zero": np.array(0), **numbers}
+    folder, rng, limits = tmp_path_factory.mktemp("keys"), np.random.default_rng(seed), np.iinfo(dtype)
+    directory = import_model(folder, model_of(graph, weights)).version_dir
+    ends = [limits.min, limits.min + 1, limits.max, limits.max - 1, 0]
+    with InferenceSession.open(directory) as session:
+        for num_requests, num_samples in ((1, 1), (3, 2), (1, 5), (1, 1), (2, 40), (3, 2), (1, 5)):
+            drawn = rng.integers(max(limits.min, -5000), 5000, (num_requests * num_samples, 3))
+            ids = np.where(rng.random(drawn.shape) < 0.1, rng.choice(ends, drawn.shape), drawn).astype(dtype)
+            more = rng.integers(-1000, 1000, len(ids))
+            parts = zip(np.split(ids, num_requests), np.split(more, num_requests), strict=True)
+            found = session.run_arrays([array for part in parts for array in part], num_requests)
+            expected = run_network(folder / "model.onnx", {"ids": ids, "more": more})["y"]
+            assert found is not None
+            np.testing.assert_array_equal(np.concatenate([each["y"] for each in found.split()]), expected)
+
+
+def test_key_graphs_may_refuse_values(tmp_path: Path) -> None:
+    """The one request gets the error, the others their answers, and later requests are staged as before."""
+    text = """m (int64[n] at, int64[n] more) => (float[n, 4] y) {
+        k = Gather(few, at) j = Add(k, more) v = Gather(w, j) y = Neg(v) }"""
+    few, vectors = np.arange(500)[::-1].copy(), table()
+    directory = import_model(tmp_path, model_of(text, {"few": few, "w": vectors})).version_dir
+    good, bad = ({"at": np.array([at]), "more": np.array([3])} for at in (2, 500))
+    with InferenceSession.open(directory) as session:
+        for requests in ([good, bad], [good, good], [good, good], [bad, good], [good, good]):
+            staged_answer = session.run_arrays([array for each in requests for array in each.values()], 2)
+            answers: list[Any] = session.run_many([Request(request) for request in requests])
+            assert (staged_answer is None) == (bad in requests)
+            for request, answer in zip(requests, answers, strict=True):
+                if request is bad:
+                    assert isinstance(answer, InvalidRequestError)
+                else:
+                    np.testing.assert_array_equal(answer["y"], -vectors[few[[2]] + 3])
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        "z = Mul(ids, zero) i = Equal(z, ids) p = NonZero(i) q = Squeeze(p, first) k = Mul(q, q)",
+        "distinct = Unique(ids) k = Abs(distinct)",
+    ],
+)
+def test_keys_whose_shape_follows_from_values_are_left_to_the_plain_way(tmp_path: Path, keys: str) -> None:
+    text = f"""m (int64[n] ids) => (float[n, 4] y) {{ {keys} v = Gather(w, k) s = ReduceSum<keepdims = 0>(v, first)
+        c = Unsqueeze(ids, last) f = Cast<to = 1>(c) y = Add(f, s) }}"""
+    weights = {"w": table(), "zero": np.array(0), "first": np.array([0]), "last": np.array([1])}
+    directory = import_model(tmp_path, model_of(text, weights)).version_dir
+    assert (directory / "keys.onnx").exists()
+    with InferenceSession.open(directory) as session:
+        assert session.replicas.all[0].staged is not None
+        for ids in ([1, 2], [1, 2], [0, 2], [5, 5], [0, 0], [1, 2], [3, 0]):
+            inputs = {"ids": np.array(ids)}
+            expected = run_network(tmp_path / "model.onnx", inputs)["y"]
+            for _ in range(2):
+                np.testing.assert_allclose(session.run(inputs)["y"], expected, rtol=1e-6)
+
+
 def test_a_bound_run_says_what_the_network_refuses(tmp_path: Path) -> None:
     onnx.save(
         model_of("g (int64[n] x) => (float[n, 4] y) { y = Gather(emb, x) }", {"emb": table(3)}), tmp_path / "m.onnx"
@@ -457,6 +557,7 @@ def test_a_bound_run_says_what_the_network_refuses(tmp_path: Path) -> None:
                 run.run()
         else:
             np.testing.assert_array_equal(run.run()[0], table(3)[[1, at]])
+    assert run.results is not None, "the outputs stay bound"
 
 
 def test_what_passes_through_a_network_is_not_the_memory_that_it_was_in(tmp_path: Path) -> None:

@@ -1,7 +1,11 @@
-"""A model whose requests compiled code stages: each kind of look-up that this code supports, and other inputs."""
+"""A model whose requests compiled code stages: each kind of look-up that this code supports, and other inputs.
+
+There is a second one that answers the same, in which a graph computes most keys, though they stay the same numbers.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +14,19 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from inference_session.model_spec import DENSE_FILE, TABLES_FOLDER, LookupSpec, ModelSpec, TableSpec, TensorSpec
+from inference_session.model_spec import (
+    DENSE_FILE,
+    KEYS_FILE,
+    TABLES_FOLDER,
+    LookupSpec,
+    ModelSpec,
+    TableSpec,
+    TensorSpec,
+)
 from inference_session.tables.quantized_rows import quantize_int8
 from inference_session.version_directory import manifest
 from inference_session.version_directory.session_file import write_spec
+from tests.testing.onnx_models import model_of
 
 EXTREMES = (-(2**63), -(2**31), -51, -50, -1, 0, 1, 49, 50, 2**31 - 1, 2**63 - 1)
 """Keys at the edges of the types and tables."""
@@ -72,8 +85,28 @@ SPEC = ModelSpec(
 )
 
 
-def write(directory: Path, seed: int = 0) -> None:
-    """Write the model as a version directory."""
+_KEY_GRAPH = """staged (
+        int64[n, 5] packed, int32[n, 2] codes, int64[n, l] history, int64[n, 2, 3] sets, int64[n, 3] bag,
+        float[n, 3] factors, int64[n, 2] pairs
+    ) => (
+        int64[n, 1] packed_0, int64[n, 3] packed_1, int64[n, 1] packed_4, int32[n, 2] codes_0, int64[n, l] history_0,
+        int64[n, 2, 3] sets_0, int64[n, 3] bag_0, float[n, 3] factors_0, int64[n, 2] pairs_0
+    ) {
+        packed_0, packed_1, packed_4 = Split<axis = 1>(packed, widths)
+        wide = Cast<to = 7>(codes)
+        codes_0 = Cast<to = 6>(wide)
+        history_0 = Sub(history, zero)
+        opposite = Neg(sets)
+        sets_0 = Neg(opposite)
+        is_negative = Less(bag, zero)
+        bag_0 = Where(is_negative, bag, bag)
+        factors_0 = Mul(factors, one)
+        pairs_0 = Add(pairs, zero)
+    }"""
+
+
+def write(directory: Path, seed: int = 0, *, key_graph: bool = False) -> None:
+    """Write the model, or the one with a key graph, as a version directory."""
     rng = np.random.default_rng(seed)
     for table in TABLES:
         folder = directory / TABLES_FOLDER / table.folder
@@ -85,7 +118,10 @@ def write(directory: Path, seed: int = 0) -> None:
             keys = np.unique([*EXTREMES, *range(2, 40)])[: table.num_rows]
             rng.permutation(keys).tofile(folder / "key")
     onnx.save(_network(), directory / DENSE_FILE)
-    write_spec(SPEC, directory)
+    write_spec(replace(SPEC, lookups=tuple(map(_of_key_graph, SPEC.lookups))) if key_graph else SPEC, directory)
+    if key_graph:
+        constants = {"widths": np.array([1, 3, 1]), "zero": np.array(0), "one": np.array(1, np.float32)}
+        onnx.save(model_of(_KEY_GRAPH, constants), directory / KEYS_FILE)
     manifest.write_manifest(directory)
 
 
@@ -116,6 +152,15 @@ def inputs(
         "flags": rng.random(num_samples) < 0.5,
         "steps": fractions(num_samples, length + 1, 2),
     }
+
+
+def _of_key_graph(lookup: LookupSpec) -> LookupSpec:
+    """The same look-up of the graph's results; bags of different lengths stay as requests have them."""
+    if lookup.keys == "items":
+        return lookup
+    first, _ = lookup.columns or (0, 0)
+    weights = lookup.weights and f"{lookup.weights}_0"
+    return replace(lookup, keys=f"{lookup.keys}_{first}", weights=weights, columns=None)
 
 
 def _network() -> onnx.ModelProto:

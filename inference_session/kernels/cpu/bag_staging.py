@@ -97,7 +97,7 @@ def stage_bags(arguments: int, items: int, num_requests: int) -> int:
         return NOT_STAGED
     open_sizes[0] = num_samples
     lay_out_vectors(lookups, vector_inputs, num_samples, num_requests)
-    if not has_room(inputs, vector_inputs):
+    if not has_room(inputs) or not has_room(vector_inputs):
         return NO_ROOM
     fits = _enter_requests(
         arrays, num_requests, form[0], slots, inputs, lookups, vector_inputs, counts, segments, num_keys

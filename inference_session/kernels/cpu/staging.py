@@ -1,8 +1,11 @@
 """Requests become the records of one look-up, without Python per input: their arrays are read by their headers.
 
 The keys stay where the requests have them: each look-up gets a SEGMENT record per request, all of which write to the
-same array of vectors. Inputs that the network reads are copied behind each other to where it reads them, which
-may be next to vectors.
+same array of vectors. Inputs that a network reads are copied behind each other to where it reads them, which may be
+next to vectors.
+
+Where a key graph computes keys, it runs between two parts of this: `read` gives it its inputs, and `describe` leads the
+look-up to its results.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ STAGED, NOT_STAGED, NO_ROOM = range(3)
 """What `stage` returns: all is in place; the requests are not as described; some memory is too small."""
 INT64 = np.dtype(np.int64)
 _MAX_SIZE = 1 << 31
+_ADDRESS_BYTES = 8
 _NONE = int(PoolingCode.NONE)
 
 INPUT = np.dtype(
@@ -41,11 +45,12 @@ INPUT = np.dtype(
         ("rank", np.int64),
         ("expected", np.int64, (MAX_RANK,)),  # sizes, OPEN or DIFFERING
         ("sizes", np.int64, (MAX_RANK,)),  # receives those of the batch; DIFFERING as it is
-        ("is_read", np.int64),  # by the network
+        ("is_read", np.int64),  # by the network or the key graph
+        ("makes_keys", np.int64),  # read by the key graph
         ("is_contexts", np.int64),  # each request has one row, whatever its number of samples is
-        ("vector_input", np.int64),  # number of the record whose last columns it is; -1: it has memory of its own
+        ("vector_input", np.int64),  # number of the record whose last columns it is; -1: of none
         ("column_bytes", np.int64),  # distance from the beginning of the row there
-        ("address", np.int64),  # where it reads
+        ("address", np.int64),  # where else it is read; of a result of the key graph, where it is
         ("num_bytes", np.int64),  # room there
         ("wanted_bytes", np.int64),  # receives what a batch needs
     ],
@@ -56,16 +61,16 @@ LOOKUP = np.dtype(
         ("table", np.int64),
         ("embedding_dim", np.int64),
         ("pooling", np.int64),  # PoolingCode
-        ("keys", np.int64),  # number of the input
-        ("weights", np.int64),  # number of the input, -1: none
+        ("keys", np.int64),  # number of the INPUT record
+        ("weights", np.int64),  # the same, -1: none
         ("first_column", np.int64),  # of the input, -1: all of it is keys
         ("num_columns", np.int64),
         ("vector_input", np.int64),  # number of its record
         ("joined", np.int64),  # next to others in it
-        ("is_contexts", np.int64),  # as its keys
-        ("rows_per_sample", np.int64),  # the remaining fields are worked out for each batch
+        ("rows_per_sample", np.int64),  # this field, and those behind it, are worked out for each batch
         ("keys_per_row", np.int64),
         ("column_bytes", np.int64),  # distance from the beginning of the row
+        ("is_contexts", np.int64),  # as its keys
     ],
     align=True,
 )
@@ -85,13 +90,14 @@ VECTOR_INPUT = np.dtype(
 
 @kernel
 def stage(arguments: int, items: int, num_requests: int) -> int:
-    """Read the arrays of some requests, and describe their look-up.
+    """Read the arrays of some requests, and describe their look-up, where all keys are inputs.
 
     Args:
         arguments: address of Arguments:
             array_type: address of NumPy's type of arrays.
             max_elements: of one array, more of which are not staged.
-            inputs: INPUT records of the model's inputs, in the order of the arrays.
+            num_arrays: of each request.
+            inputs: INPUT records of the model's inputs, in the order of the arrays, then of the key graph's results.
             lookups: LOOKUP records.
             vector_inputs: VECTOR_INPUT records: what the network reads vectors from.
             open_sizes: receives the samples of the batch, then the sizes that are open, input after input, then, where
@@ -100,34 +106,65 @@ def stage(arguments: int, items: int, num_requests: int) -> int:
             segments: SEGMENT records, [requests x look-ups] or more, which receive the look-up.
             num_keys: as many, receives the keys of each segment.
         items: address of a list of arrays, request after request, which lives as long as the look-up.
-        num_requests: how many; the list has as many arrays for each as there are inputs.
+        num_requests: how many; the list has `num_arrays` for each.
     """
+    status = read(arguments, items, num_requests)
+    return describe(arguments, items, num_requests) if status == STAGED else status
+
+
+@kernel
+def read(arguments: int, items: int, num_requests: int) -> int:
+    """The first part of `stage`: check the arrays, and copy what the key graph reads."""
     array_type, max_elements = int_at(arguments, 0), int_at(arguments, 1)
-    inputs, lookups = array_at(arguments, 2, INPUT), array_at(arguments, 3, LOOKUP)
-    vector_inputs, open_sizes = array_at(arguments, 4, VECTOR_INPUT), array_at(arguments, 5, INT64)
-    counts, segments = array_at(arguments, 6, INT64), array_at(arguments, 7, SEGMENT)
-    num_keys = array_at(arguments, 8, INT64)
+    inputs = array_at(arguments, 3, INPUT)[: int_at(arguments, 2)]
+    lookups, vector_inputs = array_at(arguments, 4, LOOKUP), array_at(arguments, 5, VECTOR_INPUT)
+    open_sizes, counts = array_at(arguments, 6, INT64), array_at(arguments, 7, INT64)
     arrays = load(items + LIST_ITEMS, np.int64, 0)
-    if num_requests > len(counts) or num_requests * len(lookups) > len(segments):
+    if num_requests > len(counts) or num_requests * len(lookups) > len(array_at(arguments, 8, SEGMENT)):
         return NO_ROOM
     num_samples = check_arrays(arrays, num_requests, array_type, max_elements, inputs, counts)
     if num_samples <= 0:
         return NOT_STAGED
     note_open_sizes(inputs, num_samples, num_requests, open_sizes)
-    _lay_out(inputs, lookups, vector_inputs, num_samples, num_requests)
-    if not has_room(inputs, vector_inputs):
+    for i in range(len(inputs)):
+        num_rows = num_requests if inputs[i].is_contexts else num_samples
+        has_memory = inputs[i].makes_keys or (inputs[i].is_read and inputs[i].vector_input < 0)
+        inputs[i].wanted_bytes = num_rows * _row_bytes(inputs[i]) if has_memory else 0
+    for v in range(len(vector_inputs)):
+        vector_inputs[v].wanted_bytes = 0  # not known yet
+    if not has_room(inputs):
         return NO_ROOM
-    _copy_inputs(arrays, num_requests, inputs, vector_inputs, counts)
-    _fill_segments(arrays, num_requests, inputs, lookups, vector_inputs, counts, segments, num_keys)
+    for i in range(len(inputs)):
+        if inputs[i].makes_keys:
+            _copy_input(arrays, num_requests, inputs, i, counts, inputs[i].address, _row_bytes(inputs[i]))
+    return STAGED
+
+
+@kernel
+def describe(arguments: int, items: int, num_requests: int) -> int:
+    """The second part of `stage`: copy what only the network reads, and fill in the look-up."""
+    num_arrays, tensors = int_at(arguments, 2), array_at(arguments, 3, INPUT)
+    lookups, vector_inputs = array_at(arguments, 4, LOOKUP), array_at(arguments, 5, VECTOR_INPUT)
+    open_sizes, counts = array_at(arguments, 6, INT64), array_at(arguments, 7, INT64)
+    segments, num_keys = array_at(arguments, 8, SEGMENT), array_at(arguments, 9, INT64)
+    arrays = load(items + LIST_ITEMS, np.int64, 0)
+    for i in range(len(lookups)):
+        _lay_out_lookup(lookups[i], tensors[lookups[i].keys])
+    lay_out_vectors(lookups, vector_inputs, open_sizes[0], num_requests)
+    if not has_room(vector_inputs):
+        return NO_ROOM
+    _copy_other_inputs(arrays, num_requests, tensors[:num_arrays], vector_inputs, counts)
+    _fill_segments(arrays, num_requests, num_arrays, tensors, lookups, vector_inputs, counts, segments, num_keys)
     return STAGED
 
 
 def compile_kernels() -> None:
-    """Compile `stage`, or load it from Numba's cache, so that no request waits for a compiler."""
+    """Compile `stage` and its parts, or load them from Numba's cache, so that no request waits for a compiler."""
     nothing, items = np.zeros(0, np.int64), list[Any]()
     records = np.zeros(0, INPUT), np.zeros(0, LOOKUP), np.zeros(0, VECTOR_INPUT)
-    arguments = Arguments(0, 0, *records, nothing, nothing, np.zeros(0, SEGMENT), nothing)
-    arguments.bound_to(stage)(id(items), 1)
+    arguments = Arguments(0, 0, 0, *records, np.zeros(1, np.int64), nothing, np.zeros(0, SEGMENT), nothing)
+    for part in (stage, read, describe):
+        arguments.bound_to(part)(id(items), 1)
 
 
 @kernel
@@ -214,17 +251,10 @@ def _inner(record: Any) -> Any:
 
 
 @kernel
-def _lay_out(inputs: Any, lookups: Any, vector_inputs: Any, num_samples: int, num_requests: int) -> None:
-    """Work out what follows from the sizes of a batch."""
-    for i in range(len(inputs)):
-        record = inputs[i]
-        last = record.sizes[record.rank - 1] if record.rank > 1 else 1
-        num_rows = num_requests if record.is_contexts else num_samples
-        has_memory = record.is_read and record.vector_input < 0
-        record.wanted_bytes = num_rows * _inner(record) * last * record.element_bytes if has_memory else 0
-    for i in range(len(lookups)):
-        _lay_out_lookup(lookups[i], inputs[lookups[i].keys])
-    lay_out_vectors(lookups, vector_inputs, num_samples, num_requests)
+def _row_bytes(record: Any) -> Any:
+    """Bytes of one sample."""
+    last = record.sizes[record.rank - 1] if record.rank > 1 else 1
+    return _inner(record) * last * record.element_bytes
 
 
 @kernel
@@ -248,6 +278,7 @@ def lay_out_vectors(lookups: Any, vector_inputs: Any, num_samples: int, num_requ
 def _lay_out_lookup(lookup: Any, keys: Any) -> None:
     """How many output rows a sample has, and how many keys one of them, where these do not differ."""
     inner, last = _inner(keys), keys.sizes[keys.rank - 1] if keys.rank > 1 else 1
+    lookup.is_contexts = keys.is_contexts
     if lookup.first_column >= 0:
         lookup.rows_per_sample, lookup.keys_per_row = 1, lookup.num_columns
     elif lookup.joined:
@@ -259,36 +290,40 @@ def _lay_out_lookup(lookup: Any, keys: Any) -> None:
 
 
 @kernel
-def has_room(inputs: Any, vector_inputs: Any) -> Any:
-    """Whether the memory of all records is as large as a batch needs."""
+def has_room(records: Any) -> Any:
+    """Whether the memory of all these INPUT or VECTOR_INPUT records is as large as a batch needs."""
     num_short = 0
-    for i in range(len(inputs)):
-        num_short += inputs[i].wanted_bytes > inputs[i].num_bytes
-    for v in range(len(vector_inputs)):
-        num_short += vector_inputs[v].wanted_bytes > vector_inputs[v].num_bytes
+    for i in range(len(records)):
+        num_short += records[i].wanted_bytes > records[i].num_bytes
     return num_short == 0
 
 
 @kernel
-def _copy_inputs(arrays: int, num_requests: int, inputs: Any, vector_inputs: Any, counts: Any) -> None:
-    """Put what the network reads behind each other."""
+def _copy_other_inputs(arrays: int, num_requests: int, inputs: Any, vector_inputs: Any, counts: Any) -> None:
+    """Put what the network reads next to vectors, or behind each other unless the key graph reads it there."""
     for i in range(len(inputs)):
-        record = inputs[i]
-        if record.is_read:
-            last = record.sizes[record.rank - 1] if record.rank > 1 else 1
-            sample_bytes, target, row_bytes = _inner(record) * last * record.element_bytes, record.address, np.int64(0)
-            if record.vector_input >= 0:
-                joined = vector_inputs[record.vector_input]
-                target, row_bytes = joined.address + record.column_bytes, joined.row_bytes
-            for r in range(num_requests):
-                source = load(header_at(arrays, len(inputs), r, i) + DATA, np.int64, 0)
-                num_rows = np.int64(1) if record.is_contexts else counts[r]
-                if row_bytes > 0:
-                    copy_rows(target, row_bytes, source, sample_bytes, num_rows)
-                    target += num_rows * row_bytes
-                else:
-                    copy_bytes(target, source, num_rows * sample_bytes)
-                    target += num_rows * sample_bytes
+        if inputs[i].vector_input >= 0:
+            joined = vector_inputs[inputs[i].vector_input]
+            target = joined.address + inputs[i].column_bytes
+            _copy_input(arrays, num_requests, inputs, i, counts, target, joined.row_bytes)
+        elif inputs[i].is_read and inputs[i].makes_keys == 0:
+            _copy_input(arrays, num_requests, inputs, i, counts, inputs[i].address, _row_bytes(inputs[i]))
+
+
+@kernel
+def _copy_input(
+    arrays: int, num_requests: int, inputs: Any, number: int, counts: Any, target: int, to_next_row: int
+) -> None:
+    """Put the rows of an input of all requests behind each other, so many bytes from one to the next."""
+    record, row_bytes = inputs[number], _row_bytes(inputs[number])
+    for r in range(num_requests):
+        source = load(header_at(arrays, len(inputs), r, number) + DATA, np.int64, 0)
+        num_rows = np.int64(1) if record.is_contexts else counts[r]
+        if to_next_row == row_bytes:
+            copy_bytes(target, source, num_rows * row_bytes)
+        else:
+            copy_rows(target, to_next_row, source, row_bytes, num_rows)
+        target += num_rows * to_next_row
 
 
 @kernel
@@ -302,7 +337,8 @@ def copy_rows(target: int, target_bytes: int, source: int, row_bytes: int, num_r
 def _fill_segments(
     arrays: int,
     num_requests: int,
-    inputs: Any,
+    num_arrays: int,
+    tensors: Any,
     lookups: Any,
     vector_inputs: Any,
     counts: Any,
@@ -311,17 +347,13 @@ def _fill_segments(
 ) -> None:
     s, samples_before = 0, np.int64(0)
     for r in range(num_requests):
+        request = arrays + _ADDRESS_BYTES * num_arrays * r
         for i in range(len(lookups)):
             lookup, segment = lookups[i], segments[s]
-            array = header_at(arrays, len(inputs), r, lookup.keys)
-            _enter_keys(segment, lookup, inputs[lookup.keys], array)
-            if lookup.is_contexts:
-                enter_output(segment, lookup, vector_inputs[lookup.vector_input], np.int64(r), np.int64(1))
-            else:
-                enter_output(segment, lookup, vector_inputs[lookup.vector_input], samples_before, counts[r])
-            if lookup.weights >= 0:
-                weights = header_at(arrays, len(inputs), r, lookup.weights)
-                segment.weights_address = load(weights + DATA, np.int64, 0)
+            first_row = np.int64(r) if lookup.is_contexts else samples_before
+            num_rows = np.int64(1) if lookup.is_contexts else counts[r]
+            _enter_keys(segment, lookup, request, num_arrays, tensors, first_row)
+            enter_output(segment, lookup, vector_inputs[lookup.vector_input], first_row, num_rows)
             num_keys[s] = segment.num_rows * segment.keys_per_row
             s += 1
         samples_before += counts[r]
@@ -338,16 +370,30 @@ def enter_output(segment: Any, lookup: Any, vector_input: Any, samples_before: i
 
 
 @kernel
-def _enter_keys(segment: Any, lookup: Any, keys: Any, array: int) -> None:
+def _enter_keys(segment: Any, lookup: Any, request: int, num_arrays: int, tensors: Any, first_row: int) -> None:
     """Enter where the keys of one request are."""
-    segment.keys_address = load(array + DATA, np.int64, 0)
+    keys = tensors[lookup.keys]
+    segment.keys_address = _values_at(request, num_arrays, tensors, lookup.keys, first_row)
     segment.begins_address, segment.ends_address, segment.weights_address = 0, 0, 0
+    if lookup.weights >= 0:
+        segment.weights_address = _values_at(request, num_arrays, tensors, lookup.weights, first_row)
     segment.key_bytes, segment.key_stride = keys.element_bytes, keys.element_bytes
     segment.keys_per_row = lookup.keys_per_row
     if keys.expected[keys.rank - 1] == DIFFERING:
+        array = load(request, np.int64, lookup.keys)
         last = load(load(array + SIZES, np.int64, 0), np.int64, keys.rank - 1)
         segment.keys_per_row = _inner(keys) * last if lookup.joined else last
     segment.row_stride = segment.keys_per_row * keys.element_bytes
     if lookup.first_column >= 0:
         segment.keys_address += lookup.first_column * keys.element_bytes
         segment.row_stride = keys.sizes[1] * keys.element_bytes
+
+
+@kernel
+def _values_at(request: int, num_arrays: int, tensors: Any, number: int, first_row: int) -> Any:
+    """The address of a request's values of that number: its own array, or rows of a result of the key graph, which has
+    those of all requests.
+    """
+    if number < num_arrays:
+        return load(load(request, np.int64, number) + DATA, np.int64, 0)
+    return tensors[number].address + first_row * _row_bytes(tensors[number])
