@@ -27,6 +27,7 @@ from inference_session.importers.hugectr.import_cache import cached_import
 from inference_session.importers.hugectr.json_file import JsonFile
 from inference_session.importers.hugectr.ps_fields import PsJson, PsModel
 from inference_session.importers.hugectr.ps_json import parse_ps_json, read_ps_json
+from inference_session.requests.caller_arrays import has_masked
 from inference_session.requests.hugectr_csr import DENSE, KEYS, OFFSETS
 from inference_session.requests.lent_tensors import borrowed_array
 from inference_session.session import InferenceSession
@@ -355,7 +356,7 @@ def _open(ps_json: PsJson, model: PsModel, owner: Path) -> InferenceSession:
 
 
 def _flat(name: str, values: ArrayLike) -> NDArray[Any]:
-    if np.ma.is_masked(values):  # NumPy would take what is below the mask
+    if has_masked(values):
         raise InvalidRequestError(f"{name} has masked elements: fill them first")
     return np.asarray(values).ravel()
 

@@ -126,8 +126,17 @@ def _holds_all(narrow: NDArray[Any], array: NDArray[Any]) -> bool:
     return narrow is array or narrow.dtype.kind != "f" or not bool((np.isinf(narrow) & ~np.isinf(array)).any())
 
 
+def has_masked(value: ArrayLike) -> bool:
+    """Whether an array, or one of a list of arrays, has masked elements: NumPy would take what is below the mask."""
+    if type(value) is np.ndarray:
+        return False
+    rows = value if isinstance(value, list | tuple) else [value]
+    kinds = {*map(type, rows)}
+    return any(issubclass(kind, np.ma.MaskedArray) for kind in kinds) and any(map(np.ma.is_masked, rows))
+
+
 def _as_array(what: str, value: ArrayLike) -> NDArray[Any]:
-    if type(value) is not np.ndarray and np.ma.is_masked(value):  # NumPy would take what is below the mask
+    if has_masked(value):
         raise InvalidRequestError(f"{what} has masked elements: fill them first, for example with `array.filled(0)`")
     try:
         return np.asarray(value)

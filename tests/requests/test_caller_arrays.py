@@ -34,9 +34,11 @@ def test_without_cupy_the_input_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_lies_below_a_mask_is_no_value() -> None:
     """NumPy takes it as one."""
     masked = np.ma.masked_array([[1], [2]], mask=[[False], [True]])
-    with pytest.raises(InvalidRequestError, match=r"input 'user' has masked elements: fill them first"):
-        as_input("user", masked, np.dtype(np.int64))
+    for value in (masked, list(masked), (np.array([1]), masked[1])):
+        with pytest.raises(InvalidRequestError, match=r"input 'user' has masked elements: fill them first"):
+            as_input("user", value, np.dtype(np.int64))
     np.testing.assert_array_equal(as_input("user", masked[:1], np.dtype(np.int64)), [[1]])
+    np.testing.assert_array_equal(as_input("user", list(masked[:1]), np.dtype(np.int64)), [[1]])
 
 
 def test_numbers_that_a_type_cannot_hold_do_not_become_infinite() -> None:
