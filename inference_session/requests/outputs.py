@@ -115,7 +115,10 @@ class Outputs:
         """Each request's outputs as views of those of their batch."""
         if self._has_predictions and any(PREDICTIONS in outputs for outputs in wanted):
             labels = [computed[name] for name in self._label_outputs]
-            computed = {**computed, PREDICTIONS: self.predictions(labels)}
+            predictions = self.predictions(labels)
+            if np.may_share_memory(predictions, labels[0]):  # callers may write to one and keep the other
+                predictions = predictions.copy()
+            computed = {**computed, PREDICTIONS: predictions}
         if len(wanted) == 1:
             return [{name: computed[name] for name in wanted[0]}]
         _check_samples(tuple(computed), tuple(computed.values()), sum(num_samples))

@@ -1,0 +1,27 @@
+"""What a request's answer is made of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from inference_session.model_spec import PREDICTIONS
+from inference_session.requests.outputs import Outputs
+from tests.testing import small_model
+
+
+@pytest.mark.parametrize(("label", "values"), [("click", [[1.0], [2.0]]), ("stay", [1.0, 2.0])])
+def test_predictions_are_not_the_memory_of_their_label(label: str, values: list[Any]) -> None:
+    """A caller may write to one of them and keep the other."""
+    outputs = Outputs(replace(small_model.SPEC, labels=(label,), label_outputs=(label,)))
+    computed: dict[str, NDArray[Any]] = {label: np.array(values, np.float32)}
+
+    answers = outputs.split(computed, [[label, PREDICTIONS]] * 2, [1, 1])
+
+    for answer in answers:
+        answer[PREDICTIONS] *= 100
+    np.testing.assert_array_equal(np.concatenate([answer[label] for answer in answers]), values)
