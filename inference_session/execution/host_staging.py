@@ -96,14 +96,14 @@ class HostStaging:
         """
         self._bound_lookups = self._rows.bound_lookups()
         self._ranks = bool(spec.context)
-        given_columns = {each.name: each.width - each.first_given for each in network.dense.joined}
         self._vector_inputs = lookups.vector_inputs
         self._inputs, self._lookups = form.inputs, form.lookups
         self._num_inputs = len(form.dtypes)
         self._vector_records = np.zeros(len(lookups.vector_inputs), VECTOR_INPUT)
-        self._vector_records["given_bytes"] = [
-            _FLOAT_BYTES * given_columns.get(each.dense_input, 0) for each in lookups.vector_inputs
-        ]
+        for record, shared in zip(self._vector_records, [each.shared for each in lookups.vector_inputs], strict=True):
+            if shared is not None:
+                record["vector_bytes"] = _FLOAT_BYTES * shared.first_given
+                record["given_bytes"] = _FLOAT_BYTES * (shared.width - shared.first_given)
         self._open_sizes = np.zeros(form.num_open_sizes, np.int64)
         self._memory: Memory = {}
         self._plans: dict[tuple[bytes, Any], BoundRun | None] = {}

@@ -22,6 +22,7 @@ from inference_session.device.host import HostColumns, HostDevice, adjacent_colu
 from inference_session.errors import InvalidRequestError
 from inference_session.execution.lookups import VectorInput
 from inference_session.execution.network import Network
+from inference_session.version_directory.manifest import write_manifest
 from tests.testing import joined_model
 from tests.testing.joined_model import Arrays, JoinedModel
 from tests.testing.onnx_models import assert_same, import_model, model_of, table
@@ -177,6 +178,28 @@ def test_keys_may_be_computed(tmp_path: Path) -> None:
     for num_samples in (1, 6):
         inputs = {"ids": rng.integers(0, 700, (num_samples, 3)), "dense": rng.random((num_samples, 2), np.float32)}
         assert_same(report, tmp_path / "model.onnx", inputs)
+
+
+@pytest.mark.parametrize("num_keys", [1, 2, 4, 40])
+def test_more_or_fewer_computed_keys_are_refused(tmp_path: Path, num_keys: int) -> None:
+    """Where keys.onnx does not fit the network, no vector or input goes where others belong."""
+    constants = {"offsets": np.array([0, 100, 200]), "t": table(), "w": np.ones((14, 2), np.float32)}
+    model = model_of(
+        "g (int64[n, 3] ids, float[n, 2] dense) => (float[n, 2] out) { k = Add(ids, offsets) e = Gather(t, k)"
+        " f = Flatten(e) x = Concat<axis = 1>(dense, f) out = MatMul(x, w) }",
+        constants,
+    )
+    directory = import_model(tmp_path, model).version_dir
+    (name,) = (value.name for value in onnx.load(directory / "keys.onnx").graph.output)
+    nodes = f"first = Gather<axis = 1>(ids, zero) {name} = Expand(first, sizes)"
+    graph = f"g (int64[n, 3] ids) => (int64[n, m] {name}) {{ {nodes} }}"
+    onnx.save(model_of(graph, {"zero": np.array([0]), "sizes": np.array([1, num_keys])}), directory / "keys.onnx")
+    write_manifest(directory)
+    with InferenceSession.open(directory) as session:
+        for num_samples in (1, 64):
+            inputs = {"ids": np.zeros((num_samples, 3), np.int64), "dense": np.ones((num_samples, 2), np.float32)}
+            with pytest.raises(InvalidRequestError, match=f"have {4 * num_keys} elements for each sample, expected 12"):
+                session.run(inputs)
 
 
 def test_vectors_of_another_width_are_refused() -> None:

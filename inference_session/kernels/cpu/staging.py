@@ -80,6 +80,7 @@ VECTOR_INPUT = np.dtype(
         ("num_bytes", np.int64),  # room there
         ("wanted_bytes", np.int64),  # receives what a batch needs
         ("given_bytes", np.int64),  # of a row, behind the vectors: for inputs, and zeros
+        ("vector_bytes", np.int64),  # what the vectors of a row must take, where others are behind them; 0: any number
         ("row_bytes", np.int64),  # of one output row, worked out for each batch
         ("rows_per_sample", np.int64),
         ("is_contexts", np.int64),
@@ -151,6 +152,10 @@ def describe(arguments: int, items: int, num_requests: int) -> int:
     for i in range(len(lookups)):
         _lay_out_lookup(lookups[i], tensors[lookups[i].keys])
     lay_out_vectors(lookups, vector_inputs, open_sizes[0], num_requests)
+    for v in range(len(vector_inputs)):  # a key graph may give more or fewer keys than the network has room for
+        vector_bytes = vector_inputs[v].row_bytes - vector_inputs[v].given_bytes
+        if vector_inputs[v].vector_bytes > 0 and vector_bytes != vector_inputs[v].vector_bytes:
+            return NOT_STAGED
     if not has_room(vector_inputs):
         return NO_ROOM
     _copy_other_inputs(arrays, num_requests, tensors[:num_arrays], vector_inputs, counts)
