@@ -153,6 +153,8 @@ def _graph(steps: list[tuple[int, int, int, int]]) -> ModelProto:
 
 
 def _computed(node: NodeProto, made: Arrays) -> NDArray[Any] | None:
+    if _is_vast(node, made):
+        return None
     graph = GraphProto(name="step", node=[node])
     graph.input.extend(onnx.ValueInfoProto(name=name) for name in dict.fromkeys(node.input))
     graph.output.extend(onnx.ValueInfoProto(name=name) for name in node.output)
@@ -163,6 +165,16 @@ def _computed(node: NodeProto, made: Arrays) -> NDArray[Any] | None:
     except Exception:  # noqa: BLE001  whatever NumPy raises: the operator does not take these
         return None
     return np.asarray(value)
+
+
+def _is_vast(node: NodeProto, made: Arrays) -> bool:
+    """Whether the numbers that this operator is given ask for more elements than a value may have: to compute it first
+    would take seconds, and gigabytes.
+    """
+    if node.op_type not in ("Expand", "ConstantOfShape", "Range"):
+        return False
+    sizes = made[node.input[0 if node.op_type == "ConstantOfShape" else 1]].astype(float)
+    return bool(np.prod(sizes) >= MAX_ELEMENTS)
 
 
 def _model(nodes: list[NodeProto]) -> ModelProto:
