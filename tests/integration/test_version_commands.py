@@ -123,7 +123,7 @@ def test_a_version_is_chosen_and_left_again(server: Served, model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "served", "chosen"),
+    ("policy", "expected", "chosen"),
     [
         ("specific { versions: [1, 2] }", [1, 2], 3),
         ("latest { num_versions: 2 }", [2, 3], 3),
@@ -131,7 +131,7 @@ def test_a_version_is_chosen_and_left_again(server: Served, model: str) -> None:
     ],
 )
 def test_no_version_chosen_means_the_policy_of_config_pbtxt(
-    policy: str, served: list[int], chosen: int, server: Served, model: str
+    policy: str, expected: list[int], chosen: int, server: Served, model: str
 ) -> None:
     """It replaces a version that was chosen, or rolled back to, whatever is newest."""
     url = ("--url", server.grpc)
@@ -144,17 +144,17 @@ def test_no_version_chosen_means_the_policy_of_config_pbtxt(
         return sorted(int(line.split()[0]) for line in lines if " READY" in line)
 
     succeed("load", model, *url)
-    assert ready() == served
+    assert ready() == expected
     succeed("load", model, "--version", chosen, *url)
     assert ready() == [chosen]
     succeed("load", model, *url)
-    assert ready() == served
-    assert serves(server, model, served[-1])
+    assert ready() == expected
+    assert serves(server, model, expected[-1])
 
     succeed("roll-back", model, *url)
-    assert ready() == [served[-1] - 1]
+    assert ready() == [expected[-1] - 1]
     succeed("load", model, *url)
-    assert ready() == served
+    assert ready() == expected
 
 
 def test_versions_are_listed(server: Served, model: str) -> None:

@@ -35,21 +35,23 @@ def route(request: pytest.FixtureRequest) -> tuple[str, str]:
 
 
 @pytest.fixture
-def target(request: pytest.FixtureRequest, route: tuple[str, str], tmp_path: Path) -> str:
-    """A place that does not exist yet, in a folder that does not exist either."""
+def target(route: tuple[str, str], hdfs: Hdfs, tmp_path: Path) -> str:
+    """A place that does not exist yet, in a folder that does not exist either.
+
+    Fixtures name `hdfs` even where a route does not use it: such tests share one cluster with all others (conftest.py).
+    """
     if route[1] == "local":
         return str(tmp_path / "target" / "of" / "copy")
-    hdfs: Hdfs = request.getfixturevalue("hdfs")
     return f"{hdfs.url}/copy/{os.getpid()}/{next(_numbers)}/copy"
 
 
 @pytest.fixture
-def origin(request: pytest.FixtureRequest, route: tuple[str, str], tmp_path: Path) -> str:
+def origin(route: tuple[str, str], hdfs: Hdfs, tmp_path: Path) -> str:
     """A table folder with one large file, a small one, an empty one, one of an odd name, and an empty folder."""
     if route[0] == "local":
         place = str(tmp_path / "origin" / "table")
     else:
-        place = f"{request.getfixturevalue('hdfs').url}/origin/{os.getpid()}/{next(_numbers)}/table"
+        place = f"{hdfs.url}/origin/{os.getpid()}/{next(_numbers)}/table"
     with create_source(place) as source:
         put(source, "emb_vector", np.random.default_rng(1).bytes(_BIG))
         put(source, "key", np.arange(1000).tobytes())
