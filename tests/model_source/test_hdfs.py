@@ -109,7 +109,7 @@ def test_folders_without_end_are_refused() -> None:
     folder = {**FILE, "type": "DIRECTORY"}
     body = {"FileStatus": folder, "FileStatuses": {"FileStatus": [folder, {**FILE, "pathSuffix": "a"}]}}
     with (
-        saying(json.dumps(body).encode()) as port,
+        saying(json.dumps(body).encode(), num_pieces=1) as port,
         create_source(f"hdfs://127.0.0.1:{port}/a") as source,
         pytest.raises(SourceError, match="folders are nested more than 1000 deep"),
     ):
@@ -117,10 +117,10 @@ def test_folders_without_end_are_refused() -> None:
 
 
 @contextmanager
-def saying(body: bytes) -> Iterator[int]:
-    """A web server that gives the same answer to all requests."""
+def saying(body: bytes, num_pieces: int = 100) -> Iterator[int]:
+    """A web server that gives the same answer to all requests, in about so many pieces."""
     head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body)
-    with answering(head + body) as port:
+    with answering(head + body, num_pieces) as port:
         yield port
 
 

@@ -392,14 +392,14 @@ def serving(handle: Callable[[socket.socket], None]) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def answering(answer: bytes) -> Iterator[int]:
-    """A server that answers any input with the same bytes, one by one; none: it stays silent."""
+def answering(answer: bytes, num_pieces: int = 100) -> Iterator[int]:
+    """A server that answers any input with the same bytes, in about so many pieces; no bytes: it stays silent."""
 
     def handle(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while connection.recv(65_536):
-            for i in range(0, len(answer), 1 + len(answer) // 100):
-                connection.sendall(answer[i : i + 1 + len(answer) // 100])
+            for i in range(0, len(answer), 1 + len(answer) // num_pieces):
+                connection.sendall(answer[i : i + 1 + len(answer) // num_pieces])
 
     with serving(handle) as port:
         yield port
