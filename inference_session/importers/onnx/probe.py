@@ -105,7 +105,7 @@ class Findings:
     shapes: tuple[tuple[int, ...], ...] | None
     """Shapes of the outputs, -1 where a size varies; None where the model could not be run."""
     served_shapes: tuple[tuple[int, ...], ...] | None = None
-    """The same, where inputs of zeros, with which a session warms up, are tried as well."""
+    """The same, where other values of what stands alone, and the zeros with which a session warms up, are tried too."""
     num_rows: tuple[tuple[int, ...], ...] | None = None
     """The first size of each output in each run; nothing for scalars. None where the model could not be run."""
     notes: tuple[str, ...] = ()
@@ -149,8 +149,9 @@ class Prober:
         batched = may_be_batched and not self._takes_unequal(recipe) and self._follows_samples(recipe)
         feeds = tuple(self._feeds(recipe))
         runs = [self._shapes_of(arrays) for arrays in feeds]
-        zeros = self._shapes_of(self._zeros(recipe))
-        shapes, served_shapes = self._shapes(runs), self._shapes([*runs, zeros] if zeros else runs)
+        switched = tuple(self._switched(feeds))
+        others = [self._shapes_of(arrays) for arrays in (*switched, self._zeros(recipe))]
+        shapes, served_shapes = self._shapes(runs), self._shapes([*runs, *filter(None, others)])
         num_rows = tuple(tuple(size for shape in of_one for size in shape[:1]) for of_one in zip(*runs, strict=True))
         joinable = batched and self._is_joinable(recipe)
         equal_sizes = tuple(group for group in self._symbols(batched) if self._must_be_equal(group, feeds))
@@ -220,6 +221,23 @@ class Prober:
             arrays = recipe.arrays(seed, self._sizes(size), inner)
             if self.run(arrays) is not None:
                 yield arrays
+
+    def _switched(self, feeds: Sequence[Arrays]) -> Iterator[Arrays]:
+        """The same with other values of what stands alone: a branch may be taken for some of them only."""
+        for number, arrays in enumerate(feeds):
+            switched = {**arrays, **self._switches(number)}
+            if self._switches(number) and self.run(switched) is not None:
+                yield switched
+
+    def _switches(self, number: int) -> Arrays:
+        """For whole numbers that stand alone, this one; for flags, its bits."""
+        alone = [(name, kind) for name, kind in self.inputs.items() if kind.dims == ()]
+        flags = [name for name, kind in alone if kind.elem_type == TensorProto.BOOL]
+        numbers = [(name, kind) for name, kind in alone if kind.elem_type in (TensorProto.INT64, TensorProto.INT32)]
+        return {
+            **{name: np.array(bool(number >> position & 1)) for position, name in enumerate(flags)},
+            **{name: np.array(number, helper.tensor_dtype_to_np_dtype(kind.elem_type)) for name, kind in numbers},
+        }
 
     def _zeros(self, recipe: Recipe) -> Arrays:
         """The inputs with which a session warms up."""

@@ -193,3 +193,17 @@ def test_nested_bodies(tmp_path: Path) -> None:
     report = check(tmp_path, model_of(LOOP.replace("BODY", body), {"w": table()}), {"keys": KEYS})
 
     assert len(report.tables) == 1
+
+
+def test_branches_that_numbers_choose_are_tried(tmp_path: Path) -> None:
+    """A small number that stands alone may choose one: the output had the size that the other branch makes."""
+    graph = """m (int64[b] keys, int64 kind) => (float y) {
+        v = Gather(w, keys)  is_short = Equal(kind, two)
+        y = If (is_short) <then_branch = t () => (float a) { a = Slice(v, zero, one, one) },
+                           else_branch = e () => (float o) { o = Identity(v) }> }"""
+    constants = {"w": table(), "two": np.array(2), "zero": np.array([0]), "one": np.array([1])}
+    inputs = [{"keys": np.array([1, 2, 999]), "kind": np.array(kind)} for kind in (2, 5)]
+
+    report = check(tmp_path, model_of(graph, constants), *inputs)
+
+    assert report.spec.outputs[0].shape == (-1, -1)
