@@ -13,8 +13,8 @@ from onnx import GraphProto, NodeProto
 
 from inference_session.importers.onnx.graph import bodies, reads
 from inference_session.importers.onnx.sample_kinds import CONSTANT, Free, Kind, Observations
-from inference_session.importers.onnx.sample_rules import RULES
-from inference_session.importers.onnx.sample_step import Step, is_random, neither
+from inference_session.importers.onnx.sample_rules import rule_of
+from inference_session.importers.onnx.sample_step import Step, is_random
 
 
 class SampleAxis:
@@ -35,11 +35,11 @@ class SampleAxis:
         around = [self.kinds.get(name, CONSTANT) for name in reads(node)]
         if all(isinstance(kind, Free) and kind.is_constant for kind in around) and not is_random(node):
             found: Sequence[Kind] = [CONSTANT] * len(node.output)
-        elif None in around or bodies(node) or node.domain:
+        elif None in around or bodies(node) or (rule := rule_of(node)) is None:
             found = [None] * len(node.output)
         else:
             try:
-                found = RULES.get(node.op_type, neither)(step)
+                found = rule(step)
             except (ValueError, IndexError, TypeError, ZeroDivisionError):  # a node that violates ONNX's specification
                 found = [None] * len(node.output)
         for name, kind in zip(node.output, found, strict=False):

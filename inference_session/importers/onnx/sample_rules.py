@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from onnx import NodeProto
 
 from inference_session.importers.onnx.graph import BROADCASTING, UNARY
 from inference_session.importers.onnx.sample_kinds import CONSTANT, Axis, Free, Kind, PerSample
@@ -383,6 +384,20 @@ _SAMPLES_IN_FRONT = """
 AveragePool Conv DepthToSpace GlobalAveragePool GlobalMaxPool GroupNormalization InstanceNormalization LRN MaxPool
 SpaceToDepth
 """
+
+_OTHERS_ELEMENTWISE = {
+    "ai.onnx.ml": {"Binarizer", "CategoryMapper", "LabelEncoder"},
+    "com.microsoft": {"BiasGelu", "FastGelu", "Gelu", "MurmurHash3", "QuickGelu"},
+}
+"""Operators of other domains that compute each element by itself."""
+
+
+def rule_of(node: NodeProto) -> Callable[[Step], list[Kind]] | None:
+    """The rule for a node without bodies; None: nothing is known of it."""
+    if not node.domain:
+        return RULES.get(node.op_type, neither)
+    return _elementwise if node.op_type in _OTHERS_ELEMENTWISE.get(node.domain, ()) else None
+
 
 RULES: dict[str, Callable[[Step], list[Kind]]] = {
     **dict.fromkeys(UNARY | BROADCASTING, _elementwise),

@@ -51,6 +51,8 @@ HOSTILE = {
     "norm over the batch": "a = Constant<value = int64[1] {0}>() m = ReduceL2(both, a) y = Div(both, m)",
     "log-sum-exp over the batch": "a = Constant<value = int64[1] {0}>() m = ReduceLogSumExp(e, a) y = Sub(both, m)",
     "product over the batch": "a = Constant<value = int64[1] {-2}>() m = ReduceProd(d, a) y = Add(both, m)",
+    "norm over the batch, of ONNX-ML": """t = Transpose<perm = [1, 0]>(both)
+        z = ai.onnx.ml.Normalizer<norm = "L1">(t) y = Transpose<perm = [1, 0]>(z)""",
     "softmax over the batch": "y = Softmax<axis = 0>(both)",
     "softmax over the batch, counted from the end": "y = Softmax<axis = -2>(both)",
     "log-softmax over the batch": "y = LogSoftmax<axis = 0>(both)",
@@ -180,6 +182,11 @@ SOUND = {
         q = QuantizeLinear(both, s, z) x = DequantizeLinear(q, s, z)
         c = Constant<value = float[4] {0.25, 0.5, 0.125, 1}>() o = Constant<value = int8[4] {0, 1, -3, 0}>()
         p = QuantizeLinear<axis = 1>(x, c, o) y = DequantizeLinear<axis = -1>(p, c, o)""",
+    "encoded and hashed": """a = ai.onnx.ml.LabelEncoder<keys_int64s = [1, 2], values_int64s = [5, 7],
+        default_int64 = 3>(ids) b = com.microsoft.MurmurHash3<positive = 0>(a) c = Constant<value = int32 {50}>()
+        f = Mod(b, c) k = Cast<to = 7>(f) v = Gather(w, k) r = ReduceSum<keepdims = 0>(v, one) y = Add(r, both)""",
+    "activations of ONNX Runtime": """a = com.microsoft.Gelu(both) b = com.microsoft.BiasGelu(a, ones)
+        c = com.microsoft.QuickGelu(b) y = com.microsoft.FastGelu(c)""",
     "bfloat16 between layers": "b = Cast<to = 16>(both) c = Cast<to = 1>(b) y = Mul(c, d)",
     "dense layers": "a = MatMul(both, m44) b = Relu(a) y = Gemm<transB = 1>(b, m44, ones)",
     "factorisation machine": """s = ReduceSum<keepdims = 0>(h, one) q = Mul(s, s) p = Mul(h, h) r =
@@ -269,7 +276,8 @@ SHAPES = {
 
 def write(path: Path, body: str) -> None:
     """A model file of such a body."""
-    text = f'<ir_version: 8, opset_import: ["" : 18]> {HEAD} {{ {COMMON} {body} }}'
+    domains = '"" : 18, "ai.onnx.ml" : 3, "com.microsoft" : 1'
+    text = f"<ir_version: 8, opset_import: [{domains}]> {HEAD} {{ {COMMON} {body} }}"
     model = onnx.parser.parse_model(text)
     read = {name for node in model.graph.node for name in node.input} | {
         name for node in model.graph.node for a in node.attribute for inner in a.g.node for name in inner.input
