@@ -267,11 +267,17 @@ class Input:
 
 
 _INPUT = ("label_dims", "label_names", "dense_dim", "dense_name", "data_reader_sparse_param_array")
+_OF_RELEASE_3_0 = frozenset({"check_type", "data_reader_type", "eval_source", "source", "sparse_names"})
 _ONE_LABEL = {"label_dim": "label_dims", "label_name": "label_names"}
 
 
 def _bound(values: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of `Input` by name; 4.0 has `label_weights` as its third where six are given by position."""
+    if found := sorted(_OF_RELEASE_3_0 & named.keys()):
+        raise UnsupportedModelError(
+            f"Input: {found} are not supported: they belong to release 3.0. Name the data in DataReaderParams, and "
+            "each sparse input in its DataReaderSparseParam"
+        )
     order = _INPUT if len(values) < 6 else (*_INPUT[:2], "label_weights", *_INPUT[2:])
     given = dict(zip(order, values, strict=False))
     for name, value in named.items():

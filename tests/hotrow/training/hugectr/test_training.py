@@ -367,6 +367,10 @@ def test_names_order_and_defaults_are_those_of_release_3_4() -> None:
         (lambda: hugectr.CreateSolver(metrics_spec={"AUC": 1.0}), "metrics_spec is .*; allowed: a dict of MetricsType"),
         (lambda: hugectr.DataReaderSparseParam("d", 1, False, 0), "DataReaderSparseParam 'd': slot_num is 0"),
         (lambda: hugectr.DataReaderSparseParam("d", [1, -1], False, 2), r"nnz_per_slot is \[1, -1\]; allowed: a whole"),
+        (
+            lambda: hugectr.Input(source="a", sparse_names=["b"]),
+            r"\['source', 'sparse_names'\] .* release 3.0. Name the",
+        ),
         (lambda: hugectr.Input("1", "label", 1, "dense", []), "label_dims is '1'; allowed: a whole number from 1"),
         (lambda: hugectr.Input(1, "label", -1, "dense", []), "dense_dim is -1; allowed: whole numbers from 0"),
         (lambda: hugectr.CreateSolver(lr=None), "lr is None; allowed: numbers from 0"),
