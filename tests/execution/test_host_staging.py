@@ -520,6 +520,40 @@ def test_key_graphs_may_refuse_values(tmp_path: Path) -> None:
                     np.testing.assert_array_equal(answer["y"], -vectors[few[[2]] + 3])
 
 
+def test_keys_of_contexts_and_candidates_are_computed(tmp_path: Path) -> None:
+    """For a context that is given once, for one that is repeated, and for keys that follow from both."""
+    text = """m (int64[n] user, int64[n, 3] clicks, int64[n] item, float[n, 4] price) => (float[n, 1] y) {
+        ku = Mod(user, rows) vu = Gather(w, ku) kc = Max(clicks, zero) kd = Mod(kc, rows) vc = Gather(w, kd)
+        pc = ReduceSum<keepdims = 0>(vc, one) both = Add(user, item) km = Mod(both, rows) vm = Gather(w, km)
+        ki = Mod(item, rows) vi = Gather(w, ki) x = Concat<axis = 1>(vu, pc, vi, vm, price)
+        h = MatMul(x, first) r = Relu(h) y = MatMul(r, last) }"""
+    rng = np.random.default_rng(0)
+    weights = {"first": rng.random((20, 8), np.float32), "last": rng.random((8, 1), np.float32)}
+    numbers = {"rows": np.array(1000), "zero": np.array(0), "one": np.array([1])}
+    model = model_of(text, {"w": table(), **numbers, **weights})
+    directory = import_model(tmp_path, model, context=["user", "clicks"]).version_dir
+    with InferenceSession.open(directory) as session:
+        for num_requests, length in ((1, 1), (1, 5), (3, 5), (1, 5), (3, 1), (2, 7), (3, 5)):
+            given = [
+                {"user": rng.integers(0, 9999, 1), "clicks": rng.integers(-5, 9999, (1, 3))}
+                for _ in range(num_requests)
+            ]
+            items = [
+                {"item": rng.integers(0, 9999, length), "price": rng.random((length, 4), np.float32)} for _ in given
+            ]
+            repeated = [
+                {name: np.repeat(array, length, axis=0) for name, array in context.items()} for context in given
+            ]
+            for contexts in (given, repeated):
+                requests = [{**context, **item} for context, item in zip(contexts, items, strict=True)]
+                arrays = [request[tensor.name] for request in requests for tensor in session.spec.inputs]
+                found = session.run_arrays(arrays, num_requests)
+                assert found is not None
+                for answer, context, item in zip(found.split(), repeated, items, strict=True):
+                    expected = run_network(tmp_path / "model.onnx", {**context, **item})["y"]
+                    np.testing.assert_allclose(answer["y"], expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     "keys",
     [
