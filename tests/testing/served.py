@@ -83,10 +83,11 @@ class Served:
         return self.process.wait(timeout=PATIENCE_S)
 
     def close(self) -> None:
-        """Stop it if it still runs."""
+        """Stop it if it still runs. What it has logged is printed, which pytest shows beside a test that fails."""
         if self.process.poll() is None:
             self.stop()
         self.reader.join()
+        print("".join(self.errors))
         for stream in (self.process.stdout, self.process.stderr):
             assert stream is not None
             stream.close()
