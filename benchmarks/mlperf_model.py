@@ -6,6 +6,7 @@ random, as the trained ones are 97 GB of downloads.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -72,6 +73,7 @@ def multiply_adds() -> int:
     return dense + NUM_CROSS * 2 * width * CROSS_RANK
 
 
+@functools.cache
 def random_weights(seed: int = 0) -> Weights:
     """The weights of the dense network by name, scaled so that values stay about 1 from layer to layer."""
     rng, width = np.random.default_rng(seed), DIM * (1 + len(TABLE_ROWS))
