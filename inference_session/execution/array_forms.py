@@ -75,7 +75,7 @@ class TensorForm:
     """A model's own inputs."""
 
     def __init__(self, spec: ModelSpec, layout: TensorLayout, lookups: ModelLookups, network: Network) -> None:
-        self._has_key_graph = network.keys is not None
+        self._kernels = _kernels(network)
         makes_keys = network.keys.input_names if network.keys else frozenset()
         given = input_records(spec, layout, network.dense.input_names | makes_keys)
         self.names = (*(tensor.name for tensor in spec.inputs), *network.key_names)
@@ -95,8 +95,7 @@ class TensorForm:
         """See ArrayForm."""
         tensors = len(self.dtypes), self.inputs, self.lookups
         arguments = Arguments(ARRAY_TYPE, self._max_elements, *tensors, *records)
-        parts = (staging.read, staging.describe) if self._has_key_graph else (staging.stage,)
-        return tuple(arguments.bound_to(of_ints(part)) for part in parts)
+        return tuple(arguments.bound_to(of_ints(kernel)) for kernel in self._kernels)
 
     def shapes(self, open_sizes: NDArray[np.int64]) -> Shapes:
         """See ArrayForm."""
@@ -227,9 +226,17 @@ def create_form(spec: ModelSpec, layout: RequestLayout, lookups: ModelLookups, n
     return TensorForm(spec, cast("TensorLayout", layout), lookups, network)
 
 
-def compile_kernels(spec: ModelSpec) -> None:
-    """Compile or load the kernel of a model's form."""
-    (bag_staging if spec.takes_hugectr_requests else staging).compile_kernels()
+def compile_kernels(spec: ModelSpec, network: Network) -> None:
+    """Compile or load the kernels of a model's form."""
+    if spec.takes_hugectr_requests:
+        bag_staging.compile_kernels()
+    else:
+        staging.compile_kernels(*_kernels(network))
+
+
+def _kernels(network: Network) -> tuple[Callable[[int, int, int], int], ...]:
+    """Those of a TensorForm."""
+    return (staging.stage,) if network.keys is None else (staging.read, staging.describe)
 
 
 def _has_bags(spec: ModelSpec, layout: HugectrLayout, dense: DenseEngine) -> bool:

@@ -243,7 +243,7 @@ def stage_on_host(spec: ModelSpec, layout: RequestLayout, network: Network) -> H
     """The object that stages requests to a model; None: the model needs something that only `run_many` supports."""
     if not can_read_arrays() or not has_form(spec, layout, network):
         return None
-    compile_kernels(spec)
+    compile_kernels(spec, network)
     joined = network.dense.joined
     lookups = ModelLookups(spec, by_column=False, keys_follow_inputs=True, joined_inputs=joined)
     return HostStagedModel(spec, lookups, network, partial(create_form, spec, layout, lookups, network))

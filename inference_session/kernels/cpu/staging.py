@@ -10,6 +10,7 @@ look-up to its results.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -163,13 +164,13 @@ def describe(arguments: int, items: int, num_requests: int) -> int:
     return STAGED
 
 
-def compile_kernels() -> None:
-    """Compile `stage` and its parts, or load them from Numba's cache, so that no request waits for a compiler."""
+def compile_kernels(*kernels: Callable[[int, int, int], int]) -> None:
+    """Compile these, or `stage` and its parts, or load them from Numba's cache: no request waits for a compiler."""
     nothing, items = np.zeros(0, np.int64), list[Any]()
     records = np.zeros(0, INPUT), np.zeros(0, LOOKUP), np.zeros(0, VECTOR_INPUT)
     arguments = Arguments(0, 0, 0, *records, np.zeros(1, np.int64), nothing, np.zeros(0, SEGMENT), nothing)
-    for part in (stage, read, describe):
-        arguments.bound_to(part)(id(items), 1)
+    for one in kernels or (stage, read, describe):
+        arguments.bound_to(one)(id(items), 1)
 
 
 @kernel
