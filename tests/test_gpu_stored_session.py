@@ -29,7 +29,7 @@ from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
 from inference_session.rows import Rows, StoredRows, fetch
 from inference_session.rows.hot_keys import read_hot_keys
-from tests.testing import small_model
+from tests.testing import joined_model, small_model
 from tests.testing.faulty_stores import FaultStore
 from tests.testing.hooked_store import HookedStore
 from tests.testing.memory_store import MemoryStore
@@ -39,6 +39,7 @@ from tests.testing.stored_model import (
     HASHED_DEFAULT,
     assert_answers,
     assert_updates_are_read_back,
+    push,
     url_of,
     write_stored,
 )
@@ -305,6 +306,19 @@ def test_the_cache_takes_a_part_of_the_rows(version: tuple[Path, small_model.Arr
         inputs = small_model.random_inputs(9, np.random.default_rng(0))
         assert_answers(session.run(inputs), small_model.expected(version[1], inputs))
         assert session.stats()["cache"]["capacity"] == 0
+
+
+def test_without_a_cache_a_gpu_computes_with_vectors_of_the_processor(tmp_path: Path) -> None:
+    """Also where inputs are written next to them, and sizes recur."""
+    rng = np.random.default_rng(joined_model.JOINED_SEED)
+    model = joined_model.write(tmp_path / "repository" / "joined" / "1", rng)
+    push(model.directory, url_of(model.directory))
+    with open_on_gpu(model.directory, cache_fraction=0) as session:
+        for num_samples in 3 * [1, 64, 300]:
+            inputs = model.inputs(num_samples, rng)
+            answer = session.run(inputs)
+            for name, array in model.expected(inputs).items():
+                np.testing.assert_allclose(answer[name], array, rtol=1e-4, atol=1e-4)
 
 
 def test_a_cache_that_does_not_fit_is_refused(version: tuple[Path, small_model.Arrays]) -> None:
@@ -616,7 +630,7 @@ import numpy as np
 import cupy
 from inference_session import InferenceSession
 from inference_session.errors import UnavailableError
-from tests.testing import small_model
+from tests.testing import joined_model, small_model
 settings = {{"persistent_store": {url_of(written[0])!r}, "cache_bytes": 1 << 20, "refresh_interval_s": 0.1}}
 session = InferenceSession.open({str(written[0])!r}, device="cuda:0", **settings)
 inputs = small_model.random_inputs(4, np.random.default_rng(0))

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from inference_session.device.arena import Arena
 from inference_session.device.base import Columns, Device, UsedMemory
 from inference_session.device.cuda_memory import memory_checked
-from inference_session.device.host import adjacent_columns
+from inference_session.device.host import HostColumns, adjacent_columns
 from inference_session.device.pinned import pinned_empty
 from inference_session.errors import InvalidRequestError, UnavailableError
 from inference_session.kernels.cuda.launch import ColumnsWriter
@@ -273,8 +273,10 @@ class CudaDevice(Device):
         memory, begin = self._memory.device.take(math.prod(shape) * np.dtype(dtype).itemsize)
         return cupy.ndarray(shape, dtype, memory.data + begin)
 
-    def columns(self, matrix: Any, first: int, widths: Sequence[int]) -> CudaColumns:
-        """See Device."""
+    def columns(self, matrix: Any, first: int, widths: Sequence[int]) -> Columns:
+        """See Device. A matrix on the host is that of rows that the processor looks up."""
+        if isinstance(matrix, np.ndarray):
+            return HostColumns(matrix, first, widths)
         return CudaColumns(self, matrix, first, widths)
 
     def _take_memory(self) -> _Memory:
@@ -302,10 +304,11 @@ class CudaColumns(Columns):
                 target[...] = array
             self._upload()
             return
-        self._matrix[:, self._first :] = 0
-        for array in arrays:
-            self._matrix[:, self._first : self._first + array.shape[1]] = cupy.asarray(array)
-            self._first += array.shape[1]
+        columns = self._matrix[:, self._first :]
+        columns[...] = 0
+        targets = adjacent_columns(columns, [array.shape[1] for array in arrays])[:-1]
+        for target, array in zip(targets, arrays, strict=True):
+            target[...] = cupy.asarray(array)
 
 
 class _Held:

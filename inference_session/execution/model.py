@@ -97,7 +97,10 @@ def open_model(version: VersionDirectory, config: SessionConfig, devices: Sequen
             for each, pair in zip(files, pairs, strict=True)
         ]
         network, ranking = networks[0], networks[-1]
-        replicas.append(Replica(network, ranking, thread, _stage(config, layout, network, ranking)))
+        # Where a GPU computes the network over rows of the processor, the network reads copies, other ones each time.
+        is_split = own.device is HOST and thread.device is not HOST
+        staged = None if is_split else _stage(config, layout, network, ranking)
+        replicas.append(Replica(network, ranking, thread, staged))
     return Model(spec, layout, rows, Replicas(replicas), _keep_contexts(version, config, rows[0], layout))
 
 
