@@ -29,8 +29,9 @@ _SHARED = ("hdfs", "served")
 """Servers that the tests of several files share: these run in one process, so that each server is started once."""
 _skipped: list[str] = []
 
-# The same examples on every machine and in every run, however slow the machine is. Fixtures serve all examples of a
-# test, and properties all implementations of a contract, which hypothesis takes for mistakes.
+# The same examples on every machine, however slow it is. But hypothesis also draws constants of our modules that have
+# been imported by then: a test that runs alone may get other examples than in a run of all, and never fail. Fixtures
+# serve all examples of a test, and properties all implementations of a contract, which hypothesis takes for mistakes.
 settings.register_profile(
     "any machine",
     deadline=None,
