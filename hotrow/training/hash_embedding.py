@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hotrow.training.hash_look_up import Bags, Pooled, Vectors
-from hotrow.training.hash_table import HashTable
+from hotrow.training.hash_table import HashTable, eagerly
 from inference_session.errors import ConfigurationError
 
 
@@ -28,7 +28,7 @@ class HashEmbedding(HashTable):
     `key % world_size`; all ranks must look up and go backward the same number of times.
     """
 
-    @torch._disable_dynamo  # torch.compile leaves the look-up out, and compiles what is around it
+    @eagerly
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name that torch gives it
         """Keys, integers of any shape, to vectors [the same, embedding_dim], float32 or what `.to` made of it.
 
@@ -67,7 +67,7 @@ class HashEmbeddingBag(HashTable):
         super().__init__(embedding_dim, optimizer, initializer, **options)
         self.mode, self.include_last_offset = mode, include_last_offset
 
-    @torch._disable_dynamo
+    @eagerly
     def forward(
         self,
         input: Tensor,  # noqa: A002  the name that torch gives it
@@ -103,7 +103,7 @@ class HashEmbeddingBag(HashTable):
         if keys.dim() == 2:
             if offsets is not None:
                 raise ConfigurationError("keys of two dimensions are bags already; give no offsets with them")
-            return torch.arange(keys.shape[0] + 1, device=keys.device) * keys.shape[1]
+            return torch.arange(keys.shape[0] + 1, device=keys.device).mul_(keys.shape[1])
         if keys.dim() != 1 or offsets is None:
             raise ConfigurationError(f"keys of {keys.dim()} dimensions: give [bags, keys], or [keys] with offsets")
         if not isinstance(offsets, Tensor) or offsets.dim() != 1 or offsets.dtype not in (torch.int64, torch.int32):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hotrow.training.kernels import device_rows
 from hotrow.training.row_access import add_up, gather
 
 
@@ -19,8 +20,10 @@ class LookUp:
 
     table: Tensor
     """float32 [rows, embedding_dim]"""
-    rows: Tensor
-    """int64 [m]: the row in `table` of each distinct key."""
+    rows: Tensor | None
+    """int64 [m]: the row in `table` of each distinct key; None where that is the number of the key."""
+    num_keys: int
+    """m, the distinct keys."""
     places: Tensor
     """int64 [n]: the number of each key among the distinct keys."""
     learn: Callable[[Tensor], None]
@@ -28,11 +31,15 @@ class LookUp:
 
     def row_of_keys(self) -> Tensor:
         """int64 [n]: the row in `table` of each key."""
-        return self.rows[self.places]
+        return self.places if self.rows is None else self.rows[self.places]
 
     def of_distinct(self) -> LookUp:
         """The look-up of each distinct key once."""
-        return replace(self, places=torch.arange(len(self.rows), device=self.rows.device))
+        return replace(self, places=torch.arange(self.num_keys, device=self.places.device))
+
+    def vectors(self) -> Tensor:
+        """float32 [m, embedding_dim], of the distinct keys."""
+        return self.table if self.rows is None else gather(self.table, self.rows)
 
     def place_of(self, keys: Tensor, key: int) -> int | None:
         """The distinct key that this key is, if it is among the keys."""
@@ -55,7 +62,7 @@ class Vectors(torch.autograd.Function):
         """Passes the sum of each distinct key's gradients to the learner."""
         look_up = ctx.look_up
         (places,) = ctx.saved_tensors  # raises where a graph that was not retained goes backward again
-        look_up.learn(add_up(len(look_up.rows), places, gradients))
+        look_up.learn(add_up(look_up.num_keys, places, gradients))
         return None, None
 
 
@@ -80,6 +87,16 @@ class Bags:
         options: dict[str, Any] = {"mode": self.mode, "per_sample_weights": weights, "include_last_offset": True}
         return functional.embedding_bag(rows, table, self.begins, padding_idx=self.padding, **options)
 
+    def pool_by_kernel(self, look_up: LookUp, weights: Tensor | None) -> Tensor:
+        """As `pool`, not of maxima, where `device_rows` has kernels."""
+        is_mean = self.mode == "mean"
+        factors = self._present(look_up.places) if is_mean else self.factors(look_up.places, weights)
+        factors = None if factors is None else factors.contiguous()
+        pooled = look_up.table.new_empty((len(self.begins) - 1, look_up.table.shape[1]))
+        begins = self.begins.contiguous()
+        device_rows.pool(pooled, begins, look_up.places, factors, look_up.table, look_up.rows, is_mean=is_mean)
+        return pooled
+
     def bag_of_keys(self) -> Tensor:
         """int64 [n]"""
         if self.width is not None:
@@ -91,7 +108,7 @@ class Bags:
 
     def factors(self, places: Tensor, weights: Tensor | None) -> Tensor | None:
         """float32 [n]: the part of each vector in its bag; None where all are 1. Not for maxima."""
-        present = None if self.padding is None else (places != self.padding).to(torch.float32)
+        present = self._present(places)
         if self.mode == "mean":
             bag_of_keys = self.bag_of_keys()
             counted = torch.ones(self.num_keys, device=places.device) if present is None else present
@@ -100,6 +117,10 @@ class Bags:
         if weights is None or present is None:
             return present if weights is None else weights
         return weights * present
+
+    def _present(self, places: Tensor) -> Tensor | None:
+        """float32 [n]: 1, and 0 for the key that takes no part; None where all take part."""
+        return None if self.padding is None else (places != self.padding).to(torch.float32)
 
 
 class Pooled(torch.autograd.Function):
@@ -110,9 +131,11 @@ class Pooled(torch.autograd.Function):
         """As `Vectors`."""
         ctx.look_up, ctx.bags, ctx.weights = look_up, bags, weights
         ctx.save_for_backward(look_up.places)
+        if device_rows.can_run(look_up.places.device):
+            return bags.pool_by_kernel(look_up, weights)
         if bags.padding is None:
             return bags.pool(look_up.row_of_keys(), look_up.table, weights)
-        return bags.pool(look_up.places, gather(look_up.table, look_up.rows), weights)
+        return bags.pool(look_up.places, look_up.vectors(), weights)
 
     @staticmethod
     def backward(ctx: Any, gradients: Tensor) -> tuple[None, None, None, None]:
@@ -120,5 +143,5 @@ class Pooled(torch.autograd.Function):
         look_up, bags = ctx.look_up, ctx.bags
         (places,) = ctx.saved_tensors
         factors = bags.factors(places, ctx.weights)
-        look_up.learn(add_up(len(look_up.rows), places, gradients, bags.bag_of_keys(), factors))
+        look_up.learn(add_up(look_up.num_keys, places, gradients, bags.bag_of_keys(), factors))
         return None, None, None, None

@@ -102,20 +102,17 @@ class HashRows:
             gradients: float32 [n, embedding_dim]; may be overwritten.
             are_distinct: whether no row but 0 is named more than once.
         """
-        has_kernels = device_rows.can_run(self.device)
-        if not are_distinct and has_kernels:
-            rows = device_rows.join(rows, gradients, len(self.vectors))
-        elif not are_distinct:
-            found, places = distinct(rows)
-            if len(found) < len(rows):
-                rows, gradients = found, add_up(len(found), places, gradients)
-        kernel = kernel_of(self.optimizer, self.steps) if has_kernels else None
+        kernel = kernel_of(self.optimizer, self.steps) if device_rows.can_run(self.device) else None
         if kernel is not None:
             name, settings = kernel
             states = [self.states[name] for name in self.optimizer.states()]
-            device_rows.learn(name, self.vectors, states, rows, gradients, *settings)
-        else:
-            self._learn_by_operators(rows, gradients)
+            device_rows.learn(name, self.vectors, states, rows, gradients, *settings, are_distinct=are_distinct)
+            return
+        if not are_distinct:
+            found, places = distinct(rows)
+            if len(found) < len(rows):
+                rows, gradients = found, add_up(len(found), places, gradients)
+        self._learn_by_operators(rows, gradients)
 
     def _learn_by_operators(self, rows: Tensor, gradients: Tensor) -> None:
         is_row = rows != 0

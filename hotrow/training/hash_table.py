@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, Literal, NamedTuple, NoReturn
 from weakref import WeakValueDictionary
 
@@ -224,7 +225,7 @@ class HashTable(nn.Module):
             found, places = distinct(keys)
             with _ONE_THREAD:
                 rows = self._rows_of(found)
-                return LookUp(self._rows.vectors, rows, places, self._learner(rows, found))
+                return LookUp(self._rows.vectors, rows, len(found), places, self._learner(rows, found))
         found, places, counts = distinct_by_owner(keys, num_ranks)
         exchange = KeyExchange(counts)
         requested = exchange.to_owners(found[: exchange.num_keys])
@@ -237,9 +238,7 @@ class HashTable(nn.Module):
         def send(gradients: Tensor) -> None:
             learn(exchange.to_owners(gradients if scale == 1 else gradients.mul_(scale)))
 
-        return LookUp(
-            exchange.back(gather(vectors, rows)), torch.arange(exchange.num_keys, device=self.device), places, send
-        )
+        return LookUp(exchange.back(gather(vectors, rows)), None, exchange.num_keys, places, send)
 
     def _rows_of(self, keys: Tensor) -> Tensor:
         if not self.training:
@@ -457,6 +456,21 @@ class HashTable(nn.Module):
         if unknown:
             kind = type(self.optimizer).__name__
             raise ConfigurationError(f"{kind} has no state {', '.join(sorted(unknown))}; give those of this optimizer")
+
+
+def eagerly(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Leave a look-up out of torch.compile, and out of torch's modes of Python, such as that of a default device.
+
+    Such a mode is asked about each call, which takes longer than most of the calls.
+    """
+
+    @torch._disable_dynamo
+    @wraps(forward)
+    def plain(*arguments: Any, **options: Any) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return forward(*arguments, **options)
+
+    return plain
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -12,9 +11,10 @@ class KeyExchange:
 
     def __init__(self, counts: Tensor) -> None:
         """`counts`: int64 [ranks]: how many keys this rank requests from each, ordered by ranks."""
-        received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts)
-        self._sent, self._received = torch.stack([counts, received]).tolist()
+        both = counts.new_empty((2, len(counts)))
+        both[0] = counts
+        dist.all_to_all_single(both[1], both[0])
+        self._sent, self._received = both.tolist()
 
     @property
     def num_keys(self) -> int:

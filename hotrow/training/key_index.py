@@ -105,6 +105,8 @@ class DeviceIndex:
         self.num_rows = 1
         self.keys = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
         self._entries = self._free_entries(capacity + 1)
+        self._counted = torch.ones(1, dtype=torch.int64, device=device)
+        """`num_rows`, where kernels count it up."""
 
     def find(self, keys: Tensor) -> Tensor:
         """As the protocol says."""
@@ -121,11 +123,10 @@ class DeviceIndex:
         """
         keys = keys.contiguous()
         self._make_room_for_entries(len(keys))
-        num_rows = keys.new_full((1,), self.num_rows)
         rows, places = torch.empty_like(keys), torch.empty_like(keys, dtype=torch.int32)
-        device_rows.claim(self._entries, self.keys, keys, num_rows, places, rows)
+        device_rows.claim(self._entries, self.keys, keys, self._counted, places, rows)
         try:
-            found = int(num_rows)
+            found = int(self._counted)
             self._make_room_for_keys(found)
         except RuntimeError:  # out of memory: nothing was added
             self.keep(self.num_rows)
@@ -137,6 +138,7 @@ class DeviceIndex:
     def keep(self, num_rows: int) -> None:
         """As the protocol says."""
         self.num_rows = num_rows
+        self._counted.fill_(num_rows)
         self._entries.zero_()
         device_rows.index_rows(self._entries, self.keys, num_rows)
 

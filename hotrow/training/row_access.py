@@ -15,10 +15,13 @@ _NO_FACTORS = np.empty(0, np.float32)
 
 def gather(table: Tensor, rows: Tensor) -> Tensor:
     """float32 [any, dim] and int64 [n] to [n, dim]."""
-    if not _is_here(table):
+    if table.dtype is not torch.float32 or not (_is_here(table) or device_rows.can_run(table.device)):
         return table.index_select(0, rows)
     output = table.new_empty((len(rows), table.shape[1]))
-    compiled.gather(_array(table), rows.numpy(), _array(output))
+    if _is_here(table):
+        compiled.gather(_array(table), rows.numpy(), _array(output))
+    else:
+        device_rows.gather(table.detach().contiguous(), rows.contiguous(), output)
     return output
 
 

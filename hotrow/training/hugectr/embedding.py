@@ -160,8 +160,7 @@ class EmbeddingTable:
         if kernel is not None:
             name, settings = kernel
             gradient = gradient.contiguous()
-            rows = rows if are_distinct else device_rows.join(rows, gradient, len(self._weight))
-            device_rows.learn(name, self._weight, self._states, rows, gradient, *settings)
+            device_rows.learn(name, self._weight, self._states, rows, gradient, *settings, are_distinct=are_distinct)
             return
         if not are_distinct:
             rows, places = distinct(rows)

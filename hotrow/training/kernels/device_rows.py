@@ -20,6 +20,10 @@ import inference_session.kernels
 _THREADS = 256
 _VECTOR_BYTES = 16
 """The kernels read four elements at once."""
+_LINEAR = "learn_sgd"
+"""The optimizer that may be applied to the gradients of a row one by one."""
+_AT_ONCE = 4
+"""Vectors that a thread of `gather_rows` copies."""
 _SHARED = ("layout.cuh", "index.cuh")
 
 
@@ -82,11 +86,41 @@ def index_rows(entries: Tensor, table_keys: Tensor, num_rows: int) -> None:
     _run_flat("index_rows", num_rows - 1, entries, _mask(entries), table_keys, num_rows)
 
 
+def gather(table: Tensor, rows: Tensor, output: Tensor) -> None:
+    """Write rows, int64 [n], of a table, float32 [any, dim], to output, float32 [n, dim]."""
+    dim = table.shape[1]
+    _run_rows("gather_rows", -(-len(rows) // _AT_ONCE), dim, table, dim, rows, len(rows), output)
+
+
 def add_up(sums: Tensor, rows: Tensor, vectors: Tensor, sources: Tensor | None, factors: Tensor | None) -> None:
     """Add vectors to the rows of `sums` that `rows` names; as `row_access.add_up`."""
     if vectors.data_ptr() % _VECTOR_BYTES:  # a part of another tensor
         vectors = vectors.clone()
-    _run_rows("add_up", len(rows), sums.shape[1], sums, sums.shape[1], rows, len(rows), vectors, sources, factors)
+    dim = sums.shape[1]
+    _run("add_up", -(-len(rows) // _THREADS), _shape(dim), sums, dim, rows, len(rows), vectors, sources, factors)
+
+
+def pool(
+    sums: Tensor,
+    begins: Tensor,
+    places: Tensor,
+    factors: Tensor | None,
+    table: Tensor,
+    rows: Tensor | None,
+    *,
+    is_mean: bool,
+) -> None:
+    """Write the sums or means of bags, float32 [bags, dim].
+
+    Args:
+        begins: int64 [bags + 1], of the keys of each bag.
+        places: int64 [n], the number of each key among the distinct keys.
+        factors: float32 [n], of each key's vector; None where all are 1. Means are divided by their sum in the bag.
+        table: float32 [any, dim].
+        rows: int64, the row in `table` of each distinct key; None where that is its number.
+    """
+    num_bags, dim = sums.shape
+    _run_rows("pool", num_bags, dim, sums, dim, begins, num_bags, places, factors, table, rows, int(is_mean))
 
 
 def join(rows: Tensor, gradients: Tensor, num_rows: int) -> Tensor:
@@ -104,17 +138,28 @@ def join(rows: Tensor, gradients: Tensor, num_rows: int) -> Tensor:
     return once
 
 
-def learn(name: str, vectors: Tensor, states: list[Tensor], rows: Tensor, gradients: Tensor, *settings: float) -> None:
-    """Apply an optimizer to rows, each named once.
+def learn(
+    name: str,
+    vectors: Tensor,
+    states: list[Tensor],
+    rows: Tensor,
+    gradients: Tensor,
+    *settings: float,
+    are_distinct: bool,
+) -> None:
+    """Apply an optimizer once to the sum of the gradients of each row.
 
     Args:
         name: of the kernel.
         vectors: float32 [capacity, dim].
         states: of the same shape, two at most.
-        rows: int64 [n].
-        gradients: float32 [n, dim].
+        rows: int64 [n]; 0 stands for none.
+        gradients: float32 [n, dim]; may be overwritten.
         settings: of `kernel_of`.
+        are_distinct: whether no row but 0 is named more than once.
     """
+    if not are_distinct and name != _LINEAR:
+        rows = join(rows, gradients, len(vectors))
     dim = vectors.shape[1]
     kept = [*states, None, None][:2]
     _run_rows(name, len(rows), dim, vectors, *kept, dim, rows, len(rows), gradients, *map(float, settings))
@@ -156,14 +201,24 @@ def _run_flat(name: str, num_threads: int, *arguments: Any) -> None:
 
 def _run_rows(name: str, num_rows: int, dim: int, *arguments: Any) -> None:
     """Some threads for each row; four elements to each of them."""
-    lanes = min(32, 1 << max(0, (dim - 1) // 4).bit_length())
-    rows_of_block = _THREADS // lanes
+    lanes, rows_of_block = _shape(dim)
     _run(name, -(-num_rows // rows_of_block), (lanes, rows_of_block), *arguments)
+
+
+def _shape(dim: int) -> tuple[int, int]:
+    """Of a block: threads of each row, and rows."""
+    lanes = min(32, 1 << max(0, (dim - 1) // 4).bit_length())
+    return lanes, _THREADS // lanes
 
 
 def _run(name: str, num_blocks: int, block: tuple[int, int], *arguments: Any) -> None:
     if not num_blocks:
         return
+    with torch._C.DisableTorchFunction():  # a mode, such as a default device, would be asked about each argument
+        _run_on_device(name, num_blocks, block, arguments)
+
+
+def _run_on_device(name: str, num_blocks: int, block: tuple[int, int], arguments: Sequence[Any]) -> None:
     device = next(argument.get_device() for argument in arguments if isinstance(argument, Tensor))
     if device == torch.cuda.current_device():  # to change it takes as long as the launch
         _launch(device, name, num_blocks, block, arguments)

@@ -119,21 +119,119 @@ __device__ __forceinline__ void add_four(float* address, const float4& added) {
 // A block is of threadIdx.y rows, and of threadIdx.x threads that share the elements of each.
 __device__ __forceinline__ i64 row_number() { return (i64)blockIdx.x * blockDim.y + threadIdx.y; }
 
-// Adds a vector to the row of `sums` that each key names: sources[i] of `vectors`, or the i-th.
-extern "C" __global__ void add_up(float* sums, i64 dim, const i64* rows, i64 n, const float* vectors, const i64* sources,
-                                  const float* factors) {
-  const i64 i = row_number();
-  if (i >= n) return;
-  float* sum = sums + rows[i] * dim;
-  const float* vector = vectors + (sources == nullptr ? i : sources[i]) * dim;
-  const float factor = factors == nullptr ? 1.0f : factors[i];
-  if (dim % 4 != 0) {
-    for (i64 d = threadIdx.x; d < dim; d += blockDim.x) atomicAdd(sum + d, factor * vector[d]);
-    return;
+constexpr u32 TILE = 256, NO_KEY = 0xffffffff;  // keys that a block adds up, as many as it has threads
+
+// Adds a vector to the row of `sums` that each key names: sources[i] of `vectors`, or the i-th. A block adds up the vectors of the
+// same row before it adds them to the sum: with skewed keys, a few sums would get most of the additions, one after the other.
+extern "C" __global__ void add_up(float* sums, i64 dim, const i64* rows, i64 n, const float* vectors,
+                                  const i64* sources, const float* factors) {
+  __shared__ u32 row_of[TILE], next_of[TILE], leaders[TILE], num_leaders;
+  const u32 thread = threadIdx.y * blockDim.x + threadIdx.x;
+  const i64 begin = (i64)blockIdx.x * TILE, i = begin + thread;
+  const u32 row = i < n ? (u32)rows[i] : NO_KEY;
+  row_of[thread] = row;
+  if (thread == 0) num_leaders = 0;
+  __syncthreads();
+  if (row != NO_KEY) {
+    bool leads = true;
+    u32 next = NO_KEY;
+    for (u32 other = TILE; other-- > 0;) {
+      if (row_of[other] != row) continue;
+      if (other > thread) next = other;
+      leads &= other >= thread;
+    }
+    next_of[thread] = next;
+    if (leads) leaders[atomicAdd(&num_leaders, 1u)] = thread;
   }
-  for (i64 d = 4 * threadIdx.x; d < dim; d += 4 * blockDim.x) {
-    const float4 value = __ldg((const float4*)(vector + d));
-    add_four(sum + d, {factor * value.x, factor * value.y, factor * value.z, factor * value.w});
+  __syncthreads();
+  for (u32 k = threadIdx.y; k < num_leaders; k += blockDim.y) {
+    float* sum = sums + (i64)row_of[leaders[k]] * dim;
+    const i64 step = dim % 4 == 0 ? 4 : 1;
+    for (i64 d = step * threadIdx.x; d < dim; d += step * blockDim.x) {
+      float4 total = {0.0f, 0.0f, 0.0f, 0.0f};
+      for (u32 key = leaders[k]; key != NO_KEY; key = next_of[key]) {
+        const float* vector = vectors + (sources == nullptr ? begin + key : sources[begin + key]) * dim + d;
+        const float factor = factors == nullptr ? 1.0f : factors[begin + key];
+        const float4 value = step == 4 ? __ldg((const float4*)vector) : float4{*vector, 0.0f, 0.0f, 0.0f};
+        total = {total.x + factor * value.x, total.y + factor * value.y, total.z + factor * value.z,
+                 total.w + factor * value.w};
+      }
+      if (step == 4) add_four(sum + d, total);
+      else atomicAdd(sum + d, total.x);
+    }
+  }
+}
+
+// Some elements of a vector that a thread reads at once.
+template <int N>
+struct alignas(4 * N) Elements {
+  float values[N];
+};
+
+constexpr int AT_ONCE = 4;  // vectors of which a thread has elements under way
+
+template <int N>
+__device__ void gather(const float* table, i64 dim, const i64* rows, i64 n, float* output) {
+  const i64 begin = (i64)blockIdx.x * blockDim.y * AT_ONCE + threadIdx.y;
+  for (i64 d = N * threadIdx.x; d < dim; d += N * blockDim.x) {
+    Elements<N> vectors[AT_ONCE];
+    for (int k = 0; k < AT_ONCE; ++k) {
+      const i64 i = begin + k * blockDim.y;
+      if (i < n) vectors[k] = *(const Elements<N>*)(table + rows[i] * dim + d);
+    }
+    for (int k = 0; k < AT_ONCE; ++k) {
+      const i64 i = begin + k * blockDim.y;
+      if (i < n) *(Elements<N>*)(output + i * dim + d) = vectors[k];
+    }
+  }
+}
+
+extern "C" __global__ void gather_rows(const float* table, i64 dim, const i64* rows, i64 n, float* output) {
+  if (dim % 4 == 0 && ((u64)table | (u64)output) % sizeof(float4) == 0) {
+    gather<4>(table, dim, rows, n, output);
+  } else {
+    gather<1>(table, dim, rows, n, output);
+  }
+}
+
+// Sums of the vectors of bags, [num_bags, dim], each vector times its factor; divided by the sum of the factors for means.
+// places[i] is the number of a key of a bag among the distinct keys; rows[number] is its row in `table`, or the number itself.
+template <int N>
+__device__ void pool_bag(float* sums, i64 dim, const i64* begins, i64 num_bags, const i64* places, const float* factors,
+                         const float* table, const i64* rows, bool is_mean) {
+  const i64 bag = row_number();
+  if (bag >= num_bags) return;
+  const i64 begin = begins[bag], end = begins[bag + 1];
+  for (i64 d = N * threadIdx.x; d < dim; d += N * blockDim.x) {
+    Elements<N> total = {};
+    float all_scales = 0.0f;
+    for (i64 i = begin; i < end; i += AT_ONCE) {
+      Elements<N> vectors[AT_ONCE] = {};  // all of them are under way before the first is added
+      float scales[AT_ONCE] = {};
+      for (int k = 0; k < AT_ONCE; ++k) {
+        if (i + k >= end) continue;
+        const i64 place = places[i + k];
+        scales[k] = factors == nullptr ? 1.0f : factors[i + k];
+        vectors[k] = *(const Elements<N>*)(table + (rows == nullptr ? place : __ldg(rows + place)) * dim + d);
+      }
+      for (int k = 0; k < AT_ONCE; ++k) {
+        all_scales += scales[k];
+        for (int e = 0; e < N; ++e) total.values[e] += scales[k] * vectors[k].values[e];
+      }
+    }
+    if (is_mean && all_scales != 0.0f) {
+      for (int e = 0; e < N; ++e) total.values[e] /= all_scales;
+    }
+    *(Elements<N>*)(sums + bag * dim + d) = total;
+  }
+}
+
+extern "C" __global__ void pool(float* sums, i64 dim, const i64* begins, i64 num_bags, const i64* places,
+                                const float* factors, const float* table, const i64* rows, i64 is_mean) {
+  if (dim % 4 == 0) {
+    pool_bag<4>(sums, dim, begins, num_bags, places, factors, table, rows, is_mean);
+  } else {
+    pool_bag<1>(sums, dim, begins, num_bags, places, factors, table, rows, is_mean);
   }
 }
 
@@ -151,19 +249,19 @@ extern "C" __global__ void join(const i64* rows, i64 n, const u32* place_of_row,
   const i64 row = rows[i], place = place_of_row[row];
   if (threadIdx.x == 0) once[i] = place == i ? row : 0;
   if (place == i || row == 0) return;
-  for (i64 d = threadIdx.x; d < dim; d += blockDim.x) atomicAdd(gradients + place * dim + d, gradients[i * dim + d]);
+  float* sum = gradients + place * dim;
+  const float* added = gradients + i * dim;
+  if (dim % 4 != 0 || (u64)gradients % sizeof(float4) != 0) {
+    for (i64 d = threadIdx.x; d < dim; d += blockDim.x) atomicAdd(sum + d, added[d]);
+    return;
+  }
+  for (i64 d = 4 * threadIdx.x; d < dim; d += 4 * blockDim.x) add_four(sum + d, *(const float4*)(added + d));
 }
 
 // Optimizers, element by element; hotrow/training/row_optimizers.py has their formulas. Row 0 belongs to no key.
 
 struct Settings {
   float rate, first, second, fresh, eps;  // of Adam: 1 - beta1, beta2, 1 - beta2, which float32 cannot subtract exactly
-};
-
-struct Sgd {
-  static __device__ float learn(float value, float gradient, float*, float*, const Settings& settings) {
-    return value - settings.rate * gradient;
-  }
 };
 
 struct Adagrad {
@@ -202,6 +300,22 @@ __device__ void learn(float* vectors, float* first, float* second, i64 dim, cons
     learn<kind>(vectors, first, second, dim, rows, n, gradients, {rate, first_factor, second_factor, fresh, eps});             \
   }
 
-OPTIMIZER(learn_sgd, Sgd)
 OPTIMIZER(learn_adagrad, Adagrad)
 OPTIMIZER(learn_adam, Adam)
+
+// A row may be named more than once: what it learns from its gradients is what it learns from their sum.
+extern "C" __global__ void learn_sgd(float* vectors, float*, float*, i64 dim, const i64* rows, i64 n, const float* gradients,
+                                     float rate, float, float, float, float) {
+  const i64 i = row_number();
+  if (i >= n || rows[i] == 0) return;
+  float* vector = vectors + rows[i] * dim;
+  const float* gradient = gradients + i * dim;
+  if (dim % 4 != 0 || ((u64)vectors | (u64)gradients) % sizeof(float4) != 0) {
+    for (i64 d = threadIdx.x; d < dim; d += blockDim.x) atomicAdd(vector + d, -rate * gradient[d]);
+    return;
+  }
+  for (i64 d = 4 * threadIdx.x; d < dim; d += 4 * blockDim.x) {
+    const float4 value = __ldg((const float4*)(gradient + d));
+    add_four(vector + d, {-rate * value.x, -rate * value.y, -rate * value.z, -rate * value.w});
+  }
+}

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from torch import autograd, nn  # noqa: E402
+from torch.overrides import TorchFunctionMode  # noqa: E402
 
 from hotrow import training  # noqa: E402
 from hotrow.training import hash_table  # noqa: E402
@@ -102,15 +103,21 @@ def test_rows_learn_as_those_of_a_vocabulary(device: str, batches: list[list[int
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("weighted", [False, True, "learned"])
 @settings(max_examples=15, deadline=None)
-@given(bags=st.lists(st.lists(st.integers(-3, 3), max_size=4), max_size=5), padding=st.sampled_from([None, 0]))
-def test_bags_are_those_of_torch(mode: str, weighted: Any, bags: list[list[int]], padding: int | None) -> None:
+@given(
+    bags=st.lists(st.lists(st.integers(-3, 3), max_size=9), max_size=5),
+    padding=st.sampled_from([None, 0]),
+    dim=st.sampled_from([DIM, 8]),
+)
+def test_bags_are_those_of_torch(
+    mode: str, weighted: Any, bags: list[list[int]], padding: int | None, dim: int
+) -> None:
     """Forward and backward, with offsets, empty bags, weights that learn or not, and a key that stands for none."""
     if weighted and mode != "sum":
         return
     bag = training.HashEmbeddingBag(
-        DIM, optimizer=training.SGD(0.3), initializer=UNIFORM, mode=mode, padding_idx=padding
+        dim, optimizer=training.SGD(0.3), initializer=UNIFORM, mode=mode, padding_idx=padding
     )
-    twin = nn.EmbeddingBag(7, DIM, mode=mode, padding_idx=None if padding is None else padding + 3)
+    twin = nn.EmbeddingBag(7, dim, mode=mode, padding_idx=None if padding is None else padding + 3)
     with torch.no_grad():
         twin.weight[:] = bag.initial_vectors(torch.arange(-3, 4))
         if padding is not None:
@@ -159,10 +166,13 @@ def test_evaluation_adds_no_rows_and_answers_unknown_keys_with_zeros() -> None:
     assert embedding(_int64([])).shape == (0, DIM)
 
 
-def test_what_is_asked_twice_for_a_batch_learns_once() -> None:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dim", [DIM, 136])
+def test_what_is_asked_twice_for_a_batch_learns_once(name: str, dim: int) -> None:
     """As one of torch's optimizers would, which steps after backward."""
-    embedding = training.HashEmbedding(DIM, optimizer=training.Adagrad(0.5), initializer=UNIFORM)
-    oracle = Vocabulary(embedding, {1, 2, 3}, lambda weights: torch.optim.Adagrad(weights, 0.5))
+    optimizer, original = OPTIMIZERS[name]
+    embedding = training.HashEmbedding(dim, optimizer=optimizer(), initializer=UNIFORM)
+    oracle = Vocabulary(embedding, {1, 2, 3}, original)
 
     for _ in range(3):
         for model in (embedding, lambda keys: oracle(keys.tolist())):
@@ -577,6 +587,24 @@ def test_rows_made_in_inference_mode_learn_later() -> None:
         before = embedding(keys[:5000])
     embedding(keys).sum().backward()
     torch.testing.assert_close(embedding(keys[:5000]), before - 0.1)
+
+
+@pytest.mark.parametrize("kind", [training.HashEmbedding, training.HashEmbeddingBag])
+def test_a_look_up_asks_no_mode_of_torch(kind: Any) -> None:
+    """As that of a default device, which takes longer than the functions that it is asked about."""
+    asked: list[Any] = []
+
+    class Asked(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+            asked.append(function)
+            return function(*arguments, **(options or {}))
+
+    embedding, keys = kind(DIM), _int64([[1, 2], [2, 3]])
+    with Asked():
+        embedding(keys)
+
+    assert asked == []
+    assert len(embedding) == 3
 
 
 def test_the_module_moves_and_shows_itself(device: str) -> None:

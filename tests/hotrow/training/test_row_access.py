@@ -43,3 +43,14 @@ def test_vectors_are_added_up_as_by_operators(device: str) -> None:
     assert torch.allclose(
         add_up(9, rows, vectors), torch.zeros(9, 7, device=device).index_add_(0, rows, vectors), atol=1e-5
     )
+
+
+def test_many_vectors_of_few_rows_are_added_up(device: str) -> None:
+    """Half of them are of one row; the others of rows that come often, and of rows that come once."""
+    rows = torch.cat([torch.full((1500,), 7), torch.randint(0, 20, (700,)), torch.arange(20, 820)])
+    rows = rows[torch.randperm(len(rows))].to(device)
+    for dim in (3, 16, 200):
+        vectors = torch.randn(len(rows), dim, device=device)
+        expected = torch.zeros(820, dim, device=device).index_add_(0, rows, vectors)
+
+        torch.testing.assert_close(add_up(820, rows, vectors), expected, atol=1e-3, rtol=1e-4)
