@@ -3,7 +3,7 @@
 Recommender networks often begin with Concat([vectors, dense inputs]), which copies all of its operands, and whose
 result is multiplied with a constant matrix. A product does not depend on the order of the columns of one matrix, if
 the rows of the other are in the same order. So look-ups can write vectors straight into the matrix that the product
-reads: first the vectors, so that each is aligned, then the inputs of requests, then zeros up to an even width.
+reads: first the vectors, so that each is aligned, then the inputs of requests, then zeros up to the width.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ _NAME = "hotrow_joined"
 _SHAPING = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
 """Operators that keep the order of elements."""
 _OPEN = -1
-_EVEN_WIDTH = 16
+_WIDTH_STEP = 16
 """Widths are multiples of this: rows of float32 begin at a line of the processor's caches, and those of float16 where a
 GPU reads 32 bytes at once.
 """
+_MALFORMED = (IndexError, InferenceError, RecursionError, TypeError, ValueError)
+"""Raised for networks that violate ONNX's specification: operators without operands, constants of too few bytes."""
 
 
 class JoinedNetwork(NamedTuple):
@@ -59,13 +61,13 @@ def read_joined(path: Path, inputs: JoinableInputs) -> JoinedNetwork | None:
         return None
     try:
         joined = join_inputs(model, inputs)
-    except InferenceError:  # the engine says what is wrong
+    except _MALFORMED:  # the engine says what is wrong
         return None
     return JoinedNetwork(model.SerializeToString(), joined) if joined else None
 
 
 def join_inputs(model: ModelProto, inputs: JoinableInputs) -> tuple[JoinedInput, ...]:
-    """Rewrite a network in place; returns its joined inputs. Raises InferenceError of ONNX's."""
+    """Rewrite a network in place; returns its joined inputs. Raises _MALFORMED."""
     network = _Network(model, inputs)
     joined = [network.join(node) for node in [*model.graph.node] if node.op_type == "Concat"]
     found = tuple(each for each in joined if each is not None)
@@ -99,7 +101,7 @@ class _Network:
             return None
         given = [name for name in columns if name not in self._inputs.vectors]
         ordered = [columns[name] for name in (*vectors, *given)]
-        width = -(-total // _EVEN_WIDTH) * _EVEN_WIDTH
+        width = -(-total // _WIDTH_STEP) * _WIDTH_STEP
         joined = JoinedInput(
             self._products.new_name(_NAME),
             tuple(vectors),

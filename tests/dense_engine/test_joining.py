@@ -1,18 +1,25 @@
-"""Joined inputs in networks of less precision: as exact as those networks are without them."""
+"""Joined inputs in networks of less precision: as exact as those networks are without them. And in damaged networks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+from onnx import ModelProto, helper
 
 from inference_session.config import SessionConfig
 from inference_session.dense_engine import create_engine
+from inference_session.dense_engine.base import JoinableInputs
 from inference_session.device.host import HOST
+from inference_session.errors import ModelFormatError
 from inference_session.execution.joined_lookups import joinable_inputs
 from inference_session.model_spec import DENSE_FILE
 from tests.testing import joined_model
+from tests.testing.onnx_models import model_of
 
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
@@ -36,3 +43,32 @@ def test_joined_inputs_in_less_precision(precision: str, tmp_path: Path, bfloat1
 
     for array, wanted in zip(found, plain.run(inputs, ["out0", "out1"]), strict=True):
         np.testing.assert_allclose(array, wanted, atol=0.02 * np.abs(wanted).max())
+
+
+def _shorten(model: ModelProto) -> None:
+    model.graph.initializer[0].raw_data = model.graph.initializer[0].raw_data[:-5]
+
+
+def _turn_in_circles(model: ModelProto) -> None:
+    model.graph.node.append(helper.make_node("Concat", ["circle", "dense"], ["circle"], axis=1))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda model: model.graph.node[0].ClearField("attribute"),
+        lambda model: model.graph.node[1].input.pop(),
+        _shorten,
+        _turn_in_circles,
+    ],
+)
+def test_a_damaged_network_is_refused_as_ever(damage: Callable[[ModelProto], Any], tmp_path: Path) -> None:
+    """The engine says what is wrong with it, not what would join its inputs."""
+    text = "g (float[n, 4] v, float[n, 3] dense) => (float[n, 2] y) { x = Concat<axis = 1>(v, dense) y = MatMul(x, w) }"
+    model, inputs = model_of(text, {"w": np.ones((7, 2), np.float32)}), JoinableInputs({"v": 4}, {"dense": 3})
+    onnx.save(model, tmp_path / "whole.onnx")
+    assert create_engine(tmp_path / "whole.onnx", SessionConfig(device="cpu"), HOST, (), inputs).joined
+    damage(model)
+    (tmp_path / "damaged.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(ModelFormatError, match=r"damaged\.onnx"):
+        create_engine(tmp_path / "damaged.onnx", SessionConfig(device="cpu"), HOST, (), inputs)
