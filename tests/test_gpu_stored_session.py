@@ -630,7 +630,7 @@ import numpy as np
 import cupy
 from inference_session import InferenceSession
 from inference_session.errors import UnavailableError
-from tests.testing import joined_model, small_model
+from tests.testing import small_model
 settings = {{"persistent_store": {url_of(written[0])!r}, "cache_bytes": 1 << 20, "refresh_interval_s": 0.1}}
 session = InferenceSession.open({str(written[0])!r}, device="cuda:0", **settings)
 inputs = small_model.random_inputs(4, np.random.default_rng(0))

@@ -20,7 +20,6 @@ from inference_session.dense_engine.joining import JoiningEngine
 from inference_session.device.base import Columns
 from inference_session.device.host import HostColumns, HostDevice, adjacent_columns
 from inference_session.errors import InvalidRequestError
-from inference_session.execution.lookups import VectorInput
 from inference_session.execution.network import Network
 from inference_session.version_directory.manifest import write_manifest
 from tests.testing import joined_model
@@ -200,11 +199,3 @@ def test_more_or_fewer_computed_keys_are_refused(tmp_path: Path, num_keys: int) 
             inputs = {"ids": np.zeros((num_samples, 3), np.int64), "dense": np.ones((num_samples, 2), np.float32)}
             with pytest.raises(InvalidRequestError, match=f"have {4 * num_keys} elements for each sample, expected 12"):
                 session.run(inputs)
-
-
-def test_vectors_of_another_width_are_refused() -> None:
-    """Where computed keys are more or fewer than the network declares, nothing is written outside its columns."""
-    vector_input = VectorInput("joined", (0,), joined=True, dtype=np.dtype(np.float32), shared=JOINED)
-    assert vector_input.width(5) == 16
-    with pytest.raises(InvalidRequestError, match="vectors for vectors have 6 elements for each sample, expected 5"):
-        vector_input.width(6)
