@@ -225,9 +225,9 @@ class Prober:
     def _switched(self, feeds: Sequence[Arrays]) -> Iterator[Arrays]:
         """The same with other values of what stands alone: a branch may be taken for some of them only."""
         for number, arrays in enumerate(feeds):
-            switched = {**arrays, **self._switches(number)}
-            if self._switches(number) and self.run(switched) is not None:
-                yield switched
+            switches = self._switches(number)
+            if switches and self.run(arrays | switches) is not None:
+                yield arrays | switches
 
     def _switches(self, number: int) -> Arrays:
         """For whole numbers that stand alone, this one; for flags, its bits."""
