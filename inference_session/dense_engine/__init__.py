@@ -58,13 +58,13 @@ def create_engine(
         config: the settings.
         device: where it computes.
         vectors: inputs that look-ups write; the engine may take them in float16 (DenseEngine.narrow_inputs).
-        joinable: inputs that the engine may take as columns of one matrix (DenseEngine.joined); None: it has none.
+        joinable: inputs that it may take as columns of one matrix (DenseEngine.joined_inputs); None: it has none.
     """
     network = None if joinable is None else _read_joined(path, joinable)
     if network is None:
         return _create(path, None, config, device, vectors)
-    written = {*vectors, *(joined.name for joined in network.joined)}
-    return JoiningEngine(_create(path, network.content, config, device, written), network.joined, device)
+    written = {*vectors, *(joined.name for joined in network.joined_inputs)}
+    return JoiningEngine(_create(path, network.content, config, device, written), network.joined_inputs, device)
 
 
 def _read_joined(path: Path, joinable: JoinableInputs) -> JoinedNetwork | None:

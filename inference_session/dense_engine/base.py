@@ -77,7 +77,7 @@ class DenseEngine(ABC):
     """Inputs that it takes in float16."""
     input_types: Mapping[str, str] = MappingProxyType({})
     """The types of inputs that it checks, as NumPy calls them."""
-    joined: tuple[JoinedInput, ...] = ()
+    joined_inputs: tuple[JoinedInput, ...] = ()
     """Inputs of which look-ups fill some columns only. `run` and `bind` fill the others, from the given inputs, which
     are among `input_names`.
     """

@@ -40,7 +40,7 @@ class JoinedNetwork(NamedTuple):
     """A network with joined inputs."""
 
     content: bytes
-    joined: tuple[JoinedInput, ...]
+    joined_inputs: tuple[JoinedInput, ...]
 
 
 class _Column(NamedTuple):

@@ -16,11 +16,11 @@ from inference_session.errors import InvalidRequestError
 class JoiningEngine(DenseEngine):
     """Puts given inputs next to the vectors that look-ups have written, and runs another engine on that."""
 
-    def __init__(self, engine: DenseEngine, joined: tuple[JoinedInput, ...], device: Device) -> None:
+    def __init__(self, engine: DenseEngine, joined_inputs: tuple[JoinedInput, ...], device: Device) -> None:
         """`engine`: its network has the joined inputs; `device`: where they are."""
         self._engine, self._device = engine, device
-        self.joined = joined
-        self.input_names = engine.input_names | {given.name for each in joined for given in each.given}
+        self.joined_inputs = joined_inputs
+        self.input_names = engine.input_names | {given.name for each in joined_inputs for given in each.given}
         self.output_names, self.narrow_inputs = engine.output_names, engine.narrow_inputs
         self.input_types = engine.input_types
 
@@ -46,7 +46,7 @@ class JoiningEngine(DenseEngine):
         bound = self._engine.bind(self._own(inputs), outputs)
         if bound is None:
             return None
-        names = [given.name for each in self.joined for given in each.given]
+        names = [given.name for each in self.joined_inputs for given in each.given]
         arrays = [array for columns in filled for array in columns.arrays]
         bound.inputs = {**bound.inputs, **dict(zip(names, arrays, strict=True))}
         uploads = [columns.upload for columns in filled if columns.upload is not None]
@@ -68,7 +68,7 @@ class JoiningEngine(DenseEngine):
     def _fill(self, inputs: Mapping[str, Any]) -> list[Columns]:
         """Fill the columns of all joined inputs, other than vectors."""
         filled = []
-        for joined in self.joined:
+        for joined in self.joined_inputs:
             matrix = inputs[joined.name]
             arrays = [_as_columns(inputs[given.name], given, len(matrix)) for given in joined.given]
             columns = self._device.columns(matrix, joined.first_given, [given.width for given in joined.given])

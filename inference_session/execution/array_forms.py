@@ -84,7 +84,7 @@ class TensorForm:
         self.inputs[: len(given)] = given
         self.inputs["makes_keys"] = [name in makes_keys for name in self.names]
         self.inputs["vector_input"][len(given) :] = -1
-        _place_given(self.inputs, self.names, lookups.vector_inputs, network.dense.joined)
+        _place_given(self.inputs, self.names, lookups.vector_inputs, network.dense.joined_inputs)
         self.lookups = _lookup_records(spec, lookups, self.names)
         self.ranks = bool(spec.context)
         self.num_open_sizes = 1 + int((self.inputs["expected"] == OPEN).sum()) + self.ranks

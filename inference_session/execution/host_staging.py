@@ -100,10 +100,10 @@ class HostStaging:
         self._inputs, self._lookups = form.inputs, form.lookups
         self._num_inputs = len(form.dtypes)
         self._vector_records = np.zeros(len(lookups.vector_inputs), VECTOR_INPUT)
-        for record, shared in zip(self._vector_records, [each.shared for each in lookups.vector_inputs], strict=True):
-            if shared is not None:
-                record["vector_bytes"] = _FLOAT_BYTES * shared.first_given
-                record["given_bytes"] = _FLOAT_BYTES * (shared.width - shared.first_given)
+        for record, vector_input in zip(self._vector_records, lookups.vector_inputs, strict=True):
+            if (joined := vector_input.joined_input) is not None:
+                record["vector_bytes"] = _FLOAT_BYTES * joined.first_given
+                record["given_bytes"] = _FLOAT_BYTES * (joined.width - joined.first_given)
         self._open_sizes = np.zeros(form.num_open_sizes, np.int64)
         self._memory: Memory = {}
         self._plans: dict[tuple[bytes, Any], BoundRun | None] = {}
@@ -244,8 +244,8 @@ def stage_on_host(spec: ModelSpec, layout: RequestLayout, network: Network) -> H
     if not can_read_arrays() or not has_form(spec, layout, network):
         return None
     compile_kernels(spec, network)
-    joined = network.dense.joined
-    lookups = ModelLookups(spec, by_column=False, keys_follow_inputs=True, joined_inputs=joined)
+    joined_inputs = network.dense.joined_inputs
+    lookups = ModelLookups(spec, by_column=False, keys_follow_inputs=True, joined_inputs=joined_inputs)
     return HostStagedModel(spec, lookups, network, partial(create_form, spec, layout, lookups, network))
 
 

@@ -1,4 +1,4 @@
-"""Which inputs of a network look-ups and requests may fill together (DenseEngine.joined), and the look-ups that do."""
+"""The inputs of a network that may be joined (DenseEngine.joined_inputs), and the look-ups that fill joined inputs."""
 
 from __future__ import annotations
 

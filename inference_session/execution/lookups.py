@@ -26,21 +26,22 @@ class VectorInput:
     dense_input: str
     members: tuple[int, ...]
     joined: bool
+    """Whether the vectors of its look-ups are side by side in a matrix (LookupSpec.joined)."""
     dtype: np.dtype[Any]
     """The type of the vectors: float32, or float16."""
-    shared: JoinedInput | None
-    """What it is where vectors are not all of its columns; None: they are, or it is no matrix."""
+    joined_input: JoinedInput | None
+    """What it is where requests fill some of its columns; None: look-ups fill all of it."""
 
     def width(self, num_columns: int) -> int:
         """Columns of the matrix with so many for vectors; InvalidRequestError where the network reads others."""
-        if self.shared is None:
+        if self.joined_input is None:
             return num_columns
-        if num_columns != self.shared.first_given:
+        if num_columns != self.joined_input.first_given:
             raise InvalidRequestError(
-                f"the network cannot compute these values: vectors for {', '.join(self.shared.vectors)} have"
-                f" {num_columns} elements for each sample, expected {self.shared.first_given}"
+                f"the network cannot compute these values: vectors for {', '.join(self.joined_input.vectors)} have"
+                f" {num_columns} elements for each sample, expected {self.joined_input.first_given}"
             )
-        return self.shared.width
+        return self.joined_input.width
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class ModelLookups:
             by_column: whether matrices of keys are staged column by column (Device.reads_by_column).
             keys_follow_inputs: whether a look-up's keys are an input of the model (RequestLayout.keys_follow_inputs).
             narrow_inputs: inputs of the dense network that it takes in float16 (DenseEngine.narrow_inputs).
-            joined_inputs: those that look-ups fill together with inputs of requests (DenseEngine.joined).
+            joined_inputs: those that look-ups fill together with inputs of requests (DenseEngine.joined_inputs).
         """
         self.lookups = spec.lookups
         self._by_column = by_column
@@ -221,9 +222,9 @@ def _vector_inputs(
     for i, lookup in enumerate(lookups):
         members.setdefault(lookup.dense_input, []).append(i)
     dtypes = {name: np.dtype(np.float16 if name in narrow_inputs else np.float32) for name in members}
-    shared = {each.name: each for each in joined_inputs}
+    found = {each.name: each for each in joined_inputs}
     return tuple(
-        VectorInput(name, tuple(m), lookups[m[0]].joined, dtypes[name], shared.get(name)) for name, m in members.items()
+        VectorInput(name, tuple(m), lookups[m[0]].joined, dtypes[name], found.get(name)) for name, m in members.items()
     )
 
 

@@ -48,7 +48,7 @@ class _NetworkFiles(NamedTuple):
 
     def opened(self, engine: DenseEngine) -> _NetworkFiles:
         """The same with look-ups as the engine takes their vectors."""
-        return self._replace(spec=with_joined_inputs(self.spec, engine.joined))
+        return self._replace(spec=with_joined_inputs(self.spec, engine.joined_inputs))
 
 
 class Model(NamedTuple):

@@ -30,7 +30,7 @@ def test_joined_inputs_in_less_precision(precision: str, tmp_path: Path, bfloat1
     config, path = SessionConfig(device="cpu", dense_precision=precision), model.directory / DENSE_FILE
     plain = create_engine(path, config, HOST)
     joining = create_engine(path, config, HOST, (), joinable_inputs(model.spec))
-    (joined,) = joining.joined
+    (joined,) = joining.joined_inputs
     inputs = {
         tensor.name: rng.standard_normal((7, *tensor.shape[1:])).astype(np.float32)
         for tensor in model.network.get_inputs()
@@ -67,7 +67,7 @@ def test_a_damaged_network_is_refused_as_ever(damage: Callable[[ModelProto], Any
     text = "g (float[n, 4] v, float[n, 3] dense) => (float[n, 2] y) { x = Concat<axis = 1>(v, dense) y = MatMul(x, w) }"
     model, inputs = model_of(text, {"w": np.ones((7, 2), np.float32)}), JoinableInputs({"v": 4}, {"dense": 3})
     onnx.save(model, tmp_path / "whole.onnx")
-    assert create_engine(tmp_path / "whole.onnx", SessionConfig(device="cpu"), HOST, (), inputs).joined
+    assert create_engine(tmp_path / "whole.onnx", SessionConfig(device="cpu"), HOST, (), inputs).joined_inputs
     damage(model)
     (tmp_path / "damaged.onnx").write_bytes(model.SerializeToString())
     with pytest.raises(ModelFormatError, match=r"damaged\.onnx"):

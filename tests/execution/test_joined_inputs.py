@@ -39,7 +39,7 @@ def assert_close(found: Arrays, expected: Arrays) -> None:
 def joined_of(session: InferenceSession) -> tuple[JoinedInput, ...]:
     """What its network has joined."""
     network: Network = session._model.replicas.all[0].network  # nothing else tells
-    return network.dense.joined
+    return network.dense.joined_inputs
 
 
 @pytest.mark.parametrize("seed", SEEDS)
