@@ -248,7 +248,7 @@ class CreateInferenceSession:
             "InferenceParams", [document], inference_params, i64_input_key=inference_params.i64_input_key
         )
         self._owner = graph_file.parent
-        self._open()
+        self._opened = self._open()
 
     def predict(self, dense_feature: ArrayLike, embeddingcolumns: ArrayLike, row_ptrs: ArrayLike) -> list[float]:
         """Predictions, num_samples x label_dim of them, by sample.
@@ -267,21 +267,30 @@ class CreateInferenceSession:
             KEYS: _integers("embeddingcolumns", embeddingcolumns, keys_type),
             OFFSETS: _integers("row_ptrs", row_ptrs, np.dtype(np.int32)),
         }
-        predictions: list[float] = self._session.predict(inputs).ravel().tolist()
+        opened = self._opened  # another thread may replace it meanwhile
+        predictions: list[float] = opened.session.predict(inputs).ravel().tolist()
         return predictions
 
     def refresh_embedding_cache(self) -> None:
-        """Read the model's files again, if they have changed, and use them from now on."""
-        outdated = self._close
-        self._open()
-        outdated()
+        """Read the model's files again, if they have changed, and use them from now on.
+
+        Predictions of other threads that are under way finish with what was read before.
+        """
+        self._opened = self._open()
 
     def __repr__(self) -> str:
         return f"<CreateInferenceSession of model {self._ps_json.models[0].name!r}>"
 
-    def _open(self) -> None:
-        self._session = _open(self._ps_json, self._ps_json.models[0], self._owner)
-        self._close = weakref.finalize(self, self._session.close)
+    def _open(self) -> _Opened:
+        return _Opened(_open(self._ps_json, self._ps_json.models[0], self._owner))
+
+
+class _Opened:
+    """A session that is closed once nothing refers to this object."""
+
+    def __init__(self, session: InferenceSession) -> None:
+        self.session = session
+        weakref.finalize(self, session.close)
 
 
 class HPS:

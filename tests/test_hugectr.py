@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from inference_session import hugectr
+from inference_session import InferenceSession, hugectr
 from inference_session.errors import HotrowError
 from inference_session.hugectr import (
     HPS,
@@ -107,6 +107,20 @@ def test_a_refresh_reads_what_was_written_since(source: Source) -> None:
     assert session.predict(*flat(source)) == before
     session.refresh_embedding_cache()
     assert session.predict(*flat(source)) != before
+
+
+def test_a_refresh_leaves_predictions_under_way_alone(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They end with the rows that were read before, though another thread refreshes meanwhile."""
+    session, predict = session_of(source), InferenceSession.predict
+    before = session.predict(*flat(source))
+
+    def predict_late(opened: InferenceSession, inputs: Any) -> Any:
+        monkeypatch.undo()
+        session.refresh_embedding_cache()
+        return predict(opened, inputs)
+
+    monkeypatch.setattr(InferenceSession, "predict", predict_late)
+    assert session.predict(*flat(source)) == before
 
 
 def test_parameters_of_both_generations_are_taken(source: Source) -> None:
