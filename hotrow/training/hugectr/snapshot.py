@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -147,7 +146,8 @@ def save_table(table: EmbeddingTable, processes: Processes, folder: Path) -> Non
     folder.parent.mkdir(parents=True, exist_ok=True)
     with working_folder(folder.parent, f".tmp-{folder.name}_") as staging:
         _write_rows(staging / folder.name, keys, vectors)
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            folder.rename(staging / f"{folder.name}.replaced")  # removed only once the new one is in place
         (staging / folder.name).rename(folder)
 
 
