@@ -149,8 +149,7 @@ class EmbeddingTable:
         """One step of the optimizer, given the gradients of `touched.vectors`, which may be overwritten."""
         self.num_steps += 1
         if self._is_changed is not None:
-            self._is_changed[1 : self._rows.num_rows if self._moves_all else 1] = True
-            self._is_changed[touched.rows] = True
+            self._is_changed[slice(1, self._rows.num_rows) if self._moves_all else touched.rows] = True
         gradient = gradient if touched.kept is None else gradient[touched.kept]
         if self._moves_all:
             self._update_all(touched.rows, gradient, lr)

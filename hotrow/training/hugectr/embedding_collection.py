@@ -1,4 +1,4 @@
-"""HugeCTR's embedding collections, of releases 3.7 and later, as the embedding and dense layers that they equal."""
+"""HugeCTR's embedding collections, of releases 3.8 and later, as the embedding and dense layers that they equal."""
 
 from __future__ import annotations
 
