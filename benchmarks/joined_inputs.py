@@ -1,0 +1,115 @@
+"""Times networks that begin with a Concat of vectors and dense inputs, with joined inputs and with the Concat.
+
+    python benchmarks/joined_inputs.py            nine rounds
+    python benchmarks/joined_inputs.py --quick    three rounds
+
+26 tables of 20,000 rows, ids in separate inputs, 13 dense inputs. The same version is opened twice. In each round, both
+sessions answer the same batches by `InferenceSession.run_arrays`, one session after the other.
+
+A line shows, for requests x samples, the processor time of a call with joined inputs, and this time relative to that
+with the Concat: of the best rounds, and as median and range over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session import InferenceSession
+from tests.testing.onnx_models import import_model, model_of
+
+FEATURES, ROWS, DENSE = 26, 20_000, 13
+NETWORKS = ((16, (64, 1)), (128, (512, 256, 1)))
+"""The width of vectors, and those of layers."""
+CASES = ((1, 1), (1, 64), (8, 64), (1, 1024))
+NUM_BATCHES = 40
+FEW_SAMPLES = 16_384
+"""At most so many samples in a round, unless a batch has more."""
+
+Arrays = list[NDArray[Any]]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    num_rounds = 3 if parser.parse_args().quick else 9
+    for dim, layers in NETWORKS:
+        print(f"dim {dim}, layers of {', '.join(map(str, layers))}")
+        with tempfile.TemporaryDirectory(prefix="hotrow-joined-inputs-") as folder:
+            measure_all(write(Path(folder), dim, layers), num_rounds)
+
+
+def write(folder: Path, dim: int, layers: tuple[int, ...]) -> Path:
+    """The version directory of a model with random weights."""
+    rng, x, nodes = np.random.default_rng(0), "x", []
+    constants = {f"table{i}": rng.random((ROWS, dim), np.float32) for i in range(FEATURES)}
+    for i, (width, num) in enumerate(itertools.pairwise((FEATURES * dim + DENSE, *layers))):
+        constants[f"w{i}"] = rng.standard_normal((width, num), np.float32) / np.float32(width)
+        is_last = i + 1 == len(layers)
+        nodes.append(f"m{i} = MatMul({x}, w{i}) " + ("y = Sigmoid" if is_last else f"x{i} = Relu") + f"(m{i})")
+        x = f"x{i}"
+    vectors = [f"v{i} = Gather(table{i}, ids{i})" for i in range(FEATURES)]
+    concat = f"x = Concat<axis = 1>({', '.join(f'v{i}' for i in range(FEATURES))}, dense)"
+    ids = ", ".join(f"int64[n] ids{i}" for i in range(FEATURES))
+    graph = f"g ({ids}, float[n, {DENSE}] dense) => (float[n, 1] y) {{ {' '.join([*vectors, concat, *nodes])} }}"
+    return import_model(folder, model_of(graph, constants)).version_dir
+
+
+def measure_all(version: Path, num_rounds: int) -> None:
+    """Measure all cases of a model, and print them."""
+    with mock.patch("inference_session.execution.model.joinable_inputs", return_value=None):
+        concatenating = InferenceSession.open(version, device="cpu", dense_threads=1)
+    with concatenating, InferenceSession.open(version, device="cpu", dense_threads=1) as joining:
+        for num_requests, num_samples in CASES:
+            batches = random_batches(num_requests, num_samples)
+            rounds = [
+                (seconds(joining, batches, num_requests), seconds(concatenating, batches, num_requests))
+                for _ in range(num_rounds + 1)
+            ][1:]
+            joined, others = map(np.array, zip(*rounds, strict=True))
+            ratios, best = joined / others, joined.min() / others.min()
+            print(
+                f"{num_requests} x {num_samples:<5} {1e6 * joined.min():>7,.1f} µs   {best:.2f} /"
+                f" {np.median(ratios):.2f} ({ratios.min():.2f} to {ratios.max():.2f})",
+                flush=True,
+            )
+
+
+def random_batches(num_requests: int, num_samples: int) -> list[Arrays]:
+    """The arrays of some batches, in the order of the model's inputs."""
+    rng = np.random.default_rng(num_samples)
+    return [
+        [
+            array
+            for _ in range(num_requests)
+            for array in (
+                *(rng.integers(0, ROWS, num_samples) for _ in range(FEATURES)),
+                rng.random((num_samples, DENSE), np.float32),
+            )
+        ]
+        for _ in range(NUM_BATCHES)
+    ]
+
+
+def seconds(session: InferenceSession, batches: list[Arrays], num_requests: int) -> float:
+    """The processor time of a call."""
+    num_samples = num_requests * len(batches[0][0])
+    repetitions = max(1, FEW_SAMPLES // (num_samples * len(batches)))
+    begin = time.process_time()
+    for _ in range(repetitions):
+        for arrays in batches:
+            session.run_arrays(arrays, num_requests)
+    return (time.process_time() - begin) / (repetitions * len(batches))
+
+
+if __name__ == "__main__":
+    main()
