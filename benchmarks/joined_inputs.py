@@ -87,17 +87,12 @@ def measure_all(version: Path, num_rounds: int) -> None:
 def random_batches(num_requests: int, num_samples: int) -> list[Arrays]:
     """The arrays of some batches, in the order of the model's inputs."""
     rng = np.random.default_rng(num_samples)
-    return [
-        [
-            array
-            for _ in range(num_requests)
-            for array in (
-                *(rng.integers(0, ROWS, num_samples) for _ in range(FEATURES)),
-                rng.random((num_samples, DENSE), np.float32),
-            )
-        ]
-        for _ in range(NUM_BATCHES)
-    ]
+
+    def request() -> Arrays:
+        ids = [rng.integers(0, ROWS, num_samples) for _ in range(FEATURES)]
+        return [*ids, rng.random((num_samples, DENSE), np.float32)]
+
+    return [[array for _ in range(num_requests) for array in request()] for _ in range(NUM_BATCHES)]
 
 
 def seconds(session: InferenceSession, batches: list[Arrays], num_requests: int) -> float:
