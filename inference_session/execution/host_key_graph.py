@@ -23,6 +23,8 @@ class _Plan(NamedTuple):
     run: BoundRun
     records: NDArray[np.uint8]
     """The bytes of the INPUT records of its results."""
+    shapes: bytes
+    """Of its results, as one value."""
 
 
 class HostKeyGraph:
@@ -46,6 +48,8 @@ class HostKeyGraph:
         """By the open sizes of a batch. None: `run_many` takes such requests."""
         self._last: _Plan | None = None
         """The one that the records describe."""
+        self.shapes = b""
+        """What tells the shapes of the keys apart that were computed last: they may follow from values."""
 
     def compute(self, _items: int, _num_requests: int) -> int:
         """Compute the keys of the batch whose inputs have been copied; a StagingStep.
@@ -58,7 +62,7 @@ class HostKeyGraph:
             return NOT_STAGED
         if plan is not self._last:
             self._records[:] = plan.records
-            self._last = plan
+            self._last, self.shapes = plan, plan.shapes
         if plan.run.run() is not plan.run.results:  # values decide on the shapes
             self._plans[sizes] = None
             return NOT_STAGED
@@ -79,6 +83,7 @@ class HostKeyGraph:
         if run is not None:
             run.run()  # the first run shows the shapes
             if run.results is not None and enter_results(self._form, run.results, self._open_sizes):
-                plan = _Plan(run, self._records.copy())
+                shapes = repr([array.shape for array in run.results]).encode()
+                plan = _Plan(run, self._records.copy(), shapes)
         self._plans[sizes] = plan
         return plan

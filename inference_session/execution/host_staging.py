@@ -47,7 +47,7 @@ _FIRST_REQUESTS, MAX_REQUESTS = 16, 4096
 _FLOAT_BYTES = 4
 
 _Case: TypeAlias = "tuple[bytes, int, tuple[str, ...]]"
-"""What tells batches apart: their open sizes, the number of requests, and the outputs."""
+"""What tells batches apart: their open sizes and the shapes of computed keys, the number of requests, the outputs."""
 
 
 class _RequestRecords(NamedTuple):
@@ -122,7 +122,10 @@ class HostStaging:
                 return self.fill(arrays, num_requests, outputs) if self._grow(num_requests) else None
             if status != STAGED:
                 return None
-        case = self._open_sizes.tobytes(), num_requests, outputs
+        shapes = self._open_sizes.tobytes()
+        if self._key_graph is not None:
+            shapes += self._key_graph.shapes
+        case = shapes, num_requests, outputs
         try:
             batch = self._batches[case]
         except KeyError:
@@ -136,10 +139,10 @@ class HostStaging:
 
     def _batch(self, case: _Case) -> StagedBatch | None:
         """What all batches of a case have in common: making it takes longer than staging a request."""
-        open_sizes, num_requests, outputs = case
+        batch_shapes, num_requests, outputs = case
         if len(self._batches) >= _MAX_PLANS:
             self._batches.clear()
-        key = open_sizes, outputs
+        key = batch_shapes, outputs
         run = self._plans[key] if key in self._plans else self._plan(key)
         batch = None
         if run is not None:
@@ -195,7 +198,7 @@ class HostStaging:
         return True
 
     def _plan(self, case: tuple[bytes, tuple[str, ...]]) -> BoundRun | None:
-        """The network bound to the memory of batches of these sizes; None: `run_many` refuses such requests."""
+        """The network bound to the memory of batches of these shapes; None: `run_many` refuses such requests."""
         kept_bytes = sum(run.result_bytes for run in self._plans.values() if run is not None)
         if len(self._plans) >= _MAX_PLANS or kept_bytes > MAX_BYTES:
             self._forget_plans()

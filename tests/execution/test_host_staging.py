@@ -576,6 +576,26 @@ def test_keys_whose_shape_follows_from_values_are_left_to_the_plain_way(tmp_path
                 np.testing.assert_allclose(session.run(inputs)["y"], expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("module", ["host_key_graph", "host_staging"])
+def test_no_vectors_of_earlier_keys_are_read_where_plans_have_been_dropped(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer keys than the network's plan was made for: the others were those of a batch before."""
+    monkeypatch.setattr(f"inference_session.execution.{module}._MAX_PLANS", 2)
+    text = """m (int64[n, 3] ids) => (float[n, 4] y) { c = Gather<axis = 1>(ids, zero)
+        top = ReduceMax<keepdims = 1>(c, rows) some = Slice(ids, rows, top, columns) k = Abs(some)
+        v = Gather(w, k) y = ReduceMax<keepdims = 0>(v, columns) }"""
+    constants = {"w": table(), "zero": np.array(0), "rows": np.array([0]), "columns": np.array([1])}
+    directory = import_model(tmp_path, model_of(text, constants)).version_dir
+    rng = np.random.default_rng(0)
+    with InferenceSession.open(directory) as session:
+        assert session.replicas.all[0].staged is not None
+        for num_samples, num_keys in ((2, 3), (3, 3), (4, 3), (4, 2), (2, 2), (3, 1), (5, 1), (5, 3), (2, 1), (3, 2)):
+            inputs = {"ids": np.insert(rng.integers(0, 1000, (num_samples, 2)), 0, num_keys, axis=1)}
+            expected = run_network(tmp_path / "model.onnx", inputs)["y"]
+            np.testing.assert_array_equal(session.run(inputs)["y"], expected)
+
+
 def test_a_bound_run_says_what_the_network_refuses(tmp_path: Path) -> None:
     onnx.save(
         model_of("g (int64[n] x) => (float[n, 4] y) { y = Gather(emb, x) }", {"emb": table(3)}), tmp_path / "m.onnx"
