@@ -97,7 +97,7 @@ def open_model(version: VersionDirectory, config: SessionConfig, devices: Sequen
             for each, pair in zip(files, pairs, strict=True)
         ]
         network, ranking = networks[0], networks[-1]
-        # Where a GPU computes the network over rows of the processor, the network reads copies, other ones each time.
+        # A network on a GPU over rows of the processor reads a copy of each batch's vectors: it is bound to no memory.
         is_split = own.device is HOST and thread.device is not HOST
         staged = None if is_split else _stage(config, layout, network, ranking)
         replicas.append(Replica(network, ranking, thread, staged))
