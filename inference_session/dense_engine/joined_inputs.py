@@ -93,24 +93,20 @@ class _Network:
         """Replace the result of a Concat by an input; None where that cannot be done."""
         columns = self._columns(concat)
         products = self._products_of(concat.output[0])
-        vectors = [name for name in self._inputs.vectors if name in columns]
-        if not products or not vectors or len(vectors) == len(columns):
-            return None
+        vectors = [columns[name] for name in self._inputs.vectors if name in columns]
+        given = [column for column in columns.values() if column.name not in self._inputs.vectors]
         total = sum(column.width for column in columns.values())
-        if any(product.matrix.shape[0] != total for product in products):
+        if not products or not vectors or not given or any(product.matrix.shape[0] != total for product in products):
             return None
-        given = [name for name in columns if name not in self._inputs.vectors]
-        ordered = [columns[name] for name in (*vectors, *given)]
-        width = -(-total // _WIDTH_STEP) * _WIDTH_STEP
         joined = JoinedInput(
             self._products.new_name(_NAME),
-            tuple(vectors),
-            sum(columns[name].width for name in vectors),
-            tuple(GivenColumns(name, columns[name].width) for name in given),
-            width,
+            tuple(column.name for column in vectors),
+            sum(column.width for column in vectors),
+            tuple(GivenColumns(column.name, column.width) for column in given),
+            -(-total // _WIDTH_STEP) * _WIDTH_STEP,
         )
         for product in products:
-            self._reorder(product, joined, ordered)
+            self._reorder(product, joined, [*vectors, *given])
         self._replace_inputs(joined, columns)
         return joined
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -99,11 +99,7 @@ class HostStaging:
         self._vector_inputs = lookups.vector_inputs
         self._inputs, self._lookups = form.inputs, form.lookups
         self._num_inputs = len(form.dtypes)
-        self._vector_records = np.zeros(len(lookups.vector_inputs), VECTOR_INPUT)
-        for record, vector_input in zip(self._vector_records, lookups.vector_inputs, strict=True):
-            if (joined := vector_input.joined_input) is not None:
-                record["vector_bytes"] = _FLOAT_BYTES * joined.first_given
-                record["given_bytes"] = _FLOAT_BYTES * (joined.width - joined.first_given)
+        self._vector_records = _vector_records(lookups.vector_inputs)
         self._open_sizes = np.zeros(form.num_open_sizes, np.int64)
         self._memory: Memory = {}
         self._plans: dict[tuple[bytes, Any], BoundRun | None] = {}
@@ -250,6 +246,15 @@ def stage_on_host(spec: ModelSpec, layout: RequestLayout, network: Network) -> H
     joined_inputs = network.dense.joined_inputs
     lookups = ModelLookups(spec, by_column=False, keys_follow_inputs=True, joined_inputs=joined_inputs)
     return HostStagedModel(spec, lookups, network, partial(create_form, spec, layout, lookups, network))
+
+
+def _vector_records(vector_inputs: Sequence[VectorInput]) -> NDArray[np.void]:
+    records = np.zeros(len(vector_inputs), VECTOR_INPUT)
+    for record, vector_input in zip(records, vector_inputs, strict=True):
+        if (joined := vector_input.joined_input) is not None:
+            record["vector_bytes"] = _FLOAT_BYTES * joined.first_given
+            record["given_bytes"] = _FLOAT_BYTES * (joined.width - joined.first_given)
+    return records
 
 
 def _power_of_two(number: int) -> int:
