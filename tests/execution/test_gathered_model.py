@@ -72,6 +72,15 @@ class Model:
         return dict(zip(self.outputs, batch.run.run(), strict=True))
 
 
+DENSE_INPUT = TensorSpec("dense", "float32", (-1, 2))
+INPUTS = (
+    TensorSpec("ids", "int64", (-1, 2)),
+    TensorSpec("codes", "int32", (-1,)),
+    TensorSpec("bags", "int64", (-1, -1)),
+    DENSE_INPUT,
+)
+
+
 @pytest.fixture(scope="module")
 def vectors() -> NDArray[np.float32]:
     return np.random.default_rng(0).random((50, 3), np.float32)
@@ -84,13 +93,8 @@ def native(tmp_path_factory: pytest.TempPathFactory, vectors: NDArray[np.float32
     write_table(folder, [vectors])
     table = TableSpec("t", "t", len(vectors), 3, keys="row_number")
     spec = ModelSpec(
-        inputs=(
-            TensorSpec("ids", "int64", (-1, 2)),
-            TensorSpec("codes", "int32", (-1,)),
-            TensorSpec("bags", "int64", (-1, -1)),
-            TensorSpec("dense", "float32", (-1, 2)),
-        ),
-        outputs=(TensorSpec("dense", "float32", (-1, 2)),),
+        inputs=INPUTS,
+        outputs=(DENSE_INPUT,),
         tables=(table,),
         lookups=(
             LookupSpec("t", "ids", "a"),
@@ -159,13 +163,8 @@ def computing(
         LookupSpec("t", "some", "e"),
     ]
     spec = ModelSpec(
-        inputs=(
-            TensorSpec("ids", "int64", (-1, 2)),
-            TensorSpec("codes", "int32", (-1,)),
-            TensorSpec("bags", "int64", (-1, -1)),
-            TensorSpec("dense", "float32", (-1, 2)),
-        ),
-        outputs=(TensorSpec("dense", "float32", (-1, 2)),),
+        inputs=INPUTS,
+        outputs=(DENSE_INPUT,),
         tables=(table,),
         lookups=tuple(lookups if request.param == "values" else lookups[:-1]),
     )
