@@ -31,7 +31,7 @@ import cupy
 import numpy as np
 import onnx
 import tritonclient.grpc
-from grpc_load import measure_load
+from client_load import measure_load
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from perf_analyzer import measure, perf_analyzer

@@ -1,12 +1,14 @@
 """One model on all GPUs of a host, compared with a bare peer gather and with one GPU: goals M1 to M3.
 
-    python benchmarks/several_gpus.py [M1] [M2] [M3] [--rows 2000000] [--triton]
+    python benchmarks/several_gpus.py [M1] [M2] [M3] [--rows 2000000] [--triton grpc|http]
 
 M1: rows of dim 128 divided among the GPUs, 1,048,576 keys a call, on all GPUs at once, after each GPU has copied the
 others' hot rows. The peer is the fastest of several plain kernels that copy rows, divided in the same way, by row
 number; it has no copies. M2: a table that does not fit on one GPU (by `cache_bytes`), compared with copies of it on
 each. M3: copies on all GPUs compared with one GPU. M2 and M3 compute whole requests (26 keys x dim 128, MLP 512-256-1)
-in this process, or with `--triton` through a real Triton. Answers are compared with the CPU's before they are timed.
+in this process, or with `--triton` through a real Triton, beside `zeros`, a Python model with a process for each GPU
+that reads the inputs and answers zeros: what Triton and the clients allow. Answers are compared with the CPU's before
+they are timed.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import cupy
 import numpy as np
 import onnx
+from client_load import Protocol, measure_load
 from gpu_cache import NUM_KEYS, draw, random_keys, rows_of
-from gpu_triton import DIM, model_spec, network, request_of
-from grpc_load import measure_load
+from gpu_triton import CONFIG, DIM, PEER, TENSORS, model_spec, network, request_of
 
 from inference_session import InferenceSession
 from inference_session.device.cuda import CudaDevice
@@ -77,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("goals", nargs="*", default=["M1", "M2", "M3"], help="M1, M2, M3")
     parser.add_argument("--rows", type=int, default=2_000_000)
-    parser.add_argument("--triton", action="store_true", help="M2 and M3 through Triton")
+    parser.add_argument("--triton", choices=get_args(Protocol), help="M2 and M3 through Triton, by this protocol")
     arguments = parser.parse_args()
     name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
     print(f"{NUM_GPUS} x {name}, {os.cpu_count()} cores, CuPy {cupy.__version__}, {time.strftime('%Y-%m-%d')}")
@@ -86,8 +88,10 @@ def main() -> None:
             compare_look_ups(Path(folder), arguments.rows)
         if {"M2", "M3"} & set(arguments.goals):
             versions = write_models(Path(folder) / "models", arguments.rows)
-            compare = compare_served if arguments.triton else compare_sessions
-            compare(versions, arguments.goals)
+            if arguments.triton:
+                compare_served(versions, arguments.goals, arguments.triton)
+            else:
+                compare_sessions(versions, arguments.goals)
 
 
 def compare_look_ups(folder: Path, num_rows: int) -> None:
@@ -329,21 +333,23 @@ def samples_per_second(
     return sum(counts) / (time.perf_counter() - begin)
 
 
-def compare_served(versions: dict[str, Path], goals: Sequence[str]) -> None:
+def compare_served(versions: dict[str, Path], goals: Sequence[str], protocol: Protocol) -> None:
     """M2 and M3 through Triton: p50 of one client, samples a second of several for each GPU."""
     repository, keys = versions["one"].parents[1], keys_of(versions["one"])
     write_processes(repository)
+    write_zeros(repository)
     requests = [request_of("hotrow", "native", keys, 1024, np.random.default_rng(seed)) for seed in range(8)]
     p50, rates = {}, {}
     with TritonServer.start(ServerOptions(repository, http_port=0, grpc_port=0, metrics_port=0)) as server:
-        url = server.endpoints["gRPC"]
-        for name in (*versions, "processes"):
-            p50[name] = measure_load(name, url, requests, num_clients=1, seconds=1.0)["p50"]
-            num_clients = _CLIENTS_PER_GPU * NUM_GPUS
-            rate = measure_load(name, url, requests, num_clients=num_clients, seconds=2.0)["requests/s"]
-            rates[name] = (1024 * rate,)
-            print(f"{name}: p50 {p50[name]:.0f} us, {1024 * rate / 1e6:.2f} M samples/s", flush=True)
-    report(goals, "through Triton", p50, {"1,024": 0}, rates)
+        url = server.endpoints["gRPC" if protocol == "grpc" else "HTTP"].removeprefix("http://")
+        for name in (*versions, "processes", "zeros"):
+            alone, loaded = (
+                measure_load(name, url, requests, num_clients=count, seconds=2.0, protocol=protocol)
+                for count in (1, _CLIENTS_PER_GPU * NUM_GPUS)
+            )
+            p50[name], rates[name] = alone["p50"], (1024 * loaded["requests/s"],)
+            print(f"{name}: p50 {p50[name]:.0f} us, {rates[name][0] / 1e6:.2f} M samples/s", flush=True)
+    report(goals, f"through Triton, {protocol}", p50, {"1,024": 0}, rates)
 
 
 def write_processes(repository: Path) -> None:
@@ -358,6 +364,15 @@ def write_processes(repository: Path) -> None:
     groups = f"instance_group [ {{ count: 1 kind: KIND_GPU gpus: [ {gpus} ] }} ]"
     text = text[:begin] + groups + text[end:settings]
     config.write_text(text.replace('name: "one"', 'name: "processes"'), encoding="utf-8")
+
+
+def write_zeros(repository: Path) -> None:
+    """A Python model that answers zeros, with as many processes as there are GPUs."""
+    folder = repository / "zeros" / "1"
+    folder.mkdir(parents=True)
+    (folder / "model.py").write_text(f'KIND, LAYOUT = "null", "native"\n{PEER}', encoding="utf-8")
+    config = CONFIG.replace("count: 1", f"count: {NUM_GPUS}") + TENSORS["native"]
+    (folder.parent / "config.pbtxt").write_text(config, encoding="utf-8")
 
 
 if __name__ == "__main__":

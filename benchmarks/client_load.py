@@ -1,6 +1,6 @@
-"""Load on a Triton server: clients in processes of their own, each with one request at a time over gRPC.
+"""Load on a Triton server: clients in processes of their own, each with one request at a time.
 
-    python benchmarks/grpc_load.py URL MODEL REQUESTS.npz SECONDS
+    python benchmarks/client_load.py grpc|http URL MODEL REQUESTS.npz SECONDS
 
 `measure_load` starts them all, lets them begin together, and adds up what they report. REQUESTS.npz has an array
 [requests, …] for each input.
@@ -16,22 +16,32 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tritonclient.grpc
+import tritonclient.http
 from tritonclient.utils import np_to_triton_dtype
+
+Protocol = Literal["grpc", "http"]
+_CLIENTS: dict[str, Any] = {"grpc": tritonclient.grpc, "http": tritonclient.http}
 
 
 def measure_load(
-    model: str, url: str, requests: Sequence[dict[str, Any]], *, num_clients: int, seconds: float
+    model: str,
+    url: str,
+    requests: Sequence[dict[str, Any]],
+    *,
+    num_clients: int,
+    seconds: float,
+    protocol: Protocol = "grpc",
 ) -> dict[str, float]:
     """Figures of clients that send these requests in turn: `requests/s` of all, `p50` in microseconds."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "requests.npz"
         arrays: dict[str, Any] = {name: np.stack([request[name] for request in requests]) for name in requests[0]}
         np.savez(file, **arrays)
-        command = [sys.executable, __file__, url, model, str(file), str(seconds)]
+        command = [sys.executable, __file__, protocol, url, model, str(file), str(seconds)]
         clients = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             for _ in range(num_clients)
@@ -50,11 +60,11 @@ def measure_load(
     }
 
 
-def ask(url: str, model: str, file: str, seconds: float) -> None:
+def ask(module: Any, url: str, model: str, file: str, seconds: float) -> None:
     """One client: says that it is ready, waits to be told to begin, prints microseconds per answered request."""
-    with np.load(file) as arrays, tritonclient.grpc.InferenceServerClient(url) as client:
+    with np.load(file) as arrays, module.InferenceServerClient(url) as client:
         requests = [dict(zip(arrays, values, strict=True)) for values in zip(*arrays.values(), strict=True)]
-        tensors = [[_tensor(name, array) for name, array in request.items()] for request in requests]
+        tensors = [[_tensor(module, name, array) for name, array in request.items()] for request in requests]
         for each in tensors:
             client.infer(model, each)
         print("ready", flush=True)
@@ -68,11 +78,11 @@ def ask(url: str, model: str, file: str, seconds: float) -> None:
     print(json.dumps(times))
 
 
-def _tensor(name: str, array: Any) -> tritonclient.grpc.InferInput:
-    tensor = tritonclient.grpc.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
+def _tensor(module: Any, name: str, array: Any) -> Any:
+    tensor = module.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
     tensor.set_data_from_numpy(array)
     return tensor
 
 
 if __name__ == "__main__":
-    ask(sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4]))
+    ask(_CLIENTS[sys.argv[1]], sys.argv[2], sys.argv[3], sys.argv[4], float(sys.argv[5]))
