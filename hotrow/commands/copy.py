@@ -6,12 +6,13 @@ import time
 
 import click
 
+from hotrow.path_types import PATH_OR_URL
 from hotrow.progress import byte_progress
 
 
 @click.command()
-@click.argument("source")
-@click.argument("target")
+@click.argument("source", type=PATH_OR_URL)
+@click.argument("target", type=PATH_OR_URL)
 def command(source: str, target: str) -> None:
     """Copy a version directory, a table folder or any other folder or file: SOURCE becomes TARGET itself.
 

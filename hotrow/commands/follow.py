@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hotrow.path_types import FOLDER_OR_URL
 from hotrow.progress import byte_progress
 from hotrow.server_options import ServerAddress, server_options
 from inference_session.errors import ConfigurationError, HotrowError
@@ -31,6 +32,7 @@ _RETRY_S = 5.0
 @click.option(
     "--source",
     required=True,
+    type=FOLDER_OR_URL,
     metavar="DIR|URL",
     help="Where to copy versions from: a folder, local or hdfs://HOST:PORT/path, with a subfolder per version number.",
 )

@@ -13,6 +13,7 @@ from rich.table import Table
 from hotrow.dense_network import describe_dense_network
 from hotrow.formatting import as_cell
 from hotrow.output import output_console, print_json
+from hotrow.path_types import FOLDER_OR_URL
 from hotrow.progress import byte_progress
 from inference_session.errors import ConfigurationError
 from inference_session.model_spec import INDEX_FILE, TABLES_FOLDER, VECTOR_FILE, ModelSpec, RankingSpec, TensorSpec
@@ -33,7 +34,7 @@ def _target(ctx: click.Context, parameter: click.Parameter, value: str) -> Path 
 
 
 @click.command()
-@click.argument("target", metavar="VERSION_DIR|STORE_URL", callback=_target)
+@click.argument("target", type=FOLDER_OR_URL, metavar="VERSION_DIR|STORE_URL", callback=_target)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 @click.option("--verify", is_flag=True, help="Read every file and compare its checksum with the manifest.")
 def command(target: Path | StoreUrl, as_json: bool, verify: bool) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hotrow.path_types import FOLDER_OR_URL
 from hotrow.progress import byte_progress, row_progress
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.urls.store_url import StoreUrl
@@ -28,7 +29,7 @@ def _version_dir(ctx: click.Context, parameter: click.Parameter, value: str) -> 
 
 
 @click.command()
-@click.argument("version_dir", callback=_version_dir)
+@click.argument("version_dir", type=FOLDER_OR_URL, callback=_version_dir)
 @click.option(
     "--to",
     "store_url",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from hotrow.path_types import FOLDER_OR_URL
 from hotrow.port_options import port_options
 from hotrow.progress import byte_progress
 from hotrow.server_options import PEM_FILE, read_key
@@ -23,7 +24,13 @@ from triton_backend.repository.remote import local_repository
 
 
 @click.command()
-@click.option("--repository", required=True, metavar="DIR|URL", help="The model repository, a folder per model.")
+@click.option(
+    "--repository",
+    required=True,
+    type=FOLDER_OR_URL,
+    metavar="DIR|URL",
+    help="The model repository, a folder per model.",
+)
 @click.option("--model", "models", multiple=True, metavar="NAME", help="Serve only this model; may be repeated.")
 @click.option(
     "--host", default="127.0.0.1", show_default=True, help=("Address to listen on; 0.0.0.0 for all interfaces.")

@@ -15,6 +15,7 @@ import click
 import numpy as np
 import onnx
 import pytest
+from click.shell_completion import ShellComplete
 
 from hotrow import command_line
 from hotrow.command_line import main
@@ -355,3 +356,21 @@ def test_serve_is_light() -> None:
 def test_completion_loads_no_command() -> None:
     """The tab key completes names of commands without their modules."""
     assert _printed(COMPLETE) == ["['publish-version', 'push', 'publish']", "[]"]
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("import onnx", "file"),
+        ("inspect", "dir"),
+        ("push", "dir"),
+        ("serve --repository", "dir"),
+        ("copy", "file"),
+        ("copy hdfs://namenode/models/ctr/7", "file"),
+        ("follow ctr --source", "dir"),
+    ],
+)
+def test_the_tab_key_completes_paths(words: str, kind: str) -> None:
+    """Also where a command takes a path or a URL."""
+    completion = ShellComplete(command_line.cli, {}, "hotrow", "_HOTROW_COMPLETE")
+    assert [item.type for item in completion.get_completions(words.split(), "mo")] == [kind]
