@@ -1,4 +1,4 @@
-"""Ctrl-C: at any moment it ends a command without a traceback, and with nothing half done left behind."""
+"""Ctrl-C, SIGTERM and SIGHUP: at any moment they end a command without a traceback, and with nothing half done left."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ def end_at_once() -> None:
 
 
 def raise_after_imports() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt, but not in an import.
+    """Let Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt, but not in an import.
 
     A package whose import is broken off raises errors of its own, and compiled ones may crash.
     """
-    if signal.getsignal(signal.SIGINT) in {signal.default_int_handler, signal.SIG_DFL}:
-        signal.signal(signal.SIGINT, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) in {signal.default_int_handler, signal.SIG_DFL}:  # else it is ignored: nohup
+            signal.signal(number, _interrupt)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -137,6 +137,9 @@ def test_outputs_come_in_the_order_asked(session: InferenceSession) -> None:
     inputs = small_model.random_inputs(2, np.random.default_rng(0))
 
     assert list(session.run(inputs, ["stay", "click"])) == ["stay", "click"]
+    assert list(session.run(inputs, iter(["stay", "click"]))) == ["stay", "click"]
+    slower = {name: array.tolist() for name, array in inputs.items()}  # no fast path takes lists
+    assert list(session.run(slower, iter(["stay", "click"]))) == ["stay", "click"]
 
 
 @given(

@@ -22,6 +22,8 @@ from triton_backend.launcher.process_group import adopt_orphans
 from triton_backend.launcher.server import ServerOptions, TritonServer
 from triton_backend.repository.remote import local_repository
 
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 @click.command()
 @click.option(
@@ -111,8 +113,9 @@ def command(
 
 
 def _serve(options: ServerOptions, repository: str) -> None:
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGINT, _interrupt)
+    for number in _STOPS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, _interrupt)
     adopt_orphans()
     try:
         with ExitStack() as stack:
@@ -135,8 +138,8 @@ def _enter_repository(stack: ExitStack, repository: str, models: Sequence[str]) 
 
 def _interrupt(number: int, frame: object) -> None:
     """Stop, once: a second signal does not interrupt the stop, which ends by itself."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for stop in _STOPS:
+        signal.signal(stop, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -93,7 +92,6 @@ def _look(view: TopView, metrics_url: str, index: _RepositoryIndex) -> None:
 
 def _watch(view: TopView, metrics_url: str, index: _RepositoryIndex, interval: float) -> None:
     console = Console()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Live then restores the terminal
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             _look(view, metrics_url, index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import click
@@ -21,6 +22,8 @@ def command(config: Path) -> None:
       hotrow train dcn.json
       torchrun --nproc-per-node 4 -m hotrow train dcn.json
     """
+    # torchrun ends the other processes by it once one has failed. In a collective, none of them would notice.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     from hotrow.training.hugectr.json_config import read_configuration, train
 
     train(read_configuration(config))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -69,8 +70,9 @@ class FastPath:
         arrays: Arrays = []
         names = self._input_names
         for request in requests:
-            outputs = request.outputs  # NumPy compares arrays of names one by one
-            if isinstance(outputs, np.ndarray) or outputs != requests[0].outputs:
+            outputs = request.outputs
+            # NumPy compares arrays of names one by one, and an iterator could not be read again.
+            if not isinstance(outputs, (NoneType, list, tuple)) or outputs != requests[0].outputs:
                 return None
             try:
                 num_inputs = len(request.inputs)

@@ -79,11 +79,12 @@ class Outputs:
 
     def resolve(self, wanted: Sequence[str] | None) -> Sequence[str]:
         """The requested outputs, all of them for None; InvalidRequestError for an unknown name."""
-        for name in () if wanted is None else wanted:
+        names = self.names if wanted is None else tuple(wanted)  # an iterator can be read once
+        for name in names:
             if name not in self.names:
                 known = ", ".join(repr(name) for name in self.names)
                 raise InvalidRequestError(f"the model has no output {name!r}; its outputs: {known}")
-        return self.names if wanted is None else wanted
+        return names
 
     def wanted(self, outputs: Collection[str] | None) -> RequestedOutputs:
         """The selection of requests with these outputs (None: all), cached. Errors are those of `resolve`."""

@@ -37,7 +37,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         printed = capsys.readouterr()
         return int(caught.value.code or 0), printed.out, printed.err
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield run
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -228,3 +231,25 @@ def test_stores_and_streams_of_the_model_are_left_alone(version_dir: Path) -> No
     manifest.write_manifest(version_dir)
     assert run("quantize", version_dir, "--tables", "int8").exit_code == 0
     assert sorted(path.name for path in version_dir.parent.iterdir()) == ["1", "2"]
+
+
+_ENDED_BY_A_SIGNAL = """
+import os, sys
+from hotrow import answer_quality
+from hotrow.__main__ import main
+number = int(sys.argv.pop())
+answer_quality.compare = lambda *_: os.kill(os.getpid(), number)
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_nothing(number: signal.Signals, version_dir: Path, tmp_path: Path) -> None:
+    """It comes when all tables have been written. SIGTERM left them behind, under a hidden name."""
+    asked = ("quantize", version_dir, "--tables", "int8", "--output", tmp_path / "smaller", number.value)
+    done = subprocess.run(
+        [sys.executable, "-c", _ENDED_BY_A_SIGNAL, *map(str, asked)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip() == "Aborted!"
+    assert [path.name for path in tmp_path.iterdir()] == ["ctr"]

@@ -175,7 +175,7 @@ def test_what_triton_would_stumble_over_is_hidden(linked: Served) -> None:
     assert len(linked.errors) == 8
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stop_with_clients_connected_leaves_nothing(serve: Serve, repository: Path, number: signal.Signals) -> None:
     """A signal ends server and stubs, and their shared memory, though clients hold connections."""
     served = serve(repository)
