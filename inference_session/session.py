@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -11,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -65,8 +68,8 @@ class InferenceSession:
         with InferenceSession.open("model_repository/ctr/1") as session:
             predictions = session.predict({"user_id": [[7]], "item_id": [[1]]})    # float32 [1, labels]
 
-    Several threads may use a session at once. Sizes and shapes are those of the original model; `hotrow inspect` shows
-    them.
+    Several threads may use a session at once. A process that is forked opens its own: in it, this one raises
+    SessionClosedError. Sizes and shapes are those of the original model; `hotrow inspect` shows them.
     """
 
     @classmethod
@@ -112,6 +115,7 @@ class InferenceSession:
         self.config = config
         self.directory = version.path
         self._closed = True  # until everything below is set
+        self._process_id = os.getpid()
         cpu.compile_kernels()
         self._model = model = open_model(version, config, devices)
         # Others may read these four, but only a session calls what changes them.
@@ -129,6 +133,7 @@ class InferenceSession:
         self.upkeep = Upkeep(version, config, self.rows)
         """What goes on besides requests."""
         self._closed = False
+        _sessions.add(self)
 
     @property
     def failure(self) -> str | None:
@@ -355,6 +360,11 @@ class InferenceSession:
         return f"<InferenceSession {str(self.directory)!r} [{len(self.spec.tables)} tables, {state}]>"
 
     def _check_open(self) -> None:
+        if self._closed and self._process_id != os.getpid():
+            raise SessionClosedError(
+                f"the session of {str(self.directory)!r} was opened by process {self._process_id}, of which this one "
+                "is a fork: open it after the fork"
+            )
         if self._closed:
             raise SessionClosedError(f"the session of {str(self.directory)!r} has been closed")
 
@@ -393,6 +403,22 @@ class InferenceSession:
     def _row_stats(self) -> RowStats:
         """The counters of the rows on all devices, warm-up included."""
         return RowStats.on_devices([rows.stats() for rows in dict.fromkeys(self.rows)])
+
+
+_sessions: WeakSet[InferenceSession] = WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """Close the sessions of a forked process: their connections are the parent's, and their threads are not here.
+
+    None of them is ever freed, as ONNX Runtime and RocksDB would end those threads, and crash.
+    """
+    for session in tuple(_sessions):
+        session._closed = True
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @dataclass(frozen=True)

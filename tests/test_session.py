@@ -611,3 +611,39 @@ def test_a_description_of_another_model_is_refused(tmp_path: Path, place: Any, v
 
     with pytest.raises((ModelFormatError, ConfigurationError), match=message):
         InferenceSession.open(tmp_path / "1")
+
+
+_FORKS = """
+import os, sys
+import numpy as np
+from inference_session import InferenceSession
+from inference_session.errors import SessionClosedError
+from tests.testing import small_model
+
+directory = sys.argv[1]
+inputs = small_model.random_inputs(3, np.random.default_rng(0))
+session = InferenceSession.open(directory, dense_threads=4)
+expected = session.predict(inputs)
+child = os.fork()
+if not child:
+    for use in (lambda: session.predict(inputs), lambda: session.run(inputs), lambda: session.lookup("hashed", [1])):
+        try:
+            use()
+        except SessionClosedError as error:
+            assert f"opened by process {os.getppid()}, of which this one is a fork" in str(error), error
+        else:
+            raise AssertionError("a session of the parent answers")
+    session.close()
+    with InferenceSession.open(directory) as own:
+        assert np.array_equal(own.predict(inputs), expected)
+    sys.exit(3)  # frees what is left
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+assert np.array_equal(session.predict(inputs), expected)
+session.close()
+"""
+
+
+def test_a_forked_process_opens_its_own_session(version: tuple[Path, small_model.Arrays]) -> None:
+    """It shares connections with its parent: answers of a store went to the wrong process. At its end it crashed."""
+    done = subprocess.run([sys.executable, "-c", _FORKS, version[0]], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
