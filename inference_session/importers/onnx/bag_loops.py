@@ -8,20 +8,20 @@ for several numbers of samples; it is replaced only if every iteration reduces t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
-from onnx import ModelProto, NodeProto, TensorProto, TypeProto, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, TypeProto
 
 from inference_session.importers.onnx.context.shapes import Shapes, sized
 from inference_session.importers.onnx.graph import (
+    Builder,
     Names,
     attribute,
     bodies,
-    make_node,
     needed_nodes,
+    opset_of,
     producers,
     replace_node,
     set_nodes,
@@ -68,7 +68,9 @@ class _Replacement:
     weights: dict[str, Weight]
     names: Names
     probes: Sequence[Shapes]
-    _new: list[NodeProto] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._builder = Builder(self.model.graph, self.names, "bags")
 
     def try_loop(self, loop: NodeProto) -> None:
         """Change the graph, unless the Loop does anything other than pool bags of equal size."""
@@ -82,7 +84,7 @@ class _Replacement:
             return
         graph = self.model.graph
         after = next(node for node in graph.node if output in node.output)
-        replace_node(graph, after, self._new)
+        replace_node(graph, after, self._builder.nodes)
         set_nodes(graph, needed_nodes(graph.node, [value.name for value in graph.output]))
 
     def _result(self, loop: NodeProto) -> str | None:
@@ -125,25 +127,25 @@ class _Replacement:
             self._maximum(rows, factor, mask, output)
             return
         if mask is not None:
-            number = self._add("Cast", [mask], to=TensorProto.FLOAT)
-            factor = number if factor is None else self._add("Mul", [factor, number])
-        weighted = rows if factor is None else self._add("Mul", [rows, self._behind(factor)])
+            number = self._builder.add("Cast", [mask], to=TensorProto.FLOAT)
+            factor = number if factor is None else self._builder.add("Mul", [factor, number])
+        weighted = rows if factor is None else self._builder.add("Mul", [rows, self._behind(factor)])
         if mask is None or pattern.reduction == "ReduceSum":
             self._reduce(pattern.reduction, weighted, output)
             return
         total, count = self._reduce("ReduceSum", weighted), self._reduce("ReduceSum", number, keepdims=1)
-        self._add("Div", [total, self._add("Max", [count, self._float(1.0)])], output)
+        self._builder.add("Div", [total, self._builder.add("Max", [count, self._float(1.0)])], output)
 
     def _maximum(self, rows: str, factor: str | None, mask: str | None, output: str) -> None:
         """The maximum of each bag; zeros for a bag of padding alone."""
-        weighted = rows if factor is None else self._add("Mul", [rows, self._behind(factor)])
+        weighted = rows if factor is None else self._builder.add("Mul", [rows, self._behind(factor)])
         if mask is None:
             self._reduce("ReduceMax", weighted, output)
             return
-        kept = self._add("Where", [self._behind(mask), weighted, self._float(-np.inf)])
-        number = self._add("Cast", [mask], to=TensorProto.FLOAT)
-        is_any = self._add("Greater", [self._reduce("ReduceMax", number, keepdims=1), self._float(0.0)])
-        self._add("Where", [is_any, self._reduce("ReduceMax", kept), self._float(0.0)], output)
+        kept = self._builder.add("Where", [self._behind(mask), weighted, self._float(-np.inf)])
+        number = self._builder.add("Cast", [mask], to=TensorProto.FLOAT)
+        is_any = self._builder.add("Greater", [self._reduce("ReduceMax", number, keepdims=1), self._float(0.0)])
+        self._builder.add("Where", [is_any, self._reduce("ReduceMax", kept), self._float(0.0)], output)
 
     def _rows(self, pattern: Bag, bags: _Bags) -> tuple[str, str | None]:
         """The rows, [samples, width, columns], and the factors, [samples, width]."""
@@ -152,7 +154,7 @@ class _Replacement:
             raise NotABagError
         self._check_padding(pattern, table)
         factors = None if factor is None else self._matrix(factor, bags)
-        return self._add("Gather", [table, self._matrix(keys, bags)], axis=0), factors
+        return self._builder.add("Gather", [table, self._matrix(keys, bags)], axis=0), factors
 
     def _check_padding(self, pattern: Bag, table: str) -> None:
         """A row that is left out is multiplied by zero, which is correct only if it is finite."""
@@ -195,17 +197,15 @@ class _Replacement:
             raise NotABagError
         dtype = np.int32 if self.probes[0].elem_type(keys) == TensorProto.INT32 else np.int64
         found = [
-            self._add("Equal", [keys, self._constant(np.array(key, dtype))])
+            self._builder.add("Equal", [keys, self._builder.constant(np.array(key, dtype))])
             for key in (pattern.padding.key, pattern.padding.key - pattern.padding.num_rows)
         ]
-        return self._add("Not", [self._add("Or", found)])
+        return self._builder.add("Not", [self._builder.add("Or", found)])
 
     def _matrix(self, name: str, bags: _Bags) -> str:
         """The value [samples, width] that a flat one has been made of."""
-        made_by, expected = (
-            producers(self.model.graph),
-            [(n, w) for (n, _), w in zip(_PROBES, bags.widths, strict=True)],
-        )
+        made_by = producers(self.model.graph)
+        expected = [(n, w) for (n, _), w in zip(_PROBES, bags.widths, strict=True)]
         elem_type = self.probes[0].elem_type(name)
         while [shapes.dims(name) for shapes in self.probes] != expected:
             node = made_by.get(name)
@@ -214,37 +214,21 @@ class _Replacement:
             name = node.input[0]
         if self.probes[0].elem_type(name) == elem_type:
             return name
-        return self._add("Cast", [name], to=elem_type)
+        return self._builder.add("Cast", [name], to=elem_type)
 
     # Nodes
 
-    def _add(self, op_type: str, inputs: list[str], output: str | None = None, **attributes: int) -> str:
-        name = output or self.names.fresh(f"bags_{op_type.lower()}")
-        self._new.append(make_node(op_type, inputs, name, **attributes))
-        return name
-
     def _reduce(self, op_type: str, value: str, output: str | None = None, keepdims: int = 0) -> str:
         """Along the rows of a bag."""
-        opset = next(int(item.version) for item in self.model.opset_import if item.domain in ("", "ai.onnx"))
-        if opset < _AXES_INPUT_OPSETS[op_type]:
-            name = output or self.names.fresh(f"bags_{op_type.lower()}")
-            self._new.append(make_node(op_type, [value], name, axes=[1], keepdims=keepdims))
-            return name
-        return self._add(op_type, [value, self._constant(np.array([1]))], output, keepdims=keepdims)
+        if opset_of(self.model) < _AXES_INPUT_OPSETS[op_type]:
+            return self._builder.add(op_type, [value], output, axes=[1], keepdims=keepdims)
+        return self._builder.add(op_type, [value, self._builder.integers([1])], output, keepdims=keepdims)
 
     def _behind(self, value: str) -> str:
         """The value with a last dimension of one."""
-        opset = next(int(item.version) for item in self.model.opset_import if item.domain in ("", "ai.onnx"))
-        if opset < _AXES_INPUT_OPSETS["ReduceSum"]:
-            name = self.names.fresh("bags_unsqueeze")
-            self._new.append(make_node("Unsqueeze", [value], name, axes=[2]))
-            return name
-        return self._add("Unsqueeze", [value, self._constant(np.array([-1]))])
+        if opset_of(self.model) < _AXES_INPUT_OPSETS["ReduceSum"]:
+            return self._builder.add("Unsqueeze", [value], axes=[2])
+        return self._builder.add("Unsqueeze", [value, self._builder.integers([-1])])
 
     def _float(self, number: float) -> str:
-        return self._constant(np.array(number, np.float32))
-
-    def _constant(self, values: ArrayLike) -> str:
-        name = self.names.fresh("bags_constant")
-        self.model.graph.initializer.append(numpy_helper.from_array(np.asarray(values), name))
-        return name
+        return self._builder.constant(np.array(number, np.float32))

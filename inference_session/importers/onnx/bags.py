@@ -11,18 +11,8 @@ from typing import NamedTuple
 
 from onnx import GraphProto, NodeProto, TensorProto
 
-from inference_session.importers.onnx.evaluation import evaluate
-from inference_session.importers.onnx.graph import (
-    attribute,
-    bodies,
-    constants,
-    make_node,
-    needed_nodes,
-    producers,
-    reads,
-    replace_node,
-    use_counts,
-)
+from inference_session.importers.onnx.evaluation import fixed_value
+from inference_session.importers.onnx.graph import attribute, bodies, producers, reads, replace_node, use_counts
 from inference_session.importers.onnx.lookups import Lookup, Surgery, skip_identities
 from inference_session.importers.onnx.taint import values_of_vectors
 from inference_session.model_spec import Pooling
@@ -54,24 +44,15 @@ def _pool(surgery: Surgery, lookup: Lookup, vectors: set[str]) -> None:
         return
     if values_of_vectors(surgery.graph, vectors).intersection((loop.input[0], cut.begins, cut.ends)):
         return
-    count = surgery.names.fresh(f"{lookup.vectors}_bags")
-    bags = [surgery.names.fresh(f"{lookup.vectors}_{part}") for part in ("begins", "ends")]
-    new = [make_node("Reshape", [loop.input[0], surgery.constant(f"{count}_shape", [1])], count)]
-    for offsets, name in zip((cut.begins, cut.ends), bags, strict=True):
-        new += _first(surgery, offsets, count, name)
-    new.append(make_node("Identity", [lookup.vectors], loop.output[0]))
-    lookup.pooling, lookup.bags = _POOLINGS[cut.reduction], (bags[0], bags[1])
-    lookup.keys_dims = (None, None)
-    replace_node(surgery.graph, loop, new)
-
-
-def _first(surgery: Surgery, offsets: str, count: str, output: str) -> list[NodeProto]:
-    """The offsets of the bags, one bag per iteration of the Loop."""
-    narrow, zero = surgery.names.fresh(f"{output}_first"), surgery.constant(f"{output}_zero", [0])
-    return [
-        make_node("Slice", [offsets, zero, count, zero], narrow),
-        make_node("Cast", [narrow], output, to=TensorProto.INT64),
-    ]
+    builder = surgery.builder(lookup.vectors)
+    # One bag per iteration of the Loop.
+    count, zero = builder.add("Reshape", [loop.input[0], builder.integers([1])]), builder.integers([0])
+    begins, ends = (surgery.names.fresh(f"{lookup.vectors}_{part}") for part in ("begins", "ends"))
+    for offsets, name in ((cut.begins, begins), (cut.ends, ends)):
+        builder.add("Cast", [builder.add("Slice", [offsets, zero, count, zero])], name, to=TensorProto.INT64)
+    builder.add("Identity", [lookup.vectors], loop.output[0])
+    lookup.pooling, lookup.bags, lookup.keys_dims = _POOLINGS[cut.reduction], (begins, ends), (None, None)
+    replace_node(surgery.graph, loop, builder.nodes)
 
 
 def _only_loop(graph: GraphProto, vectors: str) -> NodeProto | None:
@@ -86,8 +67,7 @@ def _only_loop(graph: GraphProto, vectors: str) -> NodeProto | None:
 
 def _cut(surgery: Surgery, loop: NodeProto, lookup: Lookup) -> _Cut | None:
     (body,) = bodies(loop)
-    made_by = producers(body)
-    reduce = made_by.get(body.output[1].name)
+    reduce = producers(body).get(body.output[1].name)
     if reduce is None or reduce.op_type not in _POOLINGS or not _runs_to_the_end(surgery, loop, body):
         return None
     if attribute(reduce, "keepdims", 1) or _axes(surgery, body, reduce) not in ([0], [-2]):
@@ -145,9 +125,5 @@ def _axes(surgery: Surgery, body: GraphProto, node: NodeProto) -> list[int] | No
 
 def _constant(surgery: Surgery, scope: GraphProto, name: str) -> list[int] | None:
     """The elements of a value that is the same for every request and iteration; None for others."""
-    nodes = needed_nodes(scope.node, [name])
-    made = {output for node in nodes for output in node.output}
-    needed = {name}.union(*(reads(node) for node in nodes)) - made
-    if not needed <= set(constants(surgery.graph)):
-        return None
-    return [int(element) for element in evaluate(surgery.model, scope, name).ravel()]
+    value = fixed_value(surgery.model, scope, name)
+    return None if value is None else [int(element) for element in value.ravel()]

@@ -21,7 +21,6 @@ from inference_session.importers.onnx.graph import (
     axes_of,
     bodies,
     constants,
-    defined,
     make_node,
     position,
     producers,
@@ -56,7 +55,7 @@ def to_canonical(path: Path, model: ModelProto, blobs: dict[int, Blob]) -> tuple
     model.ir_version = max(model.ir_version, 4)
     for node in all_nodes(graph):
         node.domain = "" if node.domain == "ai.onnx" else node.domain
-    names = Names({*weights, *(name for scope in all_graphs(graph) for name in _mentioned(scope))})
+    names = Names.unused_in(graph, weights)
     for node in graph.node:
         for body in bodies(node):
             rename_inner(body, names)  # siblings may share names, and bodies get copied
@@ -94,10 +93,6 @@ def _drop_default_inputs(graph: GraphProto, weights: dict[str, Weight]) -> None:
     kept = [value for value in graph.input if value.name not in initialized]
     del graph.input[:]
     graph.input.extend(kept)
-
-
-def _mentioned(graph: GraphProto) -> set[str]:
-    return defined(graph) | {name for node in graph.node for name in node.input}
 
 
 def _lift_constants(graph: GraphProto, names: Names) -> None:

@@ -104,7 +104,7 @@ def _carve(
     skip_same_casts(surgery)
     ask_keys_for_shapes(model.graph, weights, table_names, names)
     surgery.types = Types(model, weights)
-    Hoister(model.graph, tables, names, surgery.types, surgery.opset).run()
+    Hoister(surgery).run()
     surgery.types = Types(model, weights)
     if merge:
         correct_empty_sums(surgery)

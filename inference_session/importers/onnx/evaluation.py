@@ -1,15 +1,18 @@
-"""Runs pieces of a model with ONNX Runtime, quietly."""
+"""Runs models with ONNX Runtime, quietly, and pieces of them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
-from onnx import GraphProto, ModelProto, ValueInfoProto, save_model
+from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto, helper, save_model
+from onnx.reference import ReferenceEvaluator
 
-from inference_session.importers.onnx.graph import make_node, needed_nodes
+from inference_session.importers.onnx.graph import constants, make_node, needed_nodes, reads
 from inference_session.platform.file_names import path_for_library
 
 _FATAL = 4
@@ -38,14 +41,31 @@ def open_network(model: Path | bytes, *, optimised: bool = False) -> Any:
     return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"], enable_fallback=0)
 
 
-def evaluate(model: ModelProto, scope: GraphProto, name: str) -> NDArray[Any]:
-    """A value of the model's main graph, or of a body in it, that depends on constants of the main graph alone."""
+def fixed_value(model: ModelProto, scope: GraphProto, name: str) -> NDArray[Any] | None:
+    """A value of the model's main graph, or of a body in it; None unless it follows from the main graph's constants."""
+    nodes = needed_nodes(scope.node, [name])
+    given = {name}.union(*(reads(node) for node in nodes)) - {output for node in nodes for output in node.output}
+    if not given <= set(constants(model.graph)):
+        return None
     piece = ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
     piece.graph.name = "constant"
     piece.graph.initializer.extend(model.graph.initializer)
-    piece.graph.node.extend(needed_nodes(scope.node, [name]))
+    piece.graph.node.extend(nodes)
     output = f"{name}_value"
     piece.graph.node.append(make_node("Identity", [name], output))
     piece.graph.output.append(ValueInfoProto(name=output))
     result: NDArray[Any] = open_network(piece.SerializeToString()).run([output], {})[0]
     return result
+
+
+def reference_values(
+    nodes: Iterable[NodeProto], outputs: Sequence[str], feeds: Mapping[str, NDArray[Any]], model: ModelProto
+) -> list[NDArray[Any]] | None:
+    """The outputs that ONNX's own evaluator computes by some of a model's nodes; None where it lacks an operator."""
+    given, wanted = ([ValueInfoProto(name=name) for name in names] for names in (feeds, outputs))
+    graph = helper.make_graph(list(nodes), "piece", given, wanted)
+    piece = helper.make_model(graph, opset_imports=list(model.opset_import))
+    try:
+        return [np.asarray(value) for value in ReferenceEvaluator(piece).run(list(outputs), dict(feeds))]
+    except Exception:  # noqa: BLE001  it raises any type; each means "not these"
+        return None

@@ -11,8 +11,8 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
-from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, helper, numpy_helper
+from numpy.typing import ArrayLike, NDArray
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 _SMALL_BYTES = 4096
 UNARY = frozenset({
@@ -34,6 +34,12 @@ class Names:
 
     def __init__(self, taken: Iterable[str]) -> None:
         self._taken = set(taken)
+
+    @classmethod
+    def unused_in(cls, graph: GraphProto, weights: Iterable[str] = ()) -> Names:
+        """Names that the graph, its bodies and its weights do not have."""
+        scopes = all_graphs(graph)
+        return cls({*weights}.union(*(defined(s).union(*(node.input for node in s.node)) for s in scopes)))
 
     def fresh(self, stem: str) -> str:
         """`stem`, or `stem_2`, `stem_3` … where that is taken."""
@@ -166,9 +172,8 @@ def rename_inner(body: GraphProto, names: Names) -> None:
 def replace_node(graph: GraphProto, node: NodeProto, new: list[NodeProto]) -> None:
     """Put nodes in the place of one."""
     at = position(graph, node)
-    del graph.node[at]
-    for offset, item in enumerate(new):
-        graph.node.insert(at + offset, item)
+    insert_before(graph, node, new)
+    del graph.node[at + len(new)]
 
 
 def replace_reads(graph: GraphProto, new_names: Mapping[str, str]) -> None:
@@ -200,6 +205,21 @@ def sort_nodes(graph: GraphProto) -> None:
 def attribute(node: NodeProto, name: str, default: int) -> int:
     """An integer attribute."""
     return next((int(a.i) for a in node.attribute if a.name == name), default)
+
+
+def text_attribute(node: NodeProto, name: str) -> str:
+    """A text among the attributes, without spaces; empty where it is not given."""
+    return next((a.s.decode().replace(" ", "") for a in node.attribute if a.name == name), "")
+
+
+def opset_of(model: ModelProto) -> int:
+    """The version of the standard operators; 0 where the model uses none."""
+    return next((int(item.version) for item in model.opset_import if item.domain in ("", "ai.onnx")), 0)
+
+
+def is_random(node: NodeProto) -> bool:
+    """Whether the result of a node is drawn at random."""
+    return node.op_type.startswith("Random") or node.op_type in ("Bernoulli", "Multinomial")
 
 
 def constants(graph: GraphProto) -> dict[str, TensorProto]:
@@ -239,15 +259,6 @@ def _copy_constants(scope: GraphProto, small: dict[str, TensorProto], names: Nam
             node.input[:] = [tensor.name if i == name else i for i in node.input]
 
 
-def add_constant(
-    graph: GraphProto, names: Names, stem: str, values: ArrayLike, dtype: type[np.integer[Any]] = np.int64
-) -> str:
-    """Add an initializer of integers; returns its name."""
-    name = names.fresh(stem)
-    graph.initializer.append(numpy_helper.from_array(np.asarray(values, dtype), name))
-    return name
-
-
 def make_node(op_type: str, inputs: list[str], output: str, **attributes: Any) -> NodeProto:
     """A node of the standard domain with one output."""
     return helper.make_node(op_type, inputs, [output], name=f"hotrow_{output}", **attributes)
@@ -258,3 +269,40 @@ def copied(node: NodeProto) -> NodeProto:
     copy = NodeProto()
     copy.CopyFrom(node)
     return copy
+
+
+class Builder:
+    """Writes new nodes in their order, each with one output, and the constants that they read."""
+
+    def __init__(self, graph: GraphProto, names: Names, stem: str) -> None:
+        """`graph` gets the constants; the names of new values begin with `stem`."""
+        self._graph, self._names, self._stem = graph, names, stem
+        self.nodes: list[NodeProto] = []
+
+    def add(self, op_type: str, inputs: Iterable[str], output: str | None = None, **attributes: Any) -> str:
+        """A node; returns the name of its output."""
+        name = output or self._fresh(op_type.lower())
+        self.nodes.append(make_node(op_type, list(inputs), name, **attributes))
+        return name
+
+    def copy(self, node: NodeProto, inputs: Iterable[str]) -> str:
+        """A node with the same operator and attributes; returns the name of its output."""
+        again = copied(node)
+        again.input[:] = inputs
+        again.output[:] = [self._fresh(node.op_type.lower())]
+        again.name = f"hotrow_{again.output[0]}"
+        self.nodes.append(again)
+        return str(again.output[0])
+
+    def integers(self, values: ArrayLike) -> str:
+        """An int64 constant."""
+        return self.constant(np.asarray(values, np.int64))
+
+    def constant(self, values: NDArray[Any]) -> str:
+        """A constant."""
+        name = self._fresh("constant")
+        self._graph.initializer.append(numpy_helper.from_array(values, name))
+        return name
+
+    def _fresh(self, part: str) -> str:
+        return self._names.fresh(f"{self._stem}_{part}")

@@ -14,8 +14,7 @@ import numpy as np
 from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from inference_session.importers.onnx.graph import (
-    Names,
-    add_constant,
+    Builder,
     attribute,
     bodies,
     constants,
@@ -29,25 +28,19 @@ from inference_session.importers.onnx.graph import (
     rename_inner,
     replace_node,
 )
+from inference_session.importers.onnx.lookups import Surgery, casts_keys
 from inference_session.importers.onnx.tables import StaysDenseError, is_row_read
 from inference_session.importers.onnx.taint import values_of_vectors
-from inference_session.importers.onnx.types import Types
-from inference_session.importers.onnx.weights import Weight
 
 _MIN_OPSET = 10
 _ALLOW_ZERO_OPSET = 14
-_INTEGERS = (TensorProto.INT64, TensorProto.INT32)
 
 
 @dataclass
 class Hoister:
     """Moves row reads of some tables up to the main graph."""
 
-    main: GraphProto
-    tables: dict[str, Weight]
-    names: Names
-    types: Types
-    opset: int
+    surgery: Surgery
 
     def run(self) -> None:
         """Change the main graph.
@@ -55,7 +48,7 @@ class Hoister:
         Raises:
             StaysDenseError: a row read cannot be moved.
         """
-        self._raise_from_bodies_of(self.main)
+        self._raise_from_bodies_of(self.surgery.graph)
 
     def _raise_from_bodies_of(self, graph: GraphProto) -> None:
         for node in list(graph.node):
@@ -65,11 +58,11 @@ class Hoister:
                     self._raise(graph, node, body, gather)
 
     def _reads_table(self, node: NodeProto) -> bool:
-        return is_row_read(node) and node.input[0] in self.tables
+        return is_row_read(node) and node.input[0] in self.surgery.tables
 
     def _raise(self, graph: GraphProto, node: NodeProto, body: GraphProto, gather: NodeProto) -> None:
-        if self.opset < _MIN_OPSET:
-            reason = f"is read inside {node.op_type}, in opset {self.opset}; this needs opset {_MIN_OPSET}"
+        if self.surgery.opset < _MIN_OPSET:
+            reason = f"is read inside {node.op_type}, in opset {self.surgery.opset}; this needs opset {_MIN_OPSET}"
             raise StaysDenseError(gather.input[0], reason)
         selection = self._selection(body, gather.input[1])
         if selection is not None and (node.op_type != "If" or self._tainted().intersection(node.input)):
@@ -99,7 +92,7 @@ class Hoister:
 
     def _selects(self, node: NodeProto) -> bool:
         if node.op_type == "Cast":
-            return attribute(node, "to", 0) in _INTEGERS
+            return casts_keys(node)
         if node.op_type == "Slice":
             return len(node.input) < 4 or not node.input[3] or self._axes(node) is not None
         if node.op_type == "Gather":
@@ -108,61 +101,53 @@ class Hoister:
 
     def _axes(self, node: NodeProto) -> list[int] | None:
         """The axes of a Slice, counted from the front; None where that cannot be known."""
-        axes = integers(constants(self.main).get(node.input[3]))
+        axes = integers(constants(self.surgery.graph).get(node.input[3]))
         if axes is None or min(axes, default=0) >= 0:
             return axes
-        rank = self.types.rank(node.input[0])
+        rank = self.surgery.types.rank(node.input[0])
         return None if rank is None else [axis % rank for axis in axes]
 
     def _select_vectors(
         self, graph: GraphProto, node: NodeProto, body: GraphProto, gather: NodeProto, selection: list[NodeProto]
     ) -> None:
-        table, output = gather.input[0], gather.output[0]
         keys = selection[0].input[0] if selection else gather.input[1]
-        vectors = self._vectors_before(graph, node, table, keys)
-        new: list[NodeProto] = []
+        vectors = self._vectors_before(graph, node, gather.input[0], keys)
+        builder = self.surgery.builder(gather.output[0])
         for step in selection:
-            nodes = self._select(step, vectors, table)
-            vectors = nodes[-1].output[0] if nodes else vectors
-            new += nodes
-        replace_node(body, gather, [*new, *self._with_row_shape(vectors, gather, output)])
+            vectors = self._select(builder, step, vectors, gather.input[0])
+        self._replace_read(body, gather, builder, vectors)
 
-    def _select(self, step: NodeProto, vectors: str, table: str) -> list[NodeProto]:
+    def _select(self, builder: Builder, step: NodeProto, vectors: str, table: str) -> str:
         """Apply to vectors what a step does to keys."""
         if step.op_type in ("Identity", "Cast"):
-            return []
-        output = self.names.fresh(f"{step.output[0]}_vectors")
+            return vectors
         if step.op_type not in ("Slice", "Gather"):
-            return self._shaped_as_keys(vectors, step.output[0], table, output)
-        node = NodeProto()
-        node.CopyFrom(step)
-        node.name, node.input[0], node.output[0] = f"hotrow_{output}", vectors, output
+            return self._shaped_as_keys(builder, vectors, step.output[0], table)
+        inputs = [vectors, *step.input[1:]]
         if step.op_type == "Slice" and len(step.input) > 3 and step.input[3]:
-            is_narrow = constants(self.main)[step.input[3]].data_type == TensorProto.INT32
+            is_narrow = constants(self.surgery.graph)[step.input[3]].data_type == TensorProto.INT32
             dtype = np.int32 if is_narrow else np.int64  # ONNX requires the type of the other indices
-            node.input[3] = add_constant(self.main, self.names, f"{output}_axes", self._axes(step) or [], dtype)
-        return [node]
+            inputs[3] = builder.constant(np.array(self._axes(step) or [], dtype))
+        return builder.copy(step, inputs)
 
-    def _shaped_as_keys(self, vectors: str, keys: str, table: str, output: str) -> list[NodeProto]:
+    def _shaped_as_keys(self, builder: Builder, vectors: str, keys: str, table: str) -> str:
         """Reshape vectors to the shape of the keys followed by that of a row."""
-        shape, target = self.names.fresh(f"{output}_keys_shape"), self.names.fresh(f"{output}_shape")
-        row_shape = self.tables[table].dims[1:]
-        nodes = [make_node("Shape", [keys], shape)]
+        shape, row_shape = builder.add("Shape", [keys]), self.surgery.tables[table].dims[1:]
         if row_shape:
-            row = add_constant(self.main, self.names, f"{output}_row_shape", row_shape)
-            nodes.append(make_node("Concat", [shape, row], target, axis=0))
+            shape = builder.add("Concat", [shape, builder.integers(row_shape)], axis=0)
         # Keys without elements: a 0 in their shape is a size, and must not be copied from the vectors.
-        allow_zero = {"allowzero": 1} if self.opset >= _ALLOW_ZERO_OPSET else {}
-        return [*nodes, make_node("Reshape", [vectors, target if row_shape else shape], output, **allow_zero)]
+        if self.surgery.opset >= _ALLOW_ZERO_OPSET:
+            return builder.add("Reshape", [vectors, shape], allowzero=1)
+        return builder.add("Reshape", [vectors, shape])
 
-    def _with_row_shape(self, vectors: str, gather: NodeProto, output: str) -> list[NodeProto]:
-        """Restate that the last dimensions are a row's: for a Loop of no iterations only inference knows the shape."""
-        rank = self.types.rank(gather.input[1])
+    def _replace_read(self, body: GraphProto, gather: NodeProto, builder: Builder, vectors: str) -> None:
+        """Put new nodes, of which one makes the vectors, in the place of a row read."""
+        rank, row_shape = self.surgery.types.rank(gather.input[1]), self.surgery.tables[gather.input[0]].dims[1:]
         if rank is None:
-            return [make_node("Identity", [vectors], output)]
-        row_shape = self.tables[gather.input[0]].dims[1:]
-        shape = add_constant(self.main, self.names, f"{output}_row_shape", [0] * rank + list(row_shape))
-        return [make_node("Reshape", [vectors, shape], output)]
+            builder.add("Identity", [vectors], gather.output[0])
+        else:  # for a Loop of no iterations only inference knows that the last dimensions are a row's
+            builder.add("Reshape", [vectors, builder.integers([0] * rank + list(row_shape))], gather.output[0])
+        replace_node(body, gather, builder.nodes)
 
     # Keys computed inside
 
@@ -171,17 +156,17 @@ class Hoister:
         branch = self._keys_only(body, gather, [keys], inputs=set())
         flat = self._append_flat_keys(branch, branch.output.pop().name)
         branch.output.append(_int64(flat))
-        empty = add_constant(self.main, self.names, f"{output}_no_keys", [])
-        other_keys = self.names.fresh(f"{output}_no_keys_out")
+        empty = self.surgery.builder(output).integers([])
+        other_keys = self.surgery.names.fresh(f"{output}_no_keys_out")
         other = helper.make_graph([make_node("Identity", [empty], other_keys)], "no_keys", [], [_int64(other_keys)])
         is_then = any(a.name == "then_branch" and a.g.output == body.output for a in node.attribute)
         then_branch, else_branch = (branch, other) if is_then else (other, branch)
-        all_keys = self.names.fresh(f"{output}_keys")
+        all_keys = self.surgery.names.fresh(f"{output}_keys")
         condition = make_node("If", [node.input[0]], all_keys, then_branch=then_branch, else_branch=else_branch)
         self._check_untainted(table, condition)
         insert_before(graph, node, [condition])
-        vectors = self._vectors_before(graph, node, table, all_keys)
-        self._replace_by_shaped(body, gather, [], vectors)
+        vectors, builder = self._vectors_before(graph, node, table, all_keys), self.surgery.builder(output)
+        self._replace_read(body, gather, builder, self._shaped_as_keys(builder, vectors, keys, table))
 
     def _raise_from_loop(self, graph: GraphProto, loop: NodeProto, body: GraphProto, gather: NodeProto) -> None:
         table, keys, output = gather.input[0], gather.input[1], gather.output[0]
@@ -192,8 +177,8 @@ class Hoister:
         targets = [keys, results[0], *(results[1 + i] for i in kept)]
         copy = self._keys_only(body, gather, targets, inputs=carried | set(inputs[:2]))
         all_keys, begins = self._append_collected_keys(copy, output)
-        empty = add_constant(self.main, self.names, f"{output}_no_keys", [])
-        finals = [self.names.fresh(f"{output}_unread") for _ in kept]
+        empty = self.surgery.builder(output).integers([])
+        finals = [self.surgery.names.fresh(f"{output}_unread") for _ in kept]
         node = helper.make_node(
             "Loop",
             [*loop.input[:2], *(loop.input[2 + i] for i in kept), empty],
@@ -203,57 +188,36 @@ class Hoister:
         )
         self._check_untainted(table, node)
         insert_before(graph, loop, [node])
-        vectors = self._vectors_before(graph, loop, table, all_keys)
-        picked = self._pick(vectors, begins, inputs[0], keys, output)
-        self._replace_by_shaped(body, gather, picked, picked[-1].output[0])
+        vectors, builder = self._vectors_before(graph, loop, table, all_keys), self.surgery.builder(output)
+        picked = self._pick(builder, vectors, begins, inputs[0], keys)
+        self._replace_read(body, gather, builder, self._shaped_as_keys(builder, picked, keys, table))
 
     def _append_collected_keys(self, body: GraphProto, stem: str) -> tuple[str, str]:
         """Let a keys-only Loop body append its keys (its first output) to earlier ones, and note where they begin.
 
         Appending works for any number of keys per iteration; stacked outputs need the same number.
         """
-        fresh = self.names.fresh
-        so_far, joined, size, begin = (fresh(f"{stem}_{part}") for part in ("so_far", "joined", "size", "begin"))
+        so_far, builder = self.surgery.names.fresh(f"{stem}_so_far"), self.surgery.builder(stem)
         flat = self._append_flat_keys(body, body.output.pop(0).name)
-        one = add_constant(self.main, self.names, f"{stem}_one", [1])
-        body.node.extend(
-            [
-                make_node("Concat", [so_far, flat], joined, axis=0),
-                make_node("Size", [so_far], size),
-                make_node("Reshape", [size, one], begin),
-            ]
-        )
+        joined = builder.add("Concat", [so_far, flat], axis=0)
+        begin = builder.add("Reshape", [builder.add("Size", [so_far]), builder.integers([1])])
+        body.node.extend(builder.nodes)
         body.input.append(_int64(so_far))
         body.output.extend([_int64(joined), _int64(begin)])
-        return fresh(f"{stem}_keys"), fresh(f"{stem}_begins")
-
-    def _replace_by_shaped(self, body: GraphProto, gather: NodeProto, new: list[NodeProto], vectors: str) -> None:
-        shaped = self.names.fresh(f"{gather.output[0]}_shaped")
-        nodes = self._shaped_as_keys(vectors, gather.input[1], gather.input[0], shaped)
-        replace_node(body, gather, [*new, *nodes, *self._with_row_shape(shaped, gather, gather.output[0])])
+        return self.surgery.names.fresh(f"{stem}_keys"), self.surgery.names.fresh(f"{stem}_begins")
 
     def _append_flat_keys(self, body: GraphProto, keys: str) -> str:
-        wide, flat = self.names.fresh(f"{keys}_int64"), self.names.fresh(f"{keys}_flat")
-        minus_one = add_constant(self.main, self.names, f"{flat}_shape", [-1])
-        body.node.append(make_node("Cast", [keys], wide, to=TensorProto.INT64))
-        body.node.append(make_node("Reshape", [wide, minus_one], flat))
+        builder = self.surgery.builder(keys)
+        wide = builder.add("Cast", [keys], to=TensorProto.INT64)
+        flat = builder.add("Reshape", [wide, builder.integers([-1])])
+        body.node.extend(builder.nodes)
         return flat
 
-    def _pick(self, vectors: str, begins: str, iteration: str, keys: str, stem: str) -> list[NodeProto]:
+    def _pick(self, builder: Builder, vectors: str, begins: str, iteration: str, keys: str) -> str:
         """The rows of one iteration, as many as it has keys."""
-        fresh = self.names.fresh
-        begin, size, length, end, rows = (
-            fresh(f"{stem}_{part}") for part in ("from", "count", "length", "to", "picked")
-        )
-        one = add_constant(self.main, self.names, f"{stem}_one", [1])
-        zero = add_constant(self.main, self.names, f"{stem}_axis", [0])
-        return [
-            make_node("Gather", [begins, iteration], begin, axis=0),
-            make_node("Size", [keys], size),
-            make_node("Reshape", [size, one], length),
-            make_node("Add", [begin, length], end),
-            make_node("Slice", [vectors, begin, end, zero], rows),
-        ]
+        begin = builder.add("Gather", [begins, iteration], axis=0)
+        length = builder.add("Reshape", [builder.add("Size", [keys]), builder.integers([1])])
+        return builder.add("Slice", [vectors, begin, builder.add("Add", [begin, length]), builder.integers([0])])
 
     def _raise_from_scan(self, graph: GraphProto, scan: NodeProto, body: GraphProto, gather: NodeProto) -> None:
         table, keys, output = gather.input[0], gather.input[1], gather.output[0]
@@ -265,11 +229,11 @@ class Hoister:
         kept = [i for i in range(num_states) if inputs[i] in carried]
         scanned = set(inputs[num_states:])
         copy = self._keys_only(body, gather, [keys, *(results[i] for i in kept)], inputs=carried | scanned)
-        wide = self.names.fresh(f"{output}_int64")
+        wide = self.surgery.names.fresh(f"{output}_int64")
         copy.node.append(make_node("Cast", [copy.output.pop(0).name], wide, to=TensorProto.INT64))
         copy.output.append(_int64(wide))
-        all_keys = self.names.fresh(f"{output}_keys")
-        finals = [self.names.fresh(f"{output}_unread") for _ in kept]
+        all_keys = self.surgery.names.fresh(f"{output}_keys")
+        finals = [self.surgery.names.fresh(f"{output}_unread") for _ in kept]
         attributes: dict[str, Any] = {a.name: list(a.ints) for a in scan.attribute if a.name.startswith("scan_input_")}
         node = helper.make_node(
             "Scan",
@@ -288,7 +252,7 @@ class Hoister:
     def _scan_also(self, scan: NodeProto, body: GraphProto, vectors: str, gather: NodeProto) -> None:
         """Hand vectors to a Scan, one iteration's at a time."""
         scan.input.append(vectors)
-        step = self.names.fresh(f"{vectors}_step")
+        step = self.surgery.names.fresh(f"{vectors}_step")
         body.input.append(ValueInfoProto(name=step))
         replace_node(body, gather, [make_node("Identity", [step], gather.output[0])])
         for item in scan.attribute:
@@ -322,21 +286,23 @@ class Hoister:
         copy = GraphProto(name=f"{body.name}_keys", node=nodes)
         copy.input.extend(value for value in body.input if value.name in inputs)
         for target in targets:
-            relay = self.names.fresh(target)  # an output must be made by a node of the body, and be an output only once
+            relay = self.surgery.names.fresh(
+                target
+            )  # an output must be made by a node of the body, and be an output only once
             copy.node.append(make_node("Identity", [target], relay))
             copy.output.append(ValueInfoProto(name=relay))
-        rename_inner(copy, self.names)
+        rename_inner(copy, self.surgery.names)
         return copy
 
     def _tainted(self) -> set[str]:
-        return values_of_vectors(self.main, set(self.tables))
+        return values_of_vectors(self.surgery.graph, set(self.surgery.tables))
 
     def _check_untainted(self, table: str, node: NodeProto) -> None:
         if self._tainted() & reads(node):
             raise StaysDenseError(table, "is read inside a loop or branch whose condition depends on looked-up vectors")
 
     def _vectors_before(self, graph: GraphProto, node: NodeProto, table: str, keys: str) -> str:
-        vectors = self.names.fresh(f"{keys}_vectors")
+        vectors = self.surgery.names.fresh(f"{keys}_vectors")
         insert_before(graph, node, [make_node("Gather", [table, keys], vectors, axis=0)])
         return vectors
 

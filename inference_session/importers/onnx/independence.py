@@ -15,7 +15,7 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, numpy_helpe
 
 from inference_session.importers.onnx.carve import CarvedModel
 from inference_session.importers.onnx.evaluation import open_network, save_network
-from inference_session.importers.onnx.graph import Names, defined, make_node
+from inference_session.importers.onnx.graph import Names, make_node
 from inference_session.importers.onnx.probe import PRIME_SIZES, Arrays
 from inference_session.importers.onnx.replay import Replay
 from inference_session.importers.onnx.sample_axis import SampleAxis
@@ -134,7 +134,7 @@ def _widen(model: ModelProto, names: list[str]) -> dict[str, str]:
     """Let float32 copies of values be outputs in their place: NumPy lacks bfloat16. Returns the values by their copies'
     names.
     """
-    free, graph = Names(defined(model.graph)), model.graph
+    free, graph = Names.unused_in(model.graph), model.graph
     copies = {name: free.fresh(f"{name}_float32") for name in names}
     graph.node.extend(make_node("Cast", [name], copy, to=TensorProto.FLOAT) for name, copy in copies.items())
     outputs = [value for value in graph.output if value.name not in copies]

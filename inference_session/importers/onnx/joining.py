@@ -9,6 +9,7 @@ from itertools import groupby
 from onnx import NodeProto, TensorProto
 
 from inference_session.importers.onnx.graph import (
+    Builder,
     attribute,
     constants,
     integers,
@@ -37,17 +38,21 @@ def _join_inputs(surgery: Surgery, lookups: list[Lookup], counts: dict[str, int]
     members = [(name, _member(surgery, lookups, counts, concat, name)) for name in concat.input]
     joined: list[Lookup] = []
     inputs: list[str] = []
-    new: list[NodeProto] = []
+    builder = surgery.builder(concat.output[0])
     for _, block in groupby(members, key=lambda member: member[1] is not None):
         names, found = zip(*block, strict=True)
         run = [lookup for lookup in found if lookup is not None]
         if len(run) > 1:
-            inputs.append(_join(surgery, run, list(names), new))
+            inputs.append(_join(surgery, run, list(names), builder))
             joined += run
         else:
             inputs += names
-    if new:
-        _rewire(surgery, concat, inputs, new)
+    if joined:
+        if len(inputs) == 1:
+            builder.add("Identity", inputs, concat.output[0])
+        else:
+            builder.add("Concat", inputs, concat.output[0], axis=attribute(concat, "axis", 0))
+        replace_node(surgery.graph, concat, builder.nodes)
     return joined
 
 
@@ -84,7 +89,7 @@ def vectors_per_sample(dims: Dims | None) -> int | None:
     return math.prod(sizes) if dims and len(sizes) == len(dims) - 1 else None
 
 
-def _join(surgery: Surgery, run: list[Lookup], inputs: list[str], new: list[NodeProto]) -> str:
+def _join(surgery: Surgery, run: list[Lookup], inputs: list[str], builder: Builder) -> str:
     """Let look-ups share a matrix; returns the value that stands for all of them in the Concat."""
     shapes = [
         lookup.dims if name == lookup.vectors else surgery.types.dims(name)
@@ -95,22 +100,7 @@ def _join(surgery: Surgery, run: list[Lookup], inputs: list[str], new: list[Node
         lookup.matrix = matrix
     rest = [dim for dim in (shapes[0] or ())[2:] if isinstance(dim, int)]
     width = sum(dims[1] for dims in shapes if dims and isinstance(dims[1], int))
-    value = surgery.names.fresh(f"{matrix}_shaped")
-    if rest:
-        shape = surgery.constant(f"{value}_shape", [-1, width, *rest])
-        new.append(make_node("Reshape", [matrix, shape], value))
-    else:
-        new.append(make_node("Identity", [matrix], value))
-    return value
-
-
-def _rewire(surgery: Surgery, concat: NodeProto, inputs: list[str], new: list[NodeProto]) -> None:
-    if len(inputs) == 1:
-        new.append(make_node("Identity", inputs, concat.output[0]))
-    else:
-        concat.input[:] = inputs
-        new.append(concat)
-    replace_node(surgery.graph, concat, new)
+    return builder.add("Reshape", [matrix, builder.integers([-1, width, *rest])]) if rest else matrix
 
 
 def _skip_flattening(surgery: Surgery, joined: list[Lookup]) -> None:

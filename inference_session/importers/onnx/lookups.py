@@ -6,19 +6,20 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
-from inference_session.importers.onnx.evaluation import evaluate
+from inference_session.importers.onnx.evaluation import fixed_value
 from inference_session.importers.onnx.graph import (
+    Builder,
     Names,
-    add_constant,
     all_graphs,
     attribute,
+    is_random,
     make_node,
     needed_nodes,
+    opset_of,
     producers,
-    reads,
     replace_node,
     replace_reads,
     set_nodes,
@@ -32,9 +33,6 @@ from inference_session.model_spec import Pooling
 
 KEY_TYPES = (TensorProto.INT64, TensorProto.INT32)
 SHAPE_OPS = ("Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten")
-_RANDOM_OPS = frozenset(
-    {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
-)
 _MAX_FIXED_BYTES = 64 << 20
 
 
@@ -94,11 +92,11 @@ class Surgery:
     @property
     def opset(self) -> int:
         """The version of the standard operators."""
-        return next(int(o.version) for o in self.model.opset_import if o.domain in ("", "ai.onnx"))
+        return opset_of(self.model)
 
-    def constant(self, stem: str, values: ArrayLike) -> str:
-        """Add an int64 initializer; returns its name."""
-        return add_constant(self.graph, self.names, stem, values)
+    def builder(self, stem: str) -> Builder:
+        """Writes nodes for the main graph."""
+        return Builder(self.graph, self.names, stem)
 
 
 def take_lookups(surgery: Surgery) -> list[Lookup]:
@@ -113,8 +111,10 @@ def take_lookups(surgery: Surgery) -> list[Lookup]:
     for gather in [node for node in graph.node if is_row_read(node) and node.input[0] in tables]:
         table, keys = tables[gather.input[0]], gather.input[1]
         _check_keys(graph, table.name, keys, tainted)
-        if _is_fixed(graph, keys):
-            replace_node(graph, gather, [_fixed_rows(surgery, table, keys, gather.output[0])])
+        fixed_keys = fixed_value(surgery.model, graph, keys)
+        if fixed_keys is not None:
+            rows = _fixed_rows(surgery, table, fixed_keys.astype(np.int64), gather.output[0])
+            replace_node(graph, gather, [rows])
         else:
             lookups.append(_take(surgery, table, gather))
     skip_identities(graph)
@@ -125,24 +125,18 @@ def _check_keys(graph: GraphProto, table: str, keys: str, tainted: set[str]) -> 
     if keys in tainted:
         raise StaysDenseError(table, f"is read with keys ({keys!r}) that depend on looked-up vectors")
     for node in needed_nodes(graph.node, [keys]):
-        if node.op_type in _RANDOM_OPS:
+        if is_random(node):
             raise StaysDenseError(table, f"is read with keys ({keys!r}) that are drawn at random")
 
 
-def _is_fixed(graph: GraphProto, keys: str) -> bool:
-    inputs = {value.name for value in graph.input}
-    return keys not in inputs and not any(inputs & reads(node) for node in needed_nodes(graph.node, [keys]))
-
-
-def _fixed_rows(surgery: Surgery, table: Weight, keys: str, output: str) -> NodeProto:
+def _fixed_rows(surgery: Surgery, table: Weight, keys: NDArray[np.int64], output: str) -> NodeProto:
     """Rows that are the same for every request need no look-up: they are read now, once."""
-    fixed_keys = evaluate(surgery.model, surgery.graph, keys).astype(np.int64)
     num_rows = table.dims[0]
-    if fixed_keys.size * (table.num_bytes // num_rows) > _MAX_FIXED_BYTES:
-        raise StaysDenseError(table.name, f"is read with the same {fixed_keys.size} keys for every request")
-    if fixed_keys.size and not -num_rows <= fixed_keys.min() <= fixed_keys.max() < num_rows:
+    if keys.size * (table.num_bytes // num_rows) > _MAX_FIXED_BYTES:
+        raise StaysDenseError(table.name, f"is read with the same {keys.size} keys for every request")
+    if keys.size and not -num_rows <= keys.min() <= keys.max() < num_rows:
         raise StaysDenseError(table.name, f"is read with constant keys outside its {num_rows} rows")
-    rows = table.rows(fixed_keys)
+    rows = table.rows(keys)
     tensor = TensorProto(name=surgery.names.fresh(f"{output}_rows"), data_type=table.elem_type, dims=rows.shape)
     tensor.raw_data = little_endian(rows)
     surgery.graph.initializer.append(tensor)
@@ -157,16 +151,16 @@ def _take(surgery: Surgery, table: Weight, gather: NodeProto) -> Lookup:
     lookup = Lookup(table.name, base, surgery.types.dims(base), table.dims[1:], vectors)
     is_narrow = table.elem_type != TensorProto.FLOAT
     shaped = surgery.names.fresh(f"{output}_float32") if is_narrow else output
+    builder = surgery.builder(vectors)
     if shape is None:
-        nodes = [make_node("Identity", [vectors], shaped)]
+        builder.add("Identity", [vectors], shaped)
     else:
-        target = surgery.constant(f"{vectors}_shape", [*shape, *lookup.row_shape])
-        nodes = [make_node("Reshape", [vectors, target], shaped)]
+        builder.add("Reshape", [vectors, builder.integers([*shape, *lookup.row_shape])], shaped)
     if is_narrow:
         _skip_widening(surgery.graph, output, shaped)
         if use_counts(surgery.graph)[output]:
-            nodes.append(make_node("Cast", [shaped], output, to=table.elem_type))
-    replace_node(surgery.graph, gather, nodes)
+            builder.add("Cast", [shaped], output, to=table.elem_type)
+    replace_node(surgery.graph, gather, builder.nodes)
     return lookup
 
 

@@ -71,7 +71,7 @@ def _reshaped(surgery: Surgery, lookup: Lookup, reader: NodeProto) -> NodeProto:
     if not kept and lookup.row_shape:
         return make_node("Identity", [lookup.vectors], output)
     # 0: as in the input.
-    shape = surgery.constant(f"{output}_shape", [0] * leading + kept + list(lookup.row_shape))
+    shape = surgery.builder(output).integers([0] * leading + kept + list(lookup.row_shape))
     return make_node("Reshape", [lookup.vectors, shape], output)
 
 
@@ -88,9 +88,9 @@ def _key_weights(surgery: Surgery, lookup: Lookup, product: NodeProto, vectors: 
     flat, is_whole = _without_last_axis(surgery, factor), dims[:-1] == lookup.keys_dims
     if is_whole:
         return flat
-    shape, whole = surgery.names.fresh(f"{flat}_shape"), surgery.names.fresh(f"{flat}_whole")
-    new = [make_node("Shape", [lookup.keys], shape), make_node("Expand", [flat, shape], whole)]
-    replace_node(surgery.graph, product, [*new, product])
+    builder = surgery.builder(flat)
+    whole = builder.add("Expand", [flat, builder.add("Shape", [lookup.keys])])
+    replace_node(surgery.graph, product, [*builder.nodes, product])
     return whole
 
 
@@ -106,15 +106,15 @@ def _without_last_axis(surgery: Surgery, factor: str) -> str:
     node = producers(surgery.graph).get(factor)
     if node is not None and node.op_type == "Unsqueeze" and _unsqueezes_last(surgery, node):
         return str(node.input[0])
-    flat = surgery.names.fresh(f"{factor}_flat")
+    builder = surgery.builder(factor)
     if surgery.opset < _AXES_INPUT_OPSET:
-        squeeze = make_node("Squeeze", [factor], flat, axes=[-1])
+        flat = builder.add("Squeeze", [factor], axes=[-1])
     else:
-        squeeze = make_node("Squeeze", [factor, surgery.constant(f"{flat}_axes", [-1])], flat)
+        flat = builder.add("Squeeze", [factor, builder.integers([-1])])
     if node is None:
-        surgery.graph.node.insert(0, squeeze)
+        surgery.graph.node.insert(0, builder.nodes[0])
     else:
-        replace_node(surgery.graph, node, [node, squeeze])
+        replace_node(surgery.graph, node, [node, *builder.nodes])
     return flat
 
 

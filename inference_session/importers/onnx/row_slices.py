@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from onnx import GraphProto, ModelProto, NodeProto
 
-from inference_session.importers.onnx.evaluation import evaluate
+from inference_session.importers.onnx.evaluation import fixed_value
 from inference_session.importers.onnx.graph import (
     all_graphs,
     attribute,
     constants,
     integers,
     make_node,
-    needed_nodes,
     producers,
-    reads,
     replace_node,
 )
 from inference_session.importers.onnx.weights import Weight
@@ -47,12 +45,5 @@ def _key(model: ModelProto, scope: GraphProto, node: NodeProto, dims: tuple[int,
     if start is None or start.op_type != "Concat" or attribute(start, "axis", 0) != 0 or len(start.input) != len(axes):
         return None
     others = start.input[1:]
-    return str(start.input[0]) if all(_is_zero(model, scope, name) for name in others) else None
-
-
-def _is_zero(model: ModelProto, scope: GraphProto, name: str) -> bool:
-    nodes = needed_nodes(scope.node, [name])
-    made = set(constants(model.graph)).union(*(node.output for node in nodes))
-    if not made.issuperset({name}.union(*(reads(node) for node in nodes))):
-        return False
-    return not evaluate(model, scope, name).any()
+    begins = [fixed_value(model, scope, name) for name in others]
+    return str(start.input[0]) if all(begin is not None and not begin.any() for begin in begins) else None

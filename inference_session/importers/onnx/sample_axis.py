@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 
 from onnx import GraphProto, NodeProto
 
-from inference_session.importers.onnx.graph import bodies, reads
+from inference_session.importers.onnx.graph import bodies, is_random, reads
 from inference_session.importers.onnx.sample_kinds import CONSTANT, Free, Kind, Observations
 from inference_session.importers.onnx.sample_rules import rule_of
-from inference_session.importers.onnx.sample_step import Step, is_random
+from inference_session.importers.onnx.sample_step import Step
 
 
 class SampleAxis:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from onnx import NodeProto
 
-from inference_session.importers.onnx.graph import BROADCASTING, UNARY
+from inference_session.importers.onnx.graph import BROADCASTING, UNARY, text_attribute
 from inference_session.importers.onnx.sample_kinds import CONSTANT, Axis, Free, Kind, PerSample
 from inference_session.importers.onnx.sample_step import Step, all_constant, is_constant, is_size, neither
 
@@ -205,7 +205,7 @@ def _gemm(step: Step) -> list[Kind]:
 
 
 def _einsum(step: Step) -> list[Kind]:
-    equation = step.attribute("equation", b"").decode().replace(" ", "")
+    equation = text_attribute(step.node, "equation")
     inputs, arrow, output = equation.partition("->")
     labels = inputs.split(",")
     if not arrow or "." in equation or not step.rest_is_constant or any(at.axis < 0 for _, at in step.per_sample):

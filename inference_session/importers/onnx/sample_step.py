@@ -8,6 +8,7 @@ from typing import Any
 
 from onnx import NodeProto, helper
 
+from inference_session.importers.onnx.graph import is_random
 from inference_session.importers.onnx.sample_kinds import Axis, Free, Kind, Observations, PerSample
 
 
@@ -73,10 +74,6 @@ class Step:
         named = self.attribute("axes", None)
         axes = list(named) if named is not None else self.fixed(1)
         return None if axes is None else [axis % max(self.rank(), 1) for axis in axes]
-
-
-def is_random(node: NodeProto) -> bool:
-    return node.op_type.startswith("Random") or node.op_type in ("Bernoulli", "Multinomial")
 
 
 def is_constant(kind: Kind) -> bool:

@@ -15,7 +15,7 @@ from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from inference_session.importers.onnx.context.shapes import Shapes
-from inference_session.importers.onnx.graph import attribute, bodies
+from inference_session.importers.onnx.graph import attribute, bodies, is_random
 from inference_session.importers.onnx.weights import Weight
 
 _MAX_STEPS = 5000
@@ -157,7 +157,7 @@ class SymbolicLoop:
 
     def _computed(self, node: NodeProto, values: Sequence[Value]) -> Sequence[Value]:
         """The results of a node whose operands are numbers."""
-        if node.op_type.startswith("Random") or node.op_type in ("Bernoulli", "Multinomial"):
+        if is_random(node):
             raise NotABagError
         feeds = {name: value for name, value in zip(node.input, values, strict=True) if name}
         key = node.output[0]

@@ -9,8 +9,8 @@ from onnx import GraphProto, NodeProto, TensorProto
 
 from inference_session.importers.onnx.canonical import FLOAT_TYPES
 from inference_session.importers.onnx.graph import (
+    Builder,
     Names,
-    add_constant,
     all_graphs,
     all_nodes,
     attribute,
@@ -146,8 +146,9 @@ def read_directly(graph: GraphProto, weights: dict[str, Weight], tables: list[st
         for node in scope.node:
             table = aliases.get(node.input[0]) if node.input else None
             if table and node.op_type in ("Shape", "Size"):
-                constant = add_constant(graph, names, f"{node.output[0]}_value", _shape(node, weights[table].dims))
-                nodes.append(make_node("Identity", [constant], node.output[0]))
+                builder = Builder(graph, names, node.output[0])
+                builder.add("Identity", [builder.integers(_shape(node, weights[table].dims))], node.output[0])
+                nodes += builder.nodes
             elif table and is_row_read(node):
                 nodes += _row_read(node, table, casts[node.input[0]], names)
             else:
@@ -164,13 +165,10 @@ def ask_keys_for_shapes(graph: GraphProto, weights: dict[str, Weight], tables: l
             if node.op_type != "Shape" or node.input[0] not in gathers or node.attribute:
                 continue
             table, keys = gathers[node.input[0]].input
-            row = add_constant(graph, names, f"{node.output[0]}_row", weights[table].dims[1:])
-            keys_shape = names.fresh(f"{node.output[0]}_keys")
-            new = [
-                make_node("Shape", [keys], keys_shape),
-                make_node("Concat", [keys_shape, row], node.output[0], axis=0),
-            ]
-            replace_node(scope, node, new)
+            builder = Builder(graph, names, node.output[0])
+            row = builder.integers(weights[table].dims[1:])
+            builder.add("Concat", [builder.add("Shape", [keys]), row], node.output[0], axis=0)
+            replace_node(scope, node, builder.nodes)
 
 
 def _casts_to(graph: GraphProto, alias: str) -> list[int]:

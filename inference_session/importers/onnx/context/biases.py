@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import NodeProto, ValueInfoProto, helper
-from onnx.reference import ReferenceEvaluator
+from onnx import NodeProto
 
-from inference_session.importers.onnx.context.work import Builder, Work
+from inference_session.importers.onnx.context.work import Work, WorkBuilder
+from inference_session.importers.onnx.evaluation import reference_values
 from inference_session.importers.onnx.graph import UNARY
 
 _MIN_RANK = 3
@@ -88,15 +88,10 @@ def _value_of_one(work: Work, activations: Sequence[NodeProto]) -> float | None:
     """The result of the activations for 1; None where it cannot carry a bias."""
     if not activations:
         return 1.0
-    ends = [[ValueInfoProto(name=name)] for name in (activations[0].input[0], activations[-1].output[0])]
-    graph = helper.make_graph(list(activations), "activations", ends[0], ends[1])
-    piece = helper.make_model(graph, opset_imports=list(work.model.opset_import))
-    try:
-        (found,) = ReferenceEvaluator(piece).run(None, {activations[0].input[0]: np.ones(1, np.float32)})
-    except Exception:  # noqa: BLE001  ONNX's own evaluator lacks some operators
-        return None
-    value = float(np.asarray(found).ravel()[0])
-    return value if np.asarray(found).dtype == np.float32 and abs(value) > _MIN_CARRIED else None
+    feeds = {activations[0].input[0]: np.ones(1, np.float32)}
+    found = reference_values(activations, [activations[-1].output[0]], feeds, work.model)
+    value = float(found[0].ravel()[0]) if found and found[0].dtype == np.float32 else 0.0
+    return value if abs(value) > _MIN_CARRIED else None
 
 
 def _rewritten(work: Work, layer: _Layer, carried: dict[str, float]) -> list[tuple[NodeProto, list[NodeProto]]]:
@@ -109,7 +104,7 @@ def _rewritten(work: Work, layer: _Layer, carried: dict[str, float]) -> list[tup
         return []
     if hands_on:
         weights, bias = np.pad(weights, ((0, 0), (0, 1))), np.append(bias, np.float32(1))
-    builder = Builder(work, layer.add.output[0])
+    builder = WorkBuilder(work, layer.add.output[0])
     if given is not None:
         whole = np.concatenate([weights, bias[None] / np.float32(given)])
         builder.add("MatMul", [layer.product.input[0], builder.weight(whole)], layer.add.output[0])

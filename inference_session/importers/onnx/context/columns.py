@@ -23,7 +23,7 @@ from onnx import NodeProto
 
 from inference_session.importers.onnx.context.bounds import Bounds
 from inference_session.importers.onnx.context.linear_layer import Matrix, linear_layer
-from inference_session.importers.onnx.context.work import Builder, Work
+from inference_session.importers.onnx.context.work import Work, WorkBuilder
 from inference_session.importers.onnx.graph import attribute
 
 
@@ -308,7 +308,7 @@ class _Writer:
         self._work = work
         self._product = product
         self._bias = bias
-        self._builder = Builder(work, product.output)
+        self._builder = WorkBuilder(work, product.output)
 
     def write(self, found: Sum) -> list[NodeProto]:
         """The context's part, tiled, plus the candidates' parts, the least first.

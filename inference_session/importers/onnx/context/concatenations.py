@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from onnx import NodeProto
 
 from inference_session.importers.onnx.context.linear_layer import linear_layer
-from inference_session.importers.onnx.context.work import Builder, Work
+from inference_session.importers.onnx.context.work import Work, WorkBuilder
 from inference_session.importers.onnx.graph import BROADCASTING, UNARY, attribute
 
 
@@ -74,7 +74,7 @@ class _Delay:
     def _visit(self, node: NodeProto) -> list[NodeProto] | None:
         if node.domain or not node.input or not node.output[0]:
             return None
-        builder = Builder(self._work, node.output[0])
+        builder = WorkBuilder(self._work, node.output[0])
         made = self._concat(node, builder) if node.op_type == "Concat" else self._through(node, builder)
         if made is None or (len({part.is_contexts for part in made.parts}) < 2 and not made.is_mixed):
             return None
@@ -83,7 +83,7 @@ class _Delay:
         builder.add("Concat", tiled, node.output[0], axis=made.axis)
         return builder.nodes
 
-    def _concat(self, node: NodeProto, builder: Builder) -> Concatenation | None:
+    def _concat(self, node: NodeProto, builder: WorkBuilder) -> Concatenation | None:
         rank = self._work.rank(node.output[0])
         if rank is None or (axis := attribute(node, "axis", 0) % rank) == 0:
             return None
@@ -101,7 +101,7 @@ class _Delay:
         is_mixed = any(name in self._made and self._made[name].is_mixed for name in node.input)
         return Concatenation(axis, _merged(parts, axis, builder), is_mixed)
 
-    def _through(self, node: NodeProto, builder: Builder) -> Concatenation | None:
+    def _through(self, node: NodeProto, builder: WorkBuilder) -> Concatenation | None:
         """The parts of what a node makes of a Concat; None where it does not treat its columns one by one."""
         position = next((i for i, name in enumerate(node.input) if name in self._made), None)
         if position is None:
@@ -112,7 +112,7 @@ class _Delay:
 
     def _rule(
         self, node: NodeProto, position: int
-    ) -> Callable[[NodeProto, Concatenation, Builder], Concatenation | None] | None:
+    ) -> Callable[[NodeProto, Concatenation, WorkBuilder], Concatenation | None] | None:
         if node.op_type in UNARY or (node.op_type in BROADCASTING and len(node.input) == 2):
             return self._elementwise
         if node.op_type == "BatchNormalization" and position == 0 and len(node.output) == 1:
@@ -123,7 +123,7 @@ class _Delay:
             return self._flatten
         return None
 
-    def _elementwise(self, node: NodeProto, given: Concatenation, builder: Builder) -> Concatenation | None:
+    def _elementwise(self, node: NodeProto, given: Concatenation, builder: WorkBuilder) -> Concatenation | None:
         """The same operator for each part, with that part of its other operands."""
         rank = self._work.rank(node.output[0])
         channels = node.op_type == "BatchNormalization"
@@ -148,7 +148,7 @@ class _Delay:
         return Concatenation(given.axis, parts, is_mixed)
 
     def _operand(
-        self, name: str, node: NodeProto, given: Concatenation, columns: _Columns, builder: Builder
+        self, name: str, node: NodeProto, given: Concatenation, columns: _Columns, builder: WorkBuilder
     ) -> _Operand | None:
         """What an operator on one part reads in the place of an input; None where that is not known."""
         if not name:
@@ -164,7 +164,7 @@ class _Delay:
         return self._columns(name, constant, given, columns, builder)
 
     def _columns(
-        self, name: str, constant: NDArray[np.generic], given: Concatenation, columns: _Columns, builder: Builder
+        self, name: str, constant: NDArray[np.generic], given: Concatenation, columns: _Columns, builder: WorkBuilder
     ) -> _Operand | None:
         """The columns of a constant that belong to a part; the constant itself if all columns are the same."""
         axis = constant.ndim - columns.from_end
@@ -174,7 +174,7 @@ class _Delay:
             return None
         return _Operand(self._constant(builder, constant.take(range(columns.begin, columns.end), axis)), None)
 
-    def _sliced_product(self, name: str, columns: _Columns, builder: Builder) -> str | None:
+    def _sliced_product(self, name: str, columns: _Columns, builder: WorkBuilder) -> str | None:
         """Some columns of a product of a narrower matrix with weights, as the cross layers of DCN-v2 have them."""
         found = linear_layer(self._work, self._work.made_by.get(name))
         if found is None or self._work.is_contexts(name) or self._work.rank(name) != 2 or columns.from_end != 1:
@@ -185,16 +185,16 @@ class _Delay:
         factors = [found.matrix, builder.weight(found.weights[:, own])]
         return builder.add("Gemm", [*factors, builder.weight(found.bias[own])])
 
-    def _constant(self, builder: Builder, values: NDArray[np.generic]) -> str:
+    def _constant(self, builder: WorkBuilder, values: NDArray[np.generic]) -> str:
         return builder.weight(values) if values.dtype == np.float32 else builder.constant(values)
 
-    def _look_up(self, node: NodeProto, given: Concatenation, builder: Builder) -> Concatenation | None:
+    def _look_up(self, node: NodeProto, given: Concatenation, builder: WorkBuilder) -> Concatenation | None:
         if not self._work.is_constant(node.input[0]):
             return None
         made = [builder.copy(node, [node.input[0], part.value]) for part in given.parts]
         return given._replace(parts=[part._replace(value=value) for part, value in zip(given.parts, made, strict=True)])
 
-    def _flatten(self, node: NodeProto, given: Concatenation, builder: Builder) -> Concatenation | None:
+    def _flatten(self, node: NodeProto, given: Concatenation, builder: WorkBuilder) -> Concatenation | None:
         """[rows, parts, …] as [rows, columns], or the reverse: the order of the parts stays the same."""
         before, after = self._work.sizes(node.input[0]), self._work.sizes(node.output[0])
         if before is None or after is None or given.axis != 1 or None in (*before[1:], *after[1:]):
@@ -210,7 +210,7 @@ class _Delay:
         return given._replace(parts=parts)
 
 
-def _merged(parts: list[Part], axis: int, builder: Builder) -> list[Part]:
+def _merged(parts: list[Part], axis: int, builder: WorkBuilder) -> list[Part]:
     """Neighbours of one kind as one part."""
     merged: list[Part] = []
     for is_contexts, run in groupby(parts, key=lambda part: part.is_contexts):

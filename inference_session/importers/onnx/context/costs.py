@@ -11,7 +11,7 @@ from onnx import GraphProto, ModelProto, NodeProto, helper
 from inference_session.importers.onnx.context.rows import Other, RowAnalysis
 from inference_session.importers.onnx.context.shapes import Shape, Shapes, sized
 from inference_session.importers.onnx.context.work import Work
-from inference_session.importers.onnx.graph import attribute, reads
+from inference_session.importers.onnx.graph import attribute, reads, text_attribute
 from inference_session.importers.onnx.tables import is_row_read
 from inference_session.importers.onnx.weights import Weight
 from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT
@@ -84,8 +84,7 @@ def _multiply_adds_of(node: NodeProto, shapes: Shapes) -> int:
 
 
 def _of_einsum(node: NodeProto, dims: Sequence[Sequence[int]]) -> int:
-    equation = next(a.s.decode() for a in node.attribute if a.name == "equation").replace(" ", "")
-    operands = equation.partition("->")[0].split(",")
+    operands = text_attribute(node, "equation").partition("->")[0].split(",")
     sizes = {
         letter: size
         for axes, shape in zip(operands, dims, strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from onnx import NodeProto
 
-from inference_session.importers.onnx.context.work import Builder, Work
+from inference_session.importers.onnx.context.work import Work, WorkBuilder
 from inference_session.importers.onnx.graph import BROADCASTING
 
 
@@ -48,7 +48,7 @@ def _by_blocks(work: Work, node: NodeProto) -> list[NodeProto] | None:
     own = [dims for name in node.input if work.tiled(name) is None and (dims := work.dims(name)) is not None]
     if all(len(dims) < rank or dims[0] != work.dims_of_rows for dims in own):
         return None  # nothing else has a row for each candidate
-    builder = Builder(work, node.output[0])
+    builder = WorkBuilder(work, node.output[0])
     inputs = [_operand(work, builder, name, rank) for name in node.input]
     if None in inputs:
         return None
@@ -57,7 +57,7 @@ def _by_blocks(work: Work, node: NodeProto) -> list[NodeProto] | None:
     return builder.nodes
 
 
-def _operand(work: Work, builder: Builder, name: str, rank: int) -> str | None:
+def _operand(work: Work, builder: WorkBuilder, name: str, rank: int) -> str | None:
     """An operand with a dimension for blocks and one for the rows of a block, where it has samples at all."""
     dims = work.dims(name)
     if dims is None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import NodeProto, ValueInfoProto, helper
-from onnx.reference import ReferenceEvaluator
+from onnx import NodeProto
 
-from inference_session.importers.onnx.context.work import Builder, Work
-from inference_session.importers.onnx.graph import attribute, needed_nodes
+from inference_session.importers.onnx.context.work import Work, WorkBuilder
+from inference_session.importers.onnx.evaluation import reference_values
+from inference_session.importers.onnx.graph import attribute, needed_nodes, text_attribute
 from inference_session.model_spec import ROW_CONTEXT
 
 _SWAPPED = [0, 2, 1]
@@ -39,7 +39,7 @@ def _divided(work: Work, parts: list[str], output: str, places: NDArray[np.int64
     counts = [(work.sizes(name) or [0, 0])[1] or 0 for name in parts]
     if 0 in counts:
         return None
-    builder = Builder(work, output)
+    builder = WorkBuilder(work, output)
     columns = [_products(work, builder, parts[i], parts[j]) for i, j in _pairs(len(parts))]
     joined = builder.add("Concat", columns, axis=1)
     builder.add("Gather", [joined, builder.integers(_places(counts).ravel()[places])], output, axis=1)
@@ -76,17 +76,13 @@ def _moved(work: Work, product: str, output: str, dims: tuple[int, ...]) -> NDAr
         return None
     numbers = np.arange(np.prod(dims), dtype=np.float32).reshape(dims)
     feeds = {**constants, product: numbers, ROW_CONTEXT: np.zeros(dims[0], np.int64)}
-    inputs = [ValueInfoProto(name=name) for name in sorted(given)]
-    graph = helper.make_graph(needed, "moved", inputs, [ValueInfoProto(name=output)])
-    try:
-        evaluator = ReferenceEvaluator(helper.make_model(graph, opset_imports=list(work.model.opset_import)))
-        (found,) = evaluator.run(None, {name: feeds[name] for name in given})
-    except Exception:  # noqa: BLE001  ONNX's own evaluator lacks some operators
+    found = reference_values(needed, [output], {name: feeds[name] for name in given}, work.model)
+    if found is None:
         return None
     per_row = int(np.prod(dims[1:]))
-    places = np.asarray(found)[0].astype(np.int64)
+    places = found[0][0].astype(np.int64)
     expected = places + per_row * np.arange(dims[0])[:, None]
-    return places if np.array_equal(found, expected) and (places < per_row).all() else None
+    return places if np.array_equal(found[0], expected) and (places < per_row).all() else None
 
 
 def _pairs(num_parts: int) -> list[tuple[int, int]]:
@@ -106,8 +102,7 @@ def _parts(work: Work, product: NodeProto) -> list[str] | None:
 def _is_of_pairs(work: Work, product: NodeProto) -> bool:
     """Whether a node multiplies a value by itself, transposed."""
     if product.op_type == "Einsum":
-        text = next(a.s.decode() for a in product.attribute if a.name == "equation").replace(" ", "")
-        left, right, result = ([*text.replace("->", ",").split(","), "", ""])[:3]
+        left, right, result = ([*text_attribute(product, "equation").replace("->", ",").split(","), "", ""])[:3]
         is_form = len(left) == len(right) == len(result) == 3 and len(set(left + right)) == 4
         return (
             is_form and product.input[0] == product.input[1] and result == left[:2] + right[1] and left[2] == right[2]
@@ -118,7 +113,7 @@ def _is_of_pairs(work: Work, product: NodeProto) -> bool:
     return next((list(a.ints) for a in flipped.attribute if a.name == "perm"), None) == _SWAPPED
 
 
-def _products(work: Work, builder: Builder, one: str, other: str) -> str:
+def _products(work: Work, builder: WorkBuilder, one: str, other: str) -> str:
     """The products of the vectors of two parts, [rows, those of `one` by those of `other`]."""
     sources = work.tiled(one), work.tiled(other)
     if all(sources):
@@ -133,7 +128,7 @@ def _products(work: Work, builder: Builder, one: str, other: str) -> str:
     return _flat(builder, one, other)
 
 
-def _flat(builder: Builder, one: str, other: str) -> str:
+def _flat(builder: WorkBuilder, one: str, other: str) -> str:
     product = builder.add("MatMul", [one, builder.add("Transpose", [other], perm=_SWAPPED)])
     return builder.add("Flatten", [product], axis=1)
 

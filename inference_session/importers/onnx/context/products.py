@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import string
 
-from onnx import NodeProto, helper
+from onnx import NodeProto
 
-from inference_session.importers.onnx.context.work import Builder, Work
-from inference_session.importers.onnx.graph import attribute, axes_of
+from inference_session.importers.onnx.context.work import Work, WorkBuilder
+from inference_session.importers.onnx.graph import attribute, axes_of, text_attribute
 
 _SWAPPED = [0, 2, 1]
 
@@ -43,7 +43,7 @@ def _as_product(work: Work, node: NodeProto, source: str, other: str, axis: int)
     sizes = work.sizes(other)
     if sizes is None or len(sizes) != 3 or sizes[3 - axis] != 1 or sizes[axis] == 1:
         return None
-    builder, keeps = Builder(work, node.output[0]), attribute(node, "keepdims", 1)
+    builder, keeps = WorkBuilder(work, node.output[0]), attribute(node, "keepdims", 1)
     if axis == 1:
         row = builder.add("Transpose", [other], perm=_SWAPPED)
         matrix = builder.tile(source)
@@ -95,20 +95,20 @@ class _Sizes:
         self._summed = (left, -3 - axes[0])
         self._between = [(left, axis) for axis in range(1, (work.rank(left) or 0) - 2)]
 
-    def whole(self, builder: Builder) -> str:
+    def whole(self, builder: WorkBuilder) -> str:
         """The product's shape, [rows, between, left, right]."""
         return builder.list_of([-1, *(builder.size(*place) for place in (*self._between, *self._places))])
 
-    def of_left(self, builder: Builder) -> list[int | str]:
+    def of_left(self, builder: WorkBuilder) -> list[int | str]:
         """[between, left, summed]."""
         return [builder.size(*place) for place in (*self._between, self._places[0], self._summed)]
 
-    def of_tall(self, builder: Builder) -> str:
+    def of_tall(self, builder: WorkBuilder) -> str:
         """[blocks, between, rows of a block times left, summed]."""
         *between, _, summed = self.of_left(builder)
         return builder.list_of([builder.num_blocks(), *between, -1, summed])
 
-    def of_blocks(self, builder: Builder) -> str:
+    def of_blocks(self, builder: WorkBuilder) -> str:
         """[blocks, between, rows of a block, left, right]."""
         between = [builder.size(*place) for place in self._between]
         return builder.list_of([builder.num_blocks(), *between, -1, *(builder.size(*place) for place in self._places)])
@@ -116,7 +116,7 @@ class _Sizes:
 
 def _multiply(work: Work, left: str, right: str, output: str) -> list[NodeProto]:
     """A candidate's matrix times its context's."""
-    builder, sizes = Builder(work, output), _Sizes(work, left, right, (-2, -1))
+    builder, sizes = WorkBuilder(work, output), _Sizes(work, left, right, (-2, -1))
     product = _product(builder, left, right, work.rank(left) or 0, sizes)
     builder.add("Reshape", [product, sizes.whole(builder)], output)
     return builder.nodes
@@ -124,7 +124,7 @@ def _multiply(work: Work, left: str, right: str, output: str) -> list[NodeProto]
 
 def _multiply_turned(work: Work, left: str, right: str, output: str) -> list[NodeProto]:
     """A context's matrix times a candidate's: the product of the transposed ones, transposed."""
-    builder, rank, sizes = Builder(work, output), work.rank(right) or 0, _Sizes(work, right, left, (-1, -2))
+    builder, rank, sizes = WorkBuilder(work, output), work.rank(right) or 0, _Sizes(work, right, left, (-1, -2))
     turned = [*range(rank - 2), rank - 1, rank - 2]
     row, matrix = (builder.add("Transpose", [name], perm=turned) for name in (right, left))
     product = builder.add("Reshape", [_product(builder, row, matrix, rank, sizes), sizes.whole(builder)])
@@ -132,7 +132,7 @@ def _multiply_turned(work: Work, left: str, right: str, output: str) -> list[Nod
     return builder.nodes
 
 
-def _product(builder: Builder, left: str, right: str, rank: int, sizes: _Sizes) -> str:
+def _product(builder: WorkBuilder, left: str, right: str, rank: int, sizes: _Sizes) -> str:
     """[blocks, rows of a block, left, right], or what is as long; `left` has rows, `right` contexts."""
     matrix = builder.of_blocks(right)
     if rank == 3:
@@ -150,15 +150,15 @@ def _product(builder: Builder, left: str, right: str, rank: int, sizes: _Sizes) 
 
 def _einsum(work: Work, node: NodeProto) -> list[NodeProto] | None:
     """The same equation with a letter for blocks and one for the rows of a block."""
-    equation = next(helper.get_attribute_value(a).decode() for a in node.attribute if a.name == "equation")
-    left, arrow, right = equation.replace(" ", "").partition("->")
+    equation = text_attribute(node, "equation")
+    left, arrow, right = equation.partition("->")
     operands = left.split(",")
     sources = [work.tiled(name) for name in node.input]
     letters = {axes[:1] for axes, source in zip(operands, sources, strict=True) if source}
     if len(letters) != 1 or not arrow or "." in equation or not right.startswith(letter := letters.pop()):
         return None
     inner = next(c for c in string.ascii_letters if c not in equation)
-    builder, inputs, axes_of = Builder(work, node.output[0]), list[str](), list[str]()
+    builder, inputs, axes_of = WorkBuilder(work, node.output[0]), list[str](), list[str]()
     for name, axes, source in zip(node.input, operands, sources, strict=True):
         has_rows = not source and letter in axes
         if has_rows and not axes.startswith(letter):

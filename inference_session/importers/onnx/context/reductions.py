@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from onnx import NodeProto
 
-from inference_session.importers.onnx.context.work import Builder, Work
+from inference_session.importers.onnx.context.work import Work, WorkBuilder
 from inference_session.importers.onnx.graph import attribute, axes_of
 
 
@@ -33,7 +33,7 @@ def _divided(work: Work, node: NodeProto) -> list[NodeProto] | None:
         (work.sizes(name) or [None] * rank)[axis] is None for name in concat.input
     ):
         return None
-    builder = Builder(work, node.output[0])
+    builder = WorkBuilder(work, node.output[0])
     contexts = [source for source in tiled if source]
     candidates = [name for name, source in zip(concat.input, tiled, strict=True) if not source]
     parts = [_reduced(work, builder, node, group, axis) for group in (contexts, candidates)]
@@ -41,7 +41,7 @@ def _divided(work: Work, node: NodeProto) -> list[NodeProto] | None:
     return builder.nodes
 
 
-def _reduced(work: Work, builder: Builder, node: NodeProto, names: list[str], axis: int) -> str:
+def _reduced(work: Work, builder: WorkBuilder, node: NodeProto, names: list[str], axis: int) -> str:
     """The share of some of the parts in the sum, or in the mean."""
     value = names[0] if len(names) == 1 else builder.add("Concat", names, axis=axis)
     part = builder.copy(node, [value, *node.input[1:]])

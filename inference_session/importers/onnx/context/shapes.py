@@ -9,8 +9,8 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TypeProto, helper, numpy_helper
-from onnx.reference import ReferenceEvaluator
 
+from inference_session.importers.onnx.evaluation import reference_values
 from inference_session.importers.onnx.types import value_type
 from inference_session.importers.onnx.weights import Weight
 
@@ -27,7 +27,7 @@ class Shapes:
 
     def __init__(self, model: ModelProto, weights: Mapping[str, Weight], shapes: Mapping[str, Shape]) -> None:
         self._opsets = {item.domain or "ai.onnx": int(item.version) for item in model.opset_import}
-        self._imports = list(model.opset_import)
+        self._model = model
         self.types: dict[str, TypeProto] = {}
         self.known: dict[str, NDArray[Any]] = {}
         """Values that constants and shapes alone determine, where they are small."""
@@ -78,7 +78,7 @@ class Shapes:
         try:
             schema = onnx.defs.get_schema(node.op_type, self._opsets.get(node.domain or "ai.onnx", 1), node.domain)
             found = onnx.shape_inference.infer_node_outputs(
-                schema, node, given, data, opset_imports=self._imports, ir_version=10
+                schema, node, given, data, opset_imports=list(self._model.opset_import), ir_version=10
             )
         except Exception:  # noqa: BLE001  an operator that inference does not know; its outputs stay unknown
             return
@@ -89,15 +89,8 @@ class Shapes:
         sizes = [self.dims(name) for name in outputs]
         if any(dims is None or np.prod(dims, dtype=np.int64) > _MAX_KNOWN_ELEMENTS for dims in sizes):
             return
-        names = sorted({name for name in node.input if name})
-        inputs = [helper.make_tensor_value_info(name, self.elem_type(name), None) for name in names]
-        results = [onnx.ValueInfoProto(name=name) for name in outputs]
-        piece = helper.make_model(helper.make_graph([node], "piece", inputs, results), opset_imports=self._imports)
-        try:
-            values = ReferenceEvaluator(piece).run(outputs, {name: self.known[name] for name in names})
-        except Exception:  # noqa: BLE001  ONNX's own evaluator lacks some operators
-            return
-        self.known.update({name: np.asarray(value) for name, value in zip(outputs, values, strict=True)})
+        values = reference_values([node], outputs, {name: self.known[name] for name in node.input if name}, self._model)
+        self.known.update(zip(outputs, values or (), strict=values is not None))
 
 
 def _type(elem_type: int, dims: Shape) -> TypeProto:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from onnx import NodeProto
 
-from inference_session.importers.onnx.context.work import Builder, Work
-from inference_session.importers.onnx.graph import reads, set_nodes
+from inference_session.importers.onnx.context.work import Work, WorkBuilder
+from inference_session.importers.onnx.graph import reads, set_nodes, sort_nodes
 
 
 def multiply_siblings(work: Work) -> None:
@@ -70,29 +70,13 @@ def _depends(work: Work, value: str, on: str) -> bool:
 
 def _join(work: Work, members: Sequence[NodeProto]) -> None:
     """One product in the place of several. What reads one of them may stand before another, so nodes are sorted."""
-    builder = Builder(work, members[0].output[0])
+    builder = WorkBuilder(work, members[0].output[0])
     rows = builder.add("Concat", [node.input[0] for node in members], axis=1)
     product = builder.add("MatMul", [rows, members[0].input[1]])
     for i, node in enumerate(members):
         builder.add("Slice", [product, *map(builder.integers, ([i], [i + 1], [1]))], node.output[0])
     gone = {node.output[0] for node in members}
     nodes = [*(node for node in work.graph.node if node.output[0] not in gone), *builder.nodes]
-    set_nodes(work.graph, _sorted(nodes))
+    set_nodes(work.graph, nodes)
+    sort_nodes(work.graph)
     work.refresh()
-
-
-def _sorted(nodes: Sequence[NodeProto]) -> list[NodeProto]:
-    """Each node behind those whose outputs it reads, otherwise in the given order."""
-    made_by = {name: i for i, node in enumerate(nodes) for name in node.output if name}
-    found: dict[int, NodeProto] = {}
-    for first in range(len(nodes)):
-        waiting = [first]
-        while waiting:
-            at = waiting[-1]
-            missing = {made_by[name] for name in reads(nodes[at]) if name in made_by} - found.keys()
-            if at not in found and missing:
-                waiting += sorted(missing, reverse=True)
-                continue
-            waiting.pop()
-            found.setdefault(at, nodes[at])
-    return list(found.values())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from onnx import NodeProto, TensorProto, numpy_helper
 
-from inference_session.importers.onnx.context.work import Builder, Work
+from inference_session.importers.onnx.context.work import Work, WorkBuilder
 from inference_session.importers.onnx.graph import copied, make_node, replace_reads
 from inference_session.model_spec import ROW_CONTEXT
 
@@ -44,7 +44,7 @@ def _answered(work: Work, node: NodeProto) -> list[NodeProto] | None:
     dims, sizes = work.dims(node.input[0]), work.sizes(node.input[0])
     if not dims or sizes is None or dims[0] != work.dims_of_rows or None in sizes[1:]:
         return None
-    builder = Builder(work, node.output[0])
+    builder = WorkBuilder(work, node.output[0])
     rows = builder.add("Shape", [ROW_CONTEXT])
     rest = builder.integers([size or 0 for size in sizes[1:]])
     builder.add("Concat", [rows, rest] if sizes[1:] else [rows], node.output[0], axis=0)

@@ -10,7 +10,7 @@ import math
 
 from onnx import NodeProto
 
-from inference_session.importers.onnx.context.work import Builder, Work
+from inference_session.importers.onnx.context.work import Work, WorkBuilder
 from inference_session.importers.onnx.graph import attribute, axes_of
 
 _SUMS = frozenset({
@@ -54,7 +54,7 @@ def _sums(work: Work, node: NodeProto) -> bool:
 
 
 def _with_copy(work: Work, node: NodeProto) -> list[NodeProto]:
-    builder = Builder(work, node.output[0])
+    builder = WorkBuilder(work, node.output[0])
     zero, one, last = (builder.integers([i]) for i in (0, 1, -1))
     first = builder.add("Slice", [node.input[0], zero, one, zero])
     rows = builder.add("Concat", [node.input[0], first], axis=0)

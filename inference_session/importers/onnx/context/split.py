@@ -59,7 +59,7 @@ def split_context(
     copy.CopyFrom(model)
     rows = RowAnalysis(copy, weights)
     proven = all(_counts_samples(rows, value.name) for value in copy.graph.output)
-    worlds = Worlds(copy.graph, rows, names, context, ROW_CONTEXT)
+    worlds = Worlds(copy.graph, rows, names, context)
     worlds.divide()
     _declare(copy.graph, context, worlds)
     work = Work(copy, dict(weights), names, tuple(context))

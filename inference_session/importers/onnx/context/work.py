@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
 from inference_session.importers.onnx.context.shapes import Shape, Shapes
 from inference_session.importers.onnx.graph import (
+    Builder,
     Names,
-    add_constant,
     all_nodes,
     attribute,
-    copied,
-    make_node,
     needed_nodes,
     producers,
     reads,
@@ -55,11 +53,6 @@ class Work:
     def graph(self) -> GraphProto:
         """The main graph."""
         return self.model.graph
-
-    @property
-    def opset(self) -> int:
-        """The version of the standard operators."""
-        return next(int(item.version) for item in self.model.opset_import if item.domain in ("", "ai.onnx"))
 
     def refresh(self) -> None:
         """Infer the facts about the values again."""
@@ -157,21 +150,6 @@ class Work:
 
     # Changes
 
-    def fresh(self, stem: str) -> str:
-        """An unused name."""
-        return self.names.fresh(stem)
-
-    def add_integers(self, stem: str, values: ArrayLike) -> str:
-        """Add an int64 initializer; returns its name."""
-        return add_constant(self.graph, self.names, stem, values)
-
-    def add_weight(self, stem: str, values: NDArray[Any]) -> str:
-        """Add a float32 initializer; returns its name."""
-        name = self.fresh(stem)
-        tensor = numpy_helper.from_array(np.ascontiguousarray(values, np.float32), name)
-        self.weights[name] = Weight(name, tensor.data_type, tuple(tensor.dims), tensor)
-        return name
-
     def replace_each(self, write: Callable[[Work, NodeProto], Sequence[NodeProto] | None]) -> None:
         """Put the nodes that `write` returns in the place of each node; None: the node stays."""
         self.replace({i: nodes for i, node in enumerate(self.graph.node) if (nodes := write(self, node))})
@@ -198,46 +176,19 @@ class Work:
         self.graph.initializer.extend(kept)
 
 
-class Builder:
-    """Nodes that take the place of one, in their order."""
+class WorkBuilder(Builder):
+    """Writes the nodes that take the place of one."""
 
     def __init__(self, work: Work, stem: str) -> None:
+        super().__init__(work.graph, work.names, stem)
         self._work = work
-        self._stem = stem
-        self.nodes: list[NodeProto] = []
-
-    def add(self, op_type: str, inputs: Sequence[str], output: str | None = None, **attributes: Any) -> str:
-        """A node with one output; returns the output's name."""
-        name = output or self._work.fresh(f"{self._stem}_{op_type.lower()}")
-        self.nodes.append(make_node(op_type, list(inputs), name, **attributes))
-        return name
-
-    def copy(self, node: NodeProto, inputs: Sequence[str]) -> str:
-        """A node with the same operator and attributes, and one output; returns the output's name."""
-        again = copied(node)
-        again.input[:] = inputs
-        again.output[:] = [self._work.fresh(f"{self._stem}_{node.op_type.lower()}")]
-        again.name = f"hotrow_{again.output[0]}"
-        self.nodes.append(again)
-        return str(again.output[0])
-
-    def integers(self, values: ArrayLike) -> str:
-        """An int64 initializer."""
-        return self._work.add_integers(f"{self._stem}_constant", values)
 
     def weight(self, values: NDArray[Any]) -> str:
         """A float32 initializer."""
-        return self._work.add_weight(f"{self._stem}_weight", values)
-
-    def constant(self, values: NDArray[Any]) -> str:
-        """An initializer of another type."""
-        name = self._work.fresh(f"{self._stem}_constant")
-        self._work.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(values), name))
+        name = self._fresh("weight")
+        tensor = numpy_helper.from_array(np.asarray(values, np.float32), name)
+        self._work.weights[name] = Weight(name, tensor.data_type, tuple(tensor.dims), tensor)
         return name
-
-    def extend(self, nodes: Iterable[NodeProto]) -> None:
-        """Add further nodes unchanged."""
-        self.nodes.extend(nodes)
 
     def rename(self, old: str, new: str) -> None:
         """Rename a value that was added."""

@@ -12,16 +12,16 @@ from onnx import GraphProto, NodeProto
 
 from inference_session.importers.onnx.context.rows import Other, RowAnalysis, Rows
 from inference_session.importers.onnx.graph import (
+    Builder,
     Names,
-    add_constant,
     bodies,
     copied,
-    make_node,
     producers,
     reads,
     rename,
     set_nodes,
 )
+from inference_session.model_spec import ROW_CONTEXT
 
 CONTEXT, CANDIDATES = "context", "candidates"
 _FAR = 1 << 31
@@ -33,21 +33,21 @@ class Worlds:
 
     Args:
         context: the inputs that are given once per context.
-        row_context: the input, int64 [candidates], that says each candidate's context.
     """
 
     graph: GraphProto
     rows: RowAnalysis
     names: Names
     context: Sequence[str]
-    row_context: str
     _content: dict[str, frozenset[str]] = field(default_factory=dict)
     _world: dict[str, str | None] = field(default_factory=dict)
     """The world of each value; None: of neither, made wherever it is needed."""
     _made_by: dict[str, NodeProto] = field(default_factory=dict)
-    _new: list[NodeProto] = field(default_factory=list)
     _tiles: dict[str, str] = field(default_factory=dict)
     _copies: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._builder = Builder(self.graph, self.names, "context")
 
     def divide(self) -> None:
         """Compute the context's values once per context, and tile them where candidates read them."""
@@ -57,7 +57,7 @@ class Worlds:
         for node in list(self.graph.node):
             self._emit(node)
         self._relay_outputs()
-        set_nodes(self.graph, self._new)
+        set_nodes(self.graph, self._builder.nodes)
 
     def is_contexts(self, name: str) -> bool:
         """Whether a value has one row per context."""
@@ -139,9 +139,9 @@ class Worlds:
         output = next(filter(None, node.output))
         world = self._world.get(output)
         if world is not None:
-            self._new.append(self._rewired(node, world))
+            self._builder.nodes.append(self._rewired(node, world))
         elif self.rows.state(output) is Other.FREE:
-            self._new.append(self._rewired(node, None))
+            self._builder.nodes.append(self._rewired(node, None))
 
     def _rewired(self, node: NodeProto, world: str | None) -> NodeProto:
         """The node with inputs of that world; None: of the world that has them."""
@@ -171,11 +171,11 @@ class Worlds:
     def _tile(self, name: str) -> str:
         if name not in self._tiles:
             self._tiles[name] = self.names.fresh(f"{name}_tiled")
-            self._add_tile(name, self._tiles[name])
+            self._add_tile(name, self._tiles[name], self._axis(name))
         return self._tiles[name]
 
-    def _add_tile(self, name: str, output: str) -> None:
-        self._new.append(make_node("Gather", [name, self.row_context], output, axis=self._axis(name)))
+    def _add_tile(self, name: str, output: str, axis: int) -> None:
+        self._builder.add("Gather", [name, ROW_CONTEXT], output, axis=axis)
 
     def _axis(self, name: str) -> int:
         state = self.rows.state(name)
@@ -194,55 +194,39 @@ class Worlds:
                 copy = self._rewired(node, world)
                 copy.output[:] = [output and self._copies[output, world] for output in node.output]
                 copy.name = f"hotrow_{copy.output[0]}"
-                self._new.append(copy)
+                self._builder.nodes.append(copy)
         return self._copies[name, world]
 
     def _foreign_shape(self, node: NodeProto, world: str, output: str) -> None:
         """The shape that a value of the other world would have in this one."""
-        whole = self._shape_with(node.input[0], self._axis(node.input[0]), self._num_rows(world), output)
+        whole = self._shape_with(node.input[0], self._axis(node.input[0]), self._num_rows(world))
         limits = {item.name: int(item.i) for item in node.attribute}
         begin, end = limits.get("start", 0), limits.get("end", _FAR)
-        self._new.append(make_node("Slice", [whole, self._constant([begin]), self._constant([end])], output))
+        self._builder.add("Slice", [whole, *map(self._builder.integers, ([begin], [end]))], output)
 
-    def _shape_with(self, source: str, axis: int, num_rows: str, stem: str) -> str:
+    def _shape_with(self, source: str, axis: int, num_rows: str) -> str:
         """The shape of a value, but for the number of rows."""
-        shape, before, after, whole = (
-            self.names.fresh(f"{stem}_{part}") for part in ("shape", "before", "after", "whole")
-        )
-        zero, at, beyond, far = (self._constant([i]) for i in (0, axis, axis + 1, _FAR))
-        self._new += [
-            make_node("Shape", [source], shape),
-            make_node("Slice", [shape, zero, at], before),
-            make_node("Slice", [shape, beyond, far], after),
-            make_node("Concat", [before, num_rows, after], whole, axis=0),
-        ]
-        return whole
+        add, shape = self._builder.add, self._builder.add("Shape", [source])
+        zero, at, beyond, far = (self._builder.integers([i]) for i in (0, axis, axis + 1, _FAR))
+        return add("Concat", [add("Slice", [shape, zero, at]), num_rows, add("Slice", [shape, beyond, far])], axis=0)
 
     def _num_rows(self, world: str) -> str:
         """A list of one number: how many rows a world has."""
-        name = self.names.fresh(f"num_{world}")
         if world == CANDIDATES:
-            self._new.append(make_node("Shape", [self.row_context], name))
-        else:
-            shape = self.names.fresh("context_shape")
-            self._new.append(make_node("Shape", [self.context[0]], shape))
-            self._new.append(make_node("Slice", [shape, self._constant([0]), self._constant([1])], name))
-        return name
-
-    def _constant(self, values: list[int]) -> str:
-        return add_constant(self.graph, self.names, "context_constant", values)
+            return self._builder.add("Shape", [ROW_CONTEXT])
+        shape = self._builder.add("Shape", [self.context[0]])
+        return self._builder.add("Slice", [shape, *map(self._builder.integers, ([0], [1]))])
 
     def _relay_outputs(self) -> None:
         """Give outputs a row for each candidate, under their original names."""
         for value in self.graph.output:
             if self._world.get(value.name) == CONTEXT:
                 self._rename(value.name, inner := self.names.fresh(f"{value.name}_context"))
-                axis = self._axis(value.name)
-                self._new.append(make_node("Gather", [inner, self.row_context], value.name, axis=axis))
+                self._add_tile(inner, value.name, self._axis(value.name))
             elif self._is_neutral(value.name):
                 self._in_world(value.name, CANDIDATES)
 
     def _rename(self, old: str, new: str) -> None:
-        piece = GraphProto(node=self._new)
+        piece = GraphProto(node=self._builder.nodes)
         rename(piece, lambda name: new if name == old else name)
-        self._new = list(piece.node)
+        self._builder.nodes = list(piece.node)
