@@ -3,42 +3,56 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal, TypeAlias
 
-Advance = Callable[[int], None]
+Advance: TypeAlias = Callable[[int], None]
 """To be called with the amount done since the last call."""
+_Unit: TypeAlias = Literal["bytes", "rows", "keys"]
 
 
 def byte_progress(title: str, total_bytes: int | None = None) -> AbstractContextManager[Advance]:
     """A bar; yields the function to call with the bytes done since the last call."""
-    return _shown("bytes_bar", title, total_bytes)
+    return _shown(title, "bytes", total_bytes)
 
 
 def row_progress(title: str, total_rows: int) -> AbstractContextManager[Advance]:
     """A bar; yields the function to call with the rows done since the last call."""
-    return _shown("rows_bar", title, total_rows)
+    return _shown(title, "rows", total_rows)
 
 
 def key_progress(title: str, total_keys: int | None = None) -> AbstractContextManager[Advance]:
     """A bar; yields the function to call with the keys done since the last call."""
-    return _shown("keys_bar", title, total_keys)
+    return _shown(title, "keys", total_keys)
 
 
-def waiting(title: str) -> AbstractContextManager[Any]:
+def waiting(title: str) -> AbstractContextManager[Advance]:
     """An activity indicator, with the elapsed time."""
-    return _shown("activity", title)
+    return _shown(title, None, None)
 
 
-def _shown(kind: str, *arguments: Any) -> AbstractContextManager[Any]:
-    """What progress_bars.py has under this name."""
-    if not sys.stderr.isatty():
-        return nullcontext(_ignore)
-    bar: AbstractContextManager[Any] = getattr(import_module("hotrow.progress_bars"), kind)(*arguments)
-    return bar
+def _shown(title: str, unit: _Unit | None, total: int | None) -> AbstractContextManager[Advance]:
+    return _drawn(title, unit, total) if sys.stderr.isatty() else nullcontext(lambda _: None)
 
 
-def _ignore(amount: int) -> None:
-    """Shows nothing."""
+@contextmanager
+def _drawn(title: str, unit: _Unit | None, total: int | None) -> Iterator[Advance]:
+    from rich import progress as bars
+    from rich.console import Console
+    from rich.text import Text
+
+    class RowsPerSecond(bars.ProgressColumn):
+        def render(self, task: bars.Task) -> Text:
+            return Text(f"{task.speed or 0:,.0f} rows/s")
+
+    columns: dict[_Unit, tuple[bars.ProgressColumn, ...]] = {
+        "bytes": (bars.DownloadColumn(), bars.TransferSpeedColumn()),
+        "rows": (bars.TextColumn("{task.completed:,.0f}/{task.total:,.0f} rows"), RowsPerSecond()),
+        "keys": (bars.TextColumn("{task.completed:,.0f} keys"),),
+    }
+    text, elapsed, console = bars.TextColumn("{task.description}"), bars.TimeElapsedColumn(), Console(stderr=True)
+    shown = (bars.SpinnerColumn(), text) if unit is None else (text, bars.BarColumn(), *columns[unit])
+    with bars.Progress(*shown, elapsed, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda amount: progress.advance(task, amount)
