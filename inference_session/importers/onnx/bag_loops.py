@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, TypeProto
 
+from inference_session.importers.onnx.canonical import CanonicalModel
 from inference_session.importers.onnx.context.shapes import Shapes, sized
 from inference_session.importers.onnx.graph import (
     Builder,
-    Names,
     attribute,
     bodies,
     needed_nodes,
@@ -42,8 +42,9 @@ class _Bags(NamedTuple):
     widths: tuple[int, ...]
 
 
-def bags_instead_of_loops(model: ModelProto, weights: dict[str, Weight], names: Names) -> None:
-    """Change a canonical model."""
+def bags_instead_of_loops(canonical: CanonicalModel) -> None:
+    """Change a model."""
+    model, weights = canonical.model, canonical.weights
     loops = [node for node in model.graph.node if node.op_type == "Loop" and not node.domain and bodies(node)]
     if not loops or not all(_has_symbol(value.type.tensor_type) for value in model.graph.input):
         return
@@ -52,7 +53,7 @@ def bags_instead_of_loops(model: ModelProto, weights: dict[str, Weight], names: 
         for sizes in _PROBES
     ]
     for loop in loops:
-        _Replacement(model, weights, names, probes).try_loop(loop)
+        _Replacement(model, weights, probes, Builder(model.graph, canonical.names, "bags")).try_loop(loop)
 
 
 def _has_symbol(tensor: TypeProto.Tensor) -> bool:
@@ -66,11 +67,8 @@ class _Replacement:
 
     model: ModelProto
     weights: dict[str, Weight]
-    names: Names
     probes: Sequence[Shapes]
-
-    def __post_init__(self) -> None:
-        self._builder = Builder(self.model.graph, self.names, "bags")
+    builder: Builder
 
     def try_loop(self, loop: NodeProto) -> None:
         """Change the graph, unless the Loop does anything other than pool bags of equal size."""
@@ -84,7 +82,7 @@ class _Replacement:
             return
         graph = self.model.graph
         after = next(node for node in graph.node if output in node.output)
-        replace_node(graph, after, self._builder.nodes)
+        replace_node(graph, after, self.builder.nodes)
         set_nodes(graph, needed_nodes(graph.node, [value.name for value in graph.output]))
 
     def _result(self, loop: NodeProto) -> str | None:
@@ -127,25 +125,25 @@ class _Replacement:
             self._maximum(rows, factor, mask, output)
             return
         if mask is not None:
-            number = self._builder.add("Cast", [mask], to=TensorProto.FLOAT)
-            factor = number if factor is None else self._builder.add("Mul", [factor, number])
-        weighted = rows if factor is None else self._builder.add("Mul", [rows, self._behind(factor)])
+            number = self.builder.add("Cast", [mask], to=TensorProto.FLOAT)
+            factor = number if factor is None else self.builder.add("Mul", [factor, number])
+        weighted = rows if factor is None else self.builder.add("Mul", [rows, self._behind(factor)])
         if mask is None or pattern.reduction == "ReduceSum":
             self._reduce(pattern.reduction, weighted, output)
             return
         total, count = self._reduce("ReduceSum", weighted), self._reduce("ReduceSum", number, keepdims=1)
-        self._builder.add("Div", [total, self._builder.add("Max", [count, self._float(1.0)])], output)
+        self.builder.add("Div", [total, self.builder.add("Max", [count, self._float(1.0)])], output)
 
     def _maximum(self, rows: str, factor: str | None, mask: str | None, output: str) -> None:
         """The maximum of each bag; zeros for a bag of padding alone."""
-        weighted = rows if factor is None else self._builder.add("Mul", [rows, self._behind(factor)])
+        weighted = rows if factor is None else self.builder.add("Mul", [rows, self._behind(factor)])
         if mask is None:
             self._reduce("ReduceMax", weighted, output)
             return
-        kept = self._builder.add("Where", [self._behind(mask), weighted, self._float(-np.inf)])
-        number = self._builder.add("Cast", [mask], to=TensorProto.FLOAT)
-        is_any = self._builder.add("Greater", [self._reduce("ReduceMax", number, keepdims=1), self._float(0.0)])
-        self._builder.add("Where", [is_any, self._reduce("ReduceMax", kept), self._float(0.0)], output)
+        kept = self.builder.add("Where", [self._behind(mask), weighted, self._float(-np.inf)])
+        number = self.builder.add("Cast", [mask], to=TensorProto.FLOAT)
+        is_any = self.builder.add("Greater", [self._reduce("ReduceMax", number, keepdims=1), self._float(0.0)])
+        self.builder.add("Where", [is_any, self._reduce("ReduceMax", kept), self._float(0.0)], output)
 
     def _rows(self, pattern: Bag, bags: _Bags) -> tuple[str, str | None]:
         """The rows, [samples, width, columns], and the factors, [samples, width]."""
@@ -154,7 +152,7 @@ class _Replacement:
             raise NotABagError
         self._check_padding(pattern, table)
         factors = None if factor is None else self._matrix(factor, bags)
-        return self._builder.add("Gather", [table, self._matrix(keys, bags)], axis=0), factors
+        return self.builder.add("Gather", [table, self._matrix(keys, bags)], axis=0), factors
 
     def _check_padding(self, pattern: Bag, table: str) -> None:
         """A row that is left out is multiplied by zero, which is correct only if it is finite."""
@@ -197,10 +195,10 @@ class _Replacement:
             raise NotABagError
         dtype = np.int32 if self.probes[0].elem_type(keys) == TensorProto.INT32 else np.int64
         found = [
-            self._builder.add("Equal", [keys, self._builder.constant(np.array(key, dtype))])
+            self.builder.add("Equal", [keys, self.builder.constant(np.array(key, dtype))])
             for key in (pattern.padding.key, pattern.padding.key - pattern.padding.num_rows)
         ]
-        return self._builder.add("Not", [self._builder.add("Or", found)])
+        return self.builder.add("Not", [self.builder.add("Or", found)])
 
     def _matrix(self, name: str, bags: _Bags) -> str:
         """The value [samples, width] that a flat one has been made of."""
@@ -214,21 +212,21 @@ class _Replacement:
             name = node.input[0]
         if self.probes[0].elem_type(name) == elem_type:
             return name
-        return self._builder.add("Cast", [name], to=elem_type)
+        return self.builder.add("Cast", [name], to=elem_type)
 
     # Nodes
 
     def _reduce(self, op_type: str, value: str, output: str | None = None, keepdims: int = 0) -> str:
         """Along the rows of a bag."""
         if opset_of(self.model) < _AXES_INPUT_OPSETS[op_type]:
-            return self._builder.add(op_type, [value], output, axes=[1], keepdims=keepdims)
-        return self._builder.add(op_type, [value, self._builder.integers([1])], output, keepdims=keepdims)
+            return self.builder.add(op_type, [value], output, axes=[1], keepdims=keepdims)
+        return self.builder.add(op_type, [value, self.builder.integers([1])], output, keepdims=keepdims)
 
     def _behind(self, value: str) -> str:
         """The value with a last dimension of one."""
         if opset_of(self.model) < _AXES_INPUT_OPSETS["ReduceSum"]:
-            return self._builder.add("Unsqueeze", [value], axes=[2])
-        return self._builder.add("Unsqueeze", [value, self._builder.integers([-1])])
+            return self.builder.add("Unsqueeze", [value], axes=[2])
+        return self.builder.add("Unsqueeze", [value, self.builder.integers([-1])])
 
     def _float(self, number: float) -> str:
-        return self._builder.constant(np.array(number, np.float32))
+        return self.builder.constant(np.array(number, np.float32))

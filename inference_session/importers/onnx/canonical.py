@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, inliner, numpy_helper
 
+from inference_session.importers.onnx.evaluation import fixed_value
 from inference_session.importers.onnx.graph import (
     Names,
     all_graphs,
@@ -21,15 +23,16 @@ from inference_session.importers.onnx.graph import (
     axes_of,
     bodies,
     constants,
+    integers,
     make_node,
     position,
     producers,
     rename_inner,
+    replace_node,
     replace_reads,
     set_nodes,
     sort_nodes,
 )
-from inference_session.importers.onnx.row_slices import gather_instead_of_slice
 from inference_session.importers.onnx.weights import Weight, weight_of
 from inference_session.importers.onnx.wire import Blob
 
@@ -39,8 +42,26 @@ _UNUSUAL, _STEP = 3.1416e-3, 1e-5
 """A value that hardly occurs in models, and the distance of another."""
 
 
-def to_canonical(path: Path, model: ModelProto, blobs: dict[int, Blob]) -> tuple[ModelProto, dict[str, Weight], Names]:
-    """The model in canonical form, and its large initializers separately, by name.
+@dataclass(frozen=True)
+class CanonicalModel:
+    """A model in canonical form."""
+
+    model: ModelProto
+    """Without its large initializers."""
+    weights: dict[str, Weight]
+    """These, by name."""
+    names: Names
+    """Gives out names that neither uses."""
+
+    def copied(self) -> ModelProto:
+        """The model, to be changed."""
+        copy = ModelProto()
+        copy.CopyFrom(self.model)
+        return copy
+
+
+def to_canonical(path: Path, model: ModelProto, blobs: dict[int, Blob]) -> CanonicalModel:
+    """Bring a model file, as it was read, into canonical form.
 
     Raises:
         ModelFormatError: external data are missing, too short or outside the model's folder.
@@ -68,8 +89,8 @@ def to_canonical(path: Path, model: ModelProto, blobs: dict[int, Blob]) -> tuple
     _capture_invariants(graph)
     _name_axis_zero(graph, weights)
     _gather_instead_of_gather_nd(graph, weights)
-    gather_instead_of_slice(model, weights)
-    return model, weights, names
+    _gather_instead_of_slice(model, weights)
+    return CanonicalModel(model, weights, names)
 
 
 def _split_weights(path: Path, graph: GraphProto, blobs: dict[int, Blob]) -> dict[str, Weight]:
@@ -213,3 +234,38 @@ def _gather_instead_of_gather_nd(graph: GraphProto, weights: dict[str, Weight]) 
                 continue
             del node.attribute[:]
             node.op_type, node.input[1] = "Gather", keys.input[0]
+
+
+def _gather_instead_of_slice(model: ModelProto, weights: dict[str, Weight]) -> None:
+    """Write each Slice of exactly one whole row of a weight as Gather, which differs only for keys out of range.
+
+    jax2onnx writes `table[key]` in a scan as a Slice from the key to the key + 1.
+    """
+    for scope in all_graphs(model.graph):
+        for node in list(scope.node):
+            if node.op_type != "Slice" or node.input[0] not in weights or len(node.input) != 4:
+                continue
+            key = _row_key(model, scope, node, weights[node.input[0]].dims)
+            if key is not None:
+                replace_node(scope, node, [make_node("Gather", [node.input[0], key], node.output[0], axis=0)])
+
+
+def _row_key(model: ModelProto, scope: GraphProto, node: NodeProto, dims: tuple[int, ...]) -> str | None:
+    """The value, of one element, that names the row; None where the Slice does not take one whole row."""
+    _, starts, ends, axes_name = node.input
+    known = constants(model.graph)
+    axes = integers(known.get(axes_name))
+    made_by = producers(scope)
+    end, start = made_by.get(ends), made_by.get(starts)
+    if axes is None or end is None or end.op_type != "Add" or starts not in end.input:
+        return None
+    sizes = integers(known.get(next((name for name in end.input if name != starts), "")))
+    if axes != list(range(len(axes))) or sizes is None or sizes != [1, *dims[1 : len(axes)]]:
+        return None
+    if len(axes) == 1:
+        return str(starts)
+    if start is None or start.op_type != "Concat" or attribute(start, "axis", 0) != 0 or len(start.input) != len(axes):
+        return None
+    others = start.input[1:]
+    begins = [fixed_value(model, scope, name) for name in others]
+    return str(start.input[0]) if all(begin is not None and not begin.any() for begin in begins) else None

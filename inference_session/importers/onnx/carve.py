@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 
 from inference_session.importers.onnx.bags import pool_bags
+from inference_session.importers.onnx.canonical import CanonicalModel
 from inference_session.importers.onnx.columns import read_columns
 from inference_session.importers.onnx.empty_lists import correct_empty_sums
-from inference_session.importers.onnx.graph import Names, needed_nodes, reads, sink_constants
+from inference_session.importers.onnx.graph import needed_nodes, reads, sink_constants
 from inference_session.importers.onnx.hoisting import Hoister
 from inference_session.importers.onnx.joining import join_lookups, vectors_per_sample
 from inference_session.importers.onnx.lookups import Lookup, Surgery, skip_same_casts, take_lookups
@@ -45,58 +46,41 @@ class CarvedModel:
     """Why initializers that are read by rows did not become tables, by name."""
 
 
-def carve(model: ModelProto, weights: dict[str, Weight], names: Names, min_rows: int, *, merge: bool) -> CarvedModel:
-    """Take a canonical model apart; the model itself is not changed.
+def carve(whole: CanonicalModel, min_rows: int, *, merge: bool) -> CarvedModel:
+    """Take a model apart; the model itself is not changed.
 
     Args:
         merge: also make changes that rely on inferred shapes, where they are exactly equivalent: move pooling into
             look-ups, let neighbours share a matrix, correct ONNX Runtime's results for empty lists.
     """
-    return _carve_found(model, weights, names, find_tables(model.graph, weights, min_rows), merge=merge)
+    return _carve_found(whole, find_tables(whole.model.graph, whole.weights, min_rows), merge=merge)
+
+
+def keep_whole(whole: CanonicalModel, min_rows: int) -> CarvedModel:
+    """The same for a model whose tables all stay in the dense network."""
+    search = find_tables(whole.model.graph, whole.weights, min_rows)
+    dense = {**search.dense, **dict.fromkeys(search.tables, "cannot be taken out without changing the answers")}
+    return carve_tables(whole, [], dense, merge=False)
+
+
+def _carve_found(whole: CanonicalModel, search: TableSearch, *, merge: bool) -> CarvedModel:
+    while True:
+        try:
+            return carve_tables(whole, search.tables, search.dense, merge=merge)
+        except StaysDenseError as error:  # noqa: PERF203  each time there is one table less
+            search.tables.remove(error.table)
+            search.dense[error.table] = error.reason
 
 
 def carve_tables(
-    model: ModelProto, weights: dict[str, Weight], names: Names, tables: Sequence[str], *, merge: bool
+    whole: CanonicalModel, table_names: list[str], stays_dense: Mapping[str, str], *, merge: bool
 ) -> CarvedModel:
     """The same, with these tables and no others.
 
     Raises:
         StaysDenseError: one of them cannot be taken out.
     """
-    copy = ModelProto()
-    copy.CopyFrom(model)
-    return _carve(copy, weights, names, list(tables), {}, merge=merge)
-
-
-def keep_whole(model: ModelProto, weights: dict[str, Weight], names: Names, min_rows: int) -> CarvedModel:
-    """The same for a model whose tables all stay in the dense network."""
-    search = find_tables(model.graph, weights, min_rows)
-    dense = {**search.dense, **dict.fromkeys(search.tables, "cannot be taken out without changing the answers")}
-    return _carve_found(model, weights, names, TableSearch([], dense), merge=False)
-
-
-def _carve_found(
-    model: ModelProto, weights: dict[str, Weight], names: Names, search: TableSearch, *, merge: bool
-) -> CarvedModel:
-    while True:
-        copy = ModelProto()
-        copy.CopyFrom(model)
-        try:
-            return _carve(copy, weights, names, search.tables, search.dense, merge=merge)
-        except StaysDenseError as error:
-            search.tables.remove(error.table)
-            search.dense[error.table] = error.reason
-
-
-def _carve(
-    model: ModelProto,
-    weights: dict[str, Weight],
-    names: Names,
-    table_names: list[str],
-    stays_dense: dict[str, str],
-    *,
-    merge: bool,
-) -> CarvedModel:
+    model, weights, names = whole.copied(), whole.weights, whole.names
     tables = {name: weights[name] for name in table_names}
     read_directly(model.graph, weights, table_names, names)
     surgery = Surgery(model, tables, names, Types(model, weights))

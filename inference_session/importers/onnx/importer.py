@@ -17,11 +17,11 @@ from onnx import ModelProto, TensorProto, ValueInfoProto, inliner
 
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError
 from inference_session.importers.onnx.bag_loops import bags_instead_of_loops
-from inference_session.importers.onnx.canonical import to_canonical
+from inference_session.importers.onnx.canonical import CanonicalModel, to_canonical
 from inference_session.importers.onnx.carve import CarvedModel, carve, keep_whole
 from inference_session.importers.onnx.empty_lists import guard_empty_lists, may_meet_empty_lists
 from inference_session.importers.onnx.evaluation import open_network, save_network
-from inference_session.importers.onnx.graph import Names, all_nodes, attribute
+from inference_session.importers.onnx.graph import all_nodes, attribute
 from inference_session.importers.onnx.independence import samples_are_independent
 from inference_session.importers.onnx.probe import PRIME_SIZES, Arrays, Findings, Prober, close
 from inference_session.importers.onnx.ranking import RankingImport
@@ -188,25 +188,25 @@ class _Import:
 
     def run(self) -> ImportReport:
         """Fill the staging folder."""
-        model, weights, names = to_canonical(self.source.path, *read_skeleton(self.source.path))
-        self._check_places(weights)
-        bags_instead_of_loops(model, weights, names)
-        carved = carve(model, weights, names, self.min_rows, merge=True)
+        whole = to_canonical(self.source.path, *read_skeleton(self.source.path))
+        self._check_places(whole.weights)
+        bags_instead_of_loops(whole)
+        carved = carve(whole, self.min_rows, merge=True)
         folders = table_folders(carved, self.places)
         self._write_tables(carved, folders)
         findings, original = self._probe(carved, folders)
         if not self._is_faithful(carved, findings, original):
-            carved = self._more_careful(model, weights, names, findings, original)
+            carved = self._more_careful(whole, findings, original)
         if self.context:
             original = replace(original, network=open_network(self.staging / _ORIGINAL_FILE, optimised=True))
             if not self._rounds_alike(carved, findings, original):
-                carved = self._more_careful(model, weights, names, findings, original)
+                carved = self._more_careful(whole, findings, original)
         findings = self._joinable_if_proved(carved, findings)
         report = self._report(carved, findings)
         if self.context:
             folders = table_folders(carved, self.places)
             write = partial(self._write_ranking, findings)
-            ranking = RankingImport(model, weights, names, folders, self.staging, original, findings, write)
+            ranking = RankingImport(whole, folders, self.staging, original, findings, write)
             report = replace(report, spec=ranking.run(report.spec, self.context))
         for leftover in self.staging.glob(f"{_ORIGINAL_FILE}*"):
             leftover.unlink()
@@ -245,14 +245,12 @@ class _Import:
         trials = RankingTrials(original, Replay(self.staging, spec, as_served=True), spec, findings.recipe)
         return trials.largest_input(TOLERANCE / 2) == math.inf  # strict, for the careful way costs little
 
-    def _more_careful(
-        self, model: ModelProto, weights: dict[str, Weight], names: Names, findings: Findings, original: Prober
-    ) -> CarvedModel:
+    def _more_careful(self, whole: CanonicalModel, findings: Findings, original: Prober) -> CarvedModel:
         """The same without changes that rely on inferred shapes, and so on declared ones; if necessary, all dense."""
-        carved = carve(model, weights, names, self.min_rows, merge=False)
+        carved = carve(whole, self.min_rows, merge=False)
         if self._is_faithful(carved, findings, original):
             return carved
-        carved = keep_whole(model, weights, names, self.min_rows)
+        carved = keep_whole(whole, self.min_rows)
         if not self._is_faithful(carved, findings, original):
             raise UnsupportedModelError(f"{self.source.path}: the imported model answers differently")
         shutil.rmtree(self.staging / TABLES_FOLDER)

@@ -62,14 +62,8 @@ def samples_are_independent(
     kinds.update({name: found[0] if len(set(map(repr, found))) == 1 else None for name, found in vectors.items()})
     observed = _observe(carved.dense, carved.dense_weights, fed, path)
     followed = SampleAxis(carved.dense.graph, observed, kinds)
-    is_proved = all(_is_batch(followed.kinds.get(tensor.name), tensor.name, observed) for tensor in spec.outputs)
+    is_proved = all(followed.is_batch(tensor.name) for tensor in spec.outputs)
     return Independence(is_proved, _described(culprit or followed.culprit))
-
-
-def _is_batch(kind: Kind, name: str, observed: Observations) -> bool:
-    """Whether a value has a row for each sample."""
-    axis = observed.axis(kind, name) if isinstance(kind, PerSample) else None
-    return axis is not None and axis.axis == 0 and axis.is_whole
 
 
 def _looked_up(lookup: LookupSpec, kinds: Mapping[str, Kind], seen: Observations) -> Kind:

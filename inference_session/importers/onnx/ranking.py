@@ -9,19 +9,16 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from onnx import ModelProto
-
 from inference_session.errors import UnsupportedModelError
+from inference_session.importers.onnx.canonical import CanonicalModel
 from inference_session.importers.onnx.carve import CarvedModel, carve_tables
 from inference_session.importers.onnx.context import ContextSplit, Cut, may_jump, split_context
-from inference_session.importers.onnx.graph import Names
 from inference_session.importers.onnx.probe import Findings, Prober, Recipe
 from inference_session.importers.onnx.ranking_times import NUM_CANDIDATES, Times, measure
 from inference_session.importers.onnx.ranking_trials import TOLERANCE, RankingTrials
 from inference_session.importers.onnx.replay import Replay
 from inference_session.importers.onnx.spec import lookup_spec
 from inference_session.importers.onnx.tables import StaysDenseError
-from inference_session.importers.onnx.weights import Weight
 from inference_session.model_spec import CANDIDATES, RANKING_FILE, RANKING_KEYS_FILE, ModelSpec, RankingSpec, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -32,14 +29,11 @@ class RankingImport:
     """Divides one model.
 
     Args:
-        model: in canonical form, whole.
         folders: of the tables, by the names of their initializers.
         write: writes the two networks into the staging folder.
     """
 
-    model: ModelProto
-    weights: dict[str, Weight]
-    names: Names
+    whole: CanonicalModel
     folders: dict[str, str]
     staging: Path
     original: Prober
@@ -67,13 +61,13 @@ class RankingImport:
                 "--context: the original could not be run on generated inputs, so the result cannot be verified"
             )
         slower: dict[Cut, Times] = {}
-        cuts = [Cut.NONE] if may_jump(self.model.graph, context) else list(Cut)
+        cuts = [Cut.NONE] if may_jump(self.whole.model.graph, context) else list(Cut)
         for cut, merge in product(cuts, (True, False)):
             if cut in slower:
                 continue
-            split = split_context(self.model, self.weights, self.names, context, cut)
+            split = split_context(self.whole, context, cut)
             try:
-                carved = carve_tables(split.model, split.weights, self.names, list(self.folders), merge=merge)
+                carved = carve_tables(split.whole, list(self.folders), {}, merge=merge)
             except StaysDenseError as error:
                 logger.debug("%s: table %s %s", cut.value, error.table, error.reason)
                 continue

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from onnx import GraphProto, NodeProto
 
 from inference_session.importers.onnx.graph import bodies, is_random, reads
-from inference_session.importers.onnx.sample_kinds import CONSTANT, Free, Kind, Observations
+from inference_session.importers.onnx.sample_kinds import CONSTANT, Axis, Free, Kind, Observations, PerSample
 from inference_session.importers.onnx.sample_rules import rule_of
 from inference_session.importers.onnx.sample_step import Step
 
@@ -29,6 +29,21 @@ class SampleAxis:
         """The first node that may look along the samples."""
         for node in graph.node:
             self._follow(node)
+
+    def kind(self, name: str) -> Kind:
+        """The kind of a value; None also where its samples cannot be found."""
+        kind = self.kinds.get(name, CONSTANT)
+        return None if isinstance(kind, PerSample) and self.axis(name) is None else kind
+
+    def axis(self, name: str) -> Axis | None:
+        """Where the samples of a value are; None where it holds none, or they cannot be found."""
+        kind = self.kinds.get(name, CONSTANT)
+        return self._observed.axis(kind, name) if isinstance(kind, PerSample) else None
+
+    def is_batch(self, name: str) -> bool:
+        """Whether a value has a row for each sample."""
+        found = self.axis(name)
+        return found is not None and found.axis == 0 and found.is_whole
 
     def _follow(self, node: NodeProto) -> None:
         step = Step(node, self._observed, [self.kinds.get(name, CONSTANT) for name in node.input])

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from inference_session.importers.onnx.context.rows import Other, RowAnalysis, Rows
+from inference_session.importers.onnx.context.split import infer_samples
 from inference_session.importers.onnx.evaluation import open_network
 from inference_session.importers.onnx.sample_axis import SampleAxis
 from inference_session.importers.onnx.sample_kinds import Free, Observations, PerSample
@@ -210,24 +210,23 @@ def _claims_of_runs(model: ModelProto, runs: Runs) -> Mapping[str, Any]:
     """Of each value: (axis, outer, inner), "free", "sizes", or None."""
     values = tuple(runs(_feeds(size, size)) for size in PRIMES)
     observed = Observations.of_runs(PRIMES, values, {})
-    kinds = SampleAxis(model.graph, observed, {"x": PerSample(1), "ids": PerSample(1)}).kinds
-    claims: dict[str, Any] = {}
-    for name, kind in kinds.items():
-        if isinstance(kind, Free):
-            claims[name] = "free" if kind.is_constant else "sizes"
-        elif kind is not None and (at := observed.axis(kind, name)) is not None:
-            claims[name] = (at.axis, at.outer, at.inner)
-    return claims
+    return _claims(SampleAxis(model.graph, observed, {"x": PerSample(1), "ids": PerSample(1)}))
 
 
 def _claims_of_inference(model: ModelProto, _runs: Runs) -> Mapping[str, Any]:
-    analysis, claims = RowAnalysis(model, {}), dict[str, Any]()
-    for node in model.graph.node:
-        state = analysis.state(node.output[0])
-        if isinstance(state, Rows) and state.plain:
-            claims[node.output[0]] = (state.axis, 1, 1)
-        elif state in (Other.FREE, Other.SIZES):
-            claims[node.output[0]] = "free" if state is Other.FREE else "sizes"
+    """The same, of the values that nodes make."""
+    claims = _claims(infer_samples(model, {}))
+    return {node.output[0]: claims[node.output[0]] for node in model.graph.node if node.output[0] in claims}
+
+
+def _claims(samples: SampleAxis) -> Mapping[str, Any]:
+    claims: dict[str, Any] = {}
+    for name in samples.kinds:
+        kind = samples.kind(name)
+        if isinstance(kind, Free):
+            claims[name] = "free" if kind.is_constant else "sizes"
+        elif (at := samples.axis(name)) is not None:
+            claims[name] = (at.axis, at.outer, at.inner)
     return claims
 
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from onnx import GraphProto, ModelProto, NodeProto, helper
 
-from inference_session.importers.onnx.context.rows import Other, RowAnalysis
 from inference_session.importers.onnx.context.shapes import Shape, Shapes, sized
 from inference_session.importers.onnx.context.work import Work
 from inference_session.importers.onnx.graph import attribute, reads, text_attribute
+from inference_session.importers.onnx.sample_axis import SampleAxis
 from inference_session.importers.onnx.tables import is_row_read
 from inference_session.importers.onnx.weights import Weight
 from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT
@@ -115,11 +115,11 @@ def _is_bias(node: NodeProto, name: str) -> bool:
     return node.op_type == "Gemm" and name == node.input[2]
 
 
-def unproven_readers(graph: GraphProto, rows: RowAnalysis) -> list[str]:
+def unproven_readers(graph: GraphProto, samples: SampleAxis) -> list[str]:
     """The first operators for which samples are not proved to be independent of each other."""
     found = []
     for node in graph.node:
-        is_first = not any(rows.state(name) is Other.UNKNOWN for name in reads(node))
-        if is_first and any(rows.state(name) is Other.UNKNOWN for name in node.output if name):
+        is_first = not any(samples.kind(name) is None for name in reads(node))
+        if is_first and any(samples.kind(name) is None for name in node.output if name):
             found.append(f"{node.op_type} {node.output[0]!r} may mix samples")
     return found

@@ -9,16 +9,21 @@ from enum import Enum
 from onnx import GraphProto, ModelProto, TensorProto, helper
 
 from inference_session.errors import ConfigurationError, UnsupportedModelError
+from inference_session.importers.onnx.canonical import CanonicalModel
 from inference_session.importers.onnx.context.costs import Costs, saved_costs, tiled_readers, unproven_readers
 from inference_session.importers.onnx.context.rewrites import rewrite
-from inference_session.importers.onnx.context.rows import RowAnalysis, Rows
+from inference_session.importers.onnx.context.shapes import Shapes, sized
 from inference_session.importers.onnx.context.single_rows import compute_two_rows
 from inference_session.importers.onnx.context.work import Work
 from inference_session.importers.onnx.context.worlds import CONTEXT, Worlds
-from inference_session.importers.onnx.graph import Names
+from inference_session.importers.onnx.sample_axis import SampleAxis
+from inference_session.importers.onnx.sample_kinds import Observations, PerSample
 from inference_session.importers.onnx.types import value_type
 from inference_session.importers.onnx.weights import Weight
 from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT
+
+_NUM_SAMPLES, _OPEN_SIZE = (101, 103), 13
+"""Both prime, and what an open size is taken to be."""
 
 
 class Cut(Enum):
@@ -33,8 +38,8 @@ class Cut(Enum):
 class ContextSplit:
     """The result of dividing a model."""
 
-    model: ModelProto
-    weights: dict[str, Weight]
+    whole: CanonicalModel
+    """All tables in it, as before."""
     proven: bool
     """Whether no answer can depend on the other samples of its batch."""
     costs: Costs
@@ -42,10 +47,8 @@ class ContextSplit:
     """What the network does with the context for every candidate."""
 
 
-def split_context(
-    model: ModelProto, weights: Mapping[str, Weight], names: Names, context: Sequence[str], cut: Cut = Cut.ALL
-) -> ContextSplit:
-    """Divide a canonical model, which is not changed.
+def split_context(whole: CanonicalModel, context: Sequence[str], cut: Cut) -> ContextSplit:
+    """Divide a model, which is not changed.
 
     Args:
         context: the inputs that are given once per context.
@@ -54,12 +57,11 @@ def split_context(
         ConfigurationError: a context input is unknown, or no input is left for the candidates.
         UnsupportedModelError: an input's first dimension does not count samples.
     """
+    model, weights, names, copy = whole.model, whole.weights, whole.names, whole.copied()
     _check(model.graph, context)
-    copy = ModelProto()
-    copy.CopyFrom(model)
-    rows = RowAnalysis(copy, weights)
-    proven = all(_counts_samples(rows, value.name) for value in copy.graph.output)
-    worlds = Worlds(copy.graph, rows, names, context)
+    samples = infer_samples(copy, weights)
+    proven = all(samples.is_batch(value.name) for value in copy.graph.output)
+    worlds = Worlds(copy.graph, samples, names, context)
     worlds.divide()
     _declare(copy.graph, context, worlds)
     work = Work(copy, dict(weights), names, tuple(context))
@@ -68,8 +70,19 @@ def split_context(
     else:
         rewrite(work, sums=cut is Cut.ALL)
     work.drop_unused()
-    tiled = (*unproven_readers(model.graph, rows), *tiled_readers(work))
-    return ContextSplit(copy, work.weights, proven, saved_costs(model, weights, work), tiled)
+    tiled = (*unproven_readers(model.graph, samples), *tiled_readers(work))
+    return ContextSplit(CanonicalModel(copy, work.weights, names), proven, saved_costs(model, weights, work), tiled)
+
+
+def infer_samples(model: ModelProto, weights: Mapping[str, Weight]) -> SampleAxis:
+    """Where the samples of all values of a canonical model are, from sizes inferred for two numbers of samples."""
+    runs = []
+    for size in _NUM_SAMPLES:
+        shapes = {value.name: sized(model.graph, value.name, size, _OPEN_SIZE) for value in model.graph.input}
+        runs.append(Shapes(model, weights, shapes))
+    dims = tuple({name: found for name in run.types if (found := run.dims(name)) is not None} for run in runs)
+    observed = Observations(_NUM_SAMPLES, dims, tuple(run.known for run in runs))
+    return SampleAxis(model.graph, observed, {value.name: PerSample(1) for value in model.graph.input})
 
 
 def _check(graph: GraphProto, context: Sequence[str]) -> None:
@@ -91,11 +104,6 @@ def _check(graph: GraphProto, context: Sequence[str]) -> None:
                 f"--context: the first dimension of input {value.name!r} does not count samples: its shape is "
                 f"{list(dims or ())}"
             )
-
-
-def _counts_samples(rows: RowAnalysis, name: str) -> bool:
-    state = rows.state(name)
-    return isinstance(state, Rows) and state.plain and state.axis == 0
 
 
 def _declare(graph: GraphProto, context: Sequence[str], worlds: Worlds) -> None:

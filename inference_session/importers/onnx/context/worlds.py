@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from onnx import GraphProto, NodeProto
 
-from inference_session.importers.onnx.context.rows import Other, RowAnalysis, Rows
 from inference_session.importers.onnx.graph import (
     Builder,
     Names,
@@ -21,6 +20,8 @@ from inference_session.importers.onnx.graph import (
     rename,
     set_nodes,
 )
+from inference_session.importers.onnx.sample_axis import SampleAxis
+from inference_session.importers.onnx.sample_step import is_constant
 from inference_session.model_spec import ROW_CONTEXT
 
 CONTEXT, CANDIDATES = "context", "candidates"
@@ -36,7 +37,7 @@ class Worlds:
     """
 
     graph: GraphProto
-    rows: RowAnalysis
+    samples: SampleAxis
     names: Names
     context: Sequence[str]
     _content: dict[str, frozenset[str]] = field(default_factory=dict)
@@ -92,8 +93,7 @@ class Worlds:
 
     def _world_of(self, node: NodeProto, demoted: set[str]) -> str | None:
         outputs = [name for name in node.output if name]
-        states = [self.rows.state(name) for name in outputs]
-        if Other.UNKNOWN in states or demoted.intersection(outputs):
+        if any(self.samples.kind(name) is None for name in outputs) or demoted.intersection(outputs):
             return CANDIDATES
         content = self._content[outputs[0]]
         if not content:
@@ -104,7 +104,7 @@ class Worlds:
 
     def _is_available(self, name: str) -> bool:
         """Whether a value can be computed once per context."""
-        if self._world.get(name) is not None or self.rows.state(name) is Other.FREE:
+        if self._world.get(name) is not None or self._is_constant(name):
             return self._world.get(name) != CANDIDATES
         node = self._made_by[name]
         if node.op_type in ("Shape", "Size"):
@@ -113,8 +113,11 @@ class Worlds:
         return all(self._is_available(source) for source in node.input if source)
 
     def _can_be_tiled(self, name: str) -> bool:
-        state = self.rows.state(name)
-        return isinstance(state, Rows) and state.plain
+        found = self.samples.axis(name)
+        return found is not None and found.is_whole
+
+    def _is_constant(self, name: str) -> bool:
+        return is_constant(self.samples.kind(name))
 
     def _met(self) -> set[str]:
         """The context's values that candidates, or outputs, read."""
@@ -131,7 +134,7 @@ class Worlds:
         return {name for name in found if self._world.get(name) == CONTEXT}
 
     def _is_neutral(self, name: str) -> bool:
-        return name in self._made_by and self._world.get(name) is None and self.rows.state(name) is not Other.FREE
+        return name in self._made_by and self._world.get(name) is None and not self._is_constant(name)
 
     # The new graph
 
@@ -140,7 +143,7 @@ class Worlds:
         world = self._world.get(output)
         if world is not None:
             self._builder.nodes.append(self._rewired(node, world))
-        elif self.rows.state(output) is Other.FREE:
+        elif self._is_constant(output):
             self._builder.nodes.append(self._rewired(node, None))
 
     def _rewired(self, node: NodeProto, world: str | None) -> NodeProto:
@@ -178,8 +181,8 @@ class Worlds:
         self._builder.add("Gather", [name, ROW_CONTEXT], output, axis=axis)
 
     def _axis(self, name: str) -> int:
-        state = self.rows.state(name)
-        return state.axis if isinstance(state, Rows) else 0
+        found = self.samples.axis(name)
+        return 0 if found is None else found.axis
 
     def _neutral(self, name: str, world: str) -> str:
         """A value that depends on sizes, or is filled by them, made for the number of rows of that world."""
