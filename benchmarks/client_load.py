@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import tritonclient.grpc
 import tritonclient.http
-from tritonclient.utils import np_to_triton_dtype
+from serving import tensors
 
 Protocol = Literal["grpc", "http"]
 _CLIENTS: dict[str, Any] = {"grpc": tritonclient.grpc, "http": tritonclient.http}
@@ -64,24 +64,18 @@ def ask(module: Any, url: str, model: str, file: str, seconds: float) -> None:
     """One client: says that it is ready, waits to be told to begin, prints microseconds per answered request."""
     with np.load(file) as arrays, module.InferenceServerClient(url) as client:
         requests = [dict(zip(arrays, values, strict=True)) for values in zip(*arrays.values(), strict=True)]
-        tensors = [[_tensor(module, name, array) for name, array in request.items()] for request in requests]
-        for each in tensors:
+        sent = [tensors(module, request) for request in requests]
+        for each in sent:
             client.infer(model, each)
         print("ready", flush=True)
         sys.stdin.readline()
         times: list[float] = []
         begin = now = time.perf_counter()
         while now - begin < seconds:
-            client.infer(model, tensors[len(times) % len(tensors)])
+            client.infer(model, sent[len(times) % len(sent)])
             before, now = now, time.perf_counter()
             times.append(1e6 * (now - before))
     print(json.dumps(times))
-
-
-def _tensor(module: Any, name: str, array: Any) -> Any:
-    tensor = module.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
-    tensor.set_data_from_numpy(array)
-    return tensor
 
 
 if __name__ == "__main__":

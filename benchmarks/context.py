@@ -37,7 +37,6 @@ from numpy.typing import NDArray
 from inference_session import InferenceSession, Request
 from inference_session.importers.onnx import import_onnx
 from inference_session.model_spec import CANDIDATES
-from triton_backend.launcher.server import ServerOptions, TritonServer
 from triton_backend.repository.config_writer import write_model_config
 
 Arrays = dict[str, NDArray[Any]]
@@ -199,32 +198,20 @@ def _compare_answers(case: Case) -> None:
 
 def _through_triton(case: Case, repository: Path, rounds: int) -> float:
     import tritonclient.grpc as triton
+    from serving import serve, tensors
 
     names = tuple(f"{case.kind}_{way}" for way in ("tiled", "context"))
-    options = ServerOptions(repository, names, http_port=0, grpc_port=0, metrics_port=0)
-    with TritonServer.start(options) as server, triton.InferenceServerClient(server.endpoints["gRPC"]) as client:
+    with serve(repository, *names) as server, triton.InferenceServerClient(server.endpoints["gRPC"]) as client:
         request = case.ranking.request(1, 500)
         tiled = case.ranking.tiled(request, np.array([500]))
         ways = {
-            way: partial(client.infer, f"{case.kind}_{way}", _tensors(arrays))
+            way: partial(client.infer, f"{case.kind}_{way}", tensors(triton, arrays))
             for way, arrays in (("tiled", tiled), ("context", request))
         }
         found = _medians(ways, 5 * rounds)
     ratio = found["context"] / found["tiled"]
     print(f"  C2  p50 {_in_ms(found)}  {ratio:.2f} of the tiled request's")
     return ratio
-
-
-def _tensors(arrays: Arrays) -> list[Any]:
-    import tritonclient.grpc as triton
-
-    types = {"int64": "INT64", "float32": "FP32"}
-    tensors = []
-    for name, array in arrays.items():
-        tensor = triton.InferInput(name, array.shape, types[array.dtype.name])
-        tensor.set_data_from_numpy(array)
-        tensors.append(tensor)
-    return tensors
 
 
 if __name__ == "__main__":

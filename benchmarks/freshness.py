@@ -32,6 +32,7 @@ import numpy as np
 import onnxruntime
 import tritonclient.grpc
 from numpy.typing import NDArray
+from serving import add_settings, serve
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from demo.client import MODEL, Client
@@ -42,7 +43,6 @@ from inference_session.update_stream import Publisher
 from inference_session.update_stream.table_changes import open_tables
 from inference_session.version_directory.session_file import read_spec
 from tests.testing.broker import Broker
-from triton_backend.launcher.server import ServerOptions, TritonServer
 
 REPOSITORY = Path(__file__).resolve().parent.parent / "model_repository"
 TRAINED = {"users_weight": ("user_id", 0.02), "movies_weight": ("movie_id", 0.005)}
@@ -180,11 +180,8 @@ def main() -> None:
         events = events._replace(inputs=take(events.inputs, rows), labels=events.labels[rows])
         print(f"{len(events.labels)} {events.text}, updated every {options.every}")
         url = options.to or stack.enter_context(Broker()).url
-        with (repository / events.model / "config.pbtxt").open("a") as config:
-            config.write(f'parameters {{ key: "update_stream" value {{ string_value: "{url}" }} }}\n')
-        server = stack.enter_context(
-            TritonServer.start(ServerOptions(repository, http_port=0, grpc_port=0, metrics_port=0))
-        )
+        add_settings(repository / events.model / "config.pbtxt", {"update_stream": url})
+        server = stack.enter_context(serve(repository))
         client = Client(tritonclient.grpc, server.endpoints["gRPC"], events.model)
         stack.callback(client.close)
         without = client.predict(events.inputs)

@@ -18,10 +18,11 @@ from typing import Any, Literal
 import numpy as np
 import tritonclient.grpc
 import tritonclient.http
+from serving import serve, tensors
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.testing.triton_models import write_ctr
-from triton_backend.launcher.server import ServerOptions, TritonServer
+from triton_backend.launcher.server import TritonServer
 
 NUM_ROUNDS = 7
 NUM_REQUESTS = 1000
@@ -32,8 +33,7 @@ def main() -> None:
     """Measure and print."""
     with tempfile.TemporaryDirectory() as folder:
         write_ctr(Path(folder) / "ctr" / "1")
-        options = ServerOptions(Path(folder), http_port=0, grpc_port=0, metrics_port=0, front=True)
-        with TritonServer.start(options) as server:
+        with serve(Path(folder), front=True) as server:
             report(measure(server))
 
 
@@ -52,15 +52,10 @@ def measure(server: TritonServer) -> dict[tuple[str, str], list[float]]:
 
 def median_latency(client: Any, module: Any) -> float:
     """Median latency of consecutive requests, in ms."""
-    tensors = []
-    for name, array in INPUTS.items():
-        tensor = module.InferInput(name, list(array.shape), "INT64" if array.dtype == np.int64 else "FP32")
-        tensor.set_data_from_numpy(array)
-        tensors.append(tensor)
-    latencies = []
+    inputs, latencies = tensors(module, INPUTS), []
     for _ in range(NUM_REQUESTS):
         begin = time.perf_counter()
-        client.infer("ctr", tensors)
+        client.infer("ctr", inputs)
         latencies.append(1000 * (time.perf_counter() - begin))
     return statistics.median(latencies)
 

@@ -35,11 +35,11 @@ from client_load import measure_load
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from perf_analyzer import measure, perf_analyzer
+from serving import serve, tensors
 
 from inference_session.model_spec import DENSE_FILE, TABLES_FOLDER, LookupSpec, ModelSpec, TableSpec, TensorSpec
 from inference_session.version_directory import manifest
 from inference_session.version_directory.session_file import write_spec
-from triton_backend.launcher.server import ServerOptions, TritonServer
 from triton_backend.repository.config_writer import write_model_config
 
 FEATURES, DENSE, DIM, HIDDEN = 26, 13, 128, (512, 256)
@@ -144,8 +144,7 @@ def main() -> None:
         begin = time.monotonic()
         repository = Path(folder) / "repository"
         keys = write_models(repository, arguments.rows, arguments.layouts)
-        options = ServerOptions(repository, http_port=0, grpc_port=0, metrics_port=0)
-        with TritonServer.start(options) as server:
+        with serve(repository) as server:
             print(f"{arguments.rows} rows written and served after {time.monotonic() - begin:.0f} s", flush=True)
             url = server.endpoints["gRPC"]
             check_answers(url, keys, arguments.layouts)
@@ -282,17 +281,11 @@ def check_answers(url: str, keys: NDArray[np.int64], layouts: Sequence[str]) -> 
     with tritonclient.grpc.InferenceServerClient(url) as client:
         for layout, model in itertools.product(layouts, ("hotrow", "by_hand")):
             request = request_of(model, layout, keys, 1000, np.random.default_rng(1))
-            tensors = []
-            for name, array in request.items():
-                tensors.append(tritonclient.grpc.InferInput(name, list(array.shape), _TYPES[array.dtype.name]))
-                tensors[-1].set_data_from_numpy(array)
             output = "click" if layout == "native" else "OUTPUT0"
-            answers.append(client.infer(name_of(model, layout), tensors).as_numpy(output).reshape(-1))
+            answer = client.infer(name_of(model, layout), tensors(tritonclient.grpc, request)).as_numpy(output)
+            answers.append(answer.reshape(-1))
     for answer in answers[1:]:
         np.testing.assert_allclose(answer, answers[0], atol=1e-5)
-
-
-_TYPES = {"int64": "INT64", "int32": "INT32", "float32": "FP32"}
 
 
 def run_rounds(url: str, folder: Path, keys: NDArray[np.int64], layout: str, arguments: argparse.Namespace) -> None:

@@ -23,14 +23,13 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpc_client
 from numpy.typing import NDArray
-from tritonclient.utils import np_to_triton_dtype
+from serving import serve, tensors
 
 from inference_session import InferenceSession
 from inference_session.importers.hugectr import import_hugectr
 from inference_session.model_spec import LookupSpec, ModelSpec, TensorSpec
 from inference_session.version_directory import manifest
 from inference_session.version_directory.session_file import read_spec, write_spec
-from triton_backend.launcher.server import ServerOptions, TritonServer
 from triton_backend.repository.config_writer import write_model_config
 
 SLOTS = (2, 26)
@@ -190,10 +189,10 @@ def through_triton(folder: Path, keys: list[NDArray[np.int64]], num_calls: int) 
     (folder / "native/wdl").rename(repository / "native")
     version_dir = repository / "native/1"
     write_model_config(version_dir, read_spec(version_dir), "native", max_batch_size=4096)
-    options = ServerOptions(repository, http_port=0, grpc_port=0, metrics_port=0)
-    with TritonServer.start(options) as server, grpc_client.InferenceServerClient(server.endpoints["gRPC"]) as client:
+    with serve(repository) as server, grpc_client.InferenceServerClient(server.endpoints["gRPC"]) as client:
         for num_samples in (10, 64):
-            made = [tuple(map(tensors, requests(keys, num_samples, seed))) for seed in range(20)]
+            drawn = [requests(keys, num_samples, seed) for seed in range(20)]
+            made = [[tensors(grpc_client, request) for request in pair] for pair in drawn]
             found = medians(
                 {
                     "packed": lambda i, made=made: client.infer("wdl", made[i % 20][0]),
@@ -205,15 +204,6 @@ def through_triton(folder: Path, keys: list[NDArray[np.int64]], num_calls: int) 
                 f"Triton,  {num_samples:4d} samples: packed {found['packed']:8.1f} us, native "
                 f"{found['native']:8.1f} us, ratio {found['packed'] / found['native']:.3f} (goal <= {TARGET})"
             )
-
-
-def tensors(arrays: dict[str, NDArray[Any]]) -> list[Any]:
-    """A request as tritonclient sends it."""
-    made = []
-    for name, array in arrays.items():
-        made.append(grpc_client.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)))
-        made[-1].set_data_from_numpy(array)
-    return made
 
 
 CONFIG = """

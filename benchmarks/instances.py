@@ -15,9 +15,8 @@ import tempfile
 from pathlib import Path
 
 from perf_analyzer import measure, perf_analyzer
+from serving import serve
 from triton import SAMPLES, Figures, Series, check_answers, input_names, networks, write_models, write_requests
-
-from triton_backend.launcher.server import ServerOptions, TritonServer
 
 CONCURRENT = 64
 ROWS_PER_TABLE = 400_000 // 26
@@ -51,7 +50,7 @@ def main() -> None:
         for count in counts:  # a server each, because no machine starts all of the processes at once in time
             repository = folder / f"repository_{count}"
             write_repository(folder, repository, count)
-            with TritonServer.start(ServerOptions(repository, http_port=0, grpc_port=0, metrics_port=0)) as server:
+            with serve(repository) as server:
                 url = server.endpoints["gRPC"]
                 for network, models in MODELS.items():
                     check_answers(url, ROWS_PER_TABLE, models, f"_{network}")

@@ -21,7 +21,7 @@ import importlib.util
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ from mlperf_samples import Samples
 from numpy.typing import NDArray
 
 from inference_session.version_directory.session_file import read_spec
-from triton_backend.launcher.server import ServerOptions, TritonServer
 from triton_backend.repository.config_writer import write_model_config
 
 DISCLAIMER = "unofficial, not verified by MLCommons, random weights, no accuracy run"
@@ -211,25 +210,14 @@ def _in_process(folder: Path, version_dir: Path, samples: Samples, options: argp
 
 
 def _through_triton(version_dir: Path, samples: Samples, options: argparse.Namespace) -> None:
+    from serving import add_settings, serve
+
     write_model_config(version_dir, read_spec(version_dir), NAME, max_batch_size=_batch_pairs(options, "Offline"))
-    _set_parameters(version_dir.parent / "config.pbtxt", _settings(options))
-    repository = version_dir.parent.parent
-    with _served(repository) as url:
-        peer = Triton(url, NAME)
+    add_settings(version_dir.parent / "config.pbtxt", _settings(options))
+    with serve(version_dir.parents[1], NAME) as server:
+        peer = Triton(server.endpoints["gRPC"], NAME)
         _measure(peer.name, lambda batch: peer.answer_each([samples.pairs_of([i]) for i in batch]), samples, options)
         peer.close()
-
-
-def _set_parameters(config: Path, settings: dict[str, Any]) -> None:
-    lines = [f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}' for name, value in settings.items()]
-    config.write_text(config.read_text(encoding="utf-8") + "\n".join(lines) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _served(repository: Path) -> Iterator[str]:
-    options = ServerOptions(repository, (NAME,), http_port=0, grpc_port=0, metrics_port=0)
-    with TritonServer.start(options) as server:
-        yield server.endpoints["gRPC"]
 
 
 def _measure(name: str, run: Run, samples: Samples, options: argparse.Namespace) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from inference_session.tables.quantized_rows import dequantize_rows
 from inference_session.tables.table_file import TableFile
 from inference_session.version_directory.session_file import read_spec
 
-_TRITON_TYPES = {"int32": "INT32", "float32": "FP32"}
 _REQUESTS_UNDER_WAY = 32
 
 
@@ -65,9 +65,10 @@ class Triton(Peer):
 
     def __init__(self, url: str, model_name: str) -> None:
         import tritonclient.grpc as triton
+        from serving import tensors
 
-        self._triton, self._model = triton, model_name
-        self._client = triton.InferenceServerClient(url)
+        self._model, self._client = model_name, triton.InferenceServerClient(url)
+        self._tensors = partial(tensors, triton)
 
     def answer(self, pairs: Arrays) -> NDArray[np.float32]:
         """See Peer."""
@@ -97,13 +98,6 @@ class Triton(Peer):
         if error is not None:
             raise error
         answers[i] = result.as_numpy(model.OUTPUT).reshape(-1)
-
-    def _tensors(self, pairs: Arrays) -> list[Any]:
-        tensors = []
-        for name, array in pairs.items():
-            tensors.append(self._triton.InferInput(name, array.shape, _TRITON_TYPES[array.dtype.name]))
-            tensors[-1].set_data_from_numpy(array)
-        return tensors
 
 
 class PlainOnnxRuntime(Peer):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from triton import graph
 
 from inference_session.model_spec import DENSE_FILE, TABLES_FOLDER, LookupSpec, ModelSpec, TableSpec, TensorSpec
 from inference_session.version_directory.manifest import FORMAT, MANIFEST_FILE
@@ -72,7 +72,9 @@ def write_version(version: Path, rows_per_table: int) -> None:
         folder.mkdir(parents=True)
         with (folder / "emb_vector").open("wb") as file:
             file.truncate(rows_per_table * DIM * 4)
-    onnx.save(dense_network(), version / DENSE_FILE)
+    rng = np.random.default_rng(0)
+    layers = [rng.standard_normal(shape, np.float32) for shape in ((NUM_TABLES * DIM, 64), (64, 1))]
+    onnx.save(graph(None, layers), version / DENSE_FILE)
     spec = ModelSpec(
         inputs=tuple(TensorSpec(name, "int64", (-1, 1)) for name in names),
         outputs=(TensorSpec("click", "float32", (-1, 1)),),
@@ -85,26 +87,6 @@ def write_version(version: Path, rows_per_table: int) -> None:
     files = {p.relative_to(version).as_posix(): p.stat().st_size for p in version.rglob("*") if p.is_file()}
     entries = {name: {"bytes": size, "sha256": ""} for name, size in files.items()}  # opening checks sizes
     (version / MANIFEST_FILE).write_text(json.dumps({"format": FORMAT, "files": entries}))
-
-
-def dense_network() -> onnx.ModelProto:
-    """An MLP of one hidden layer."""
-    rng = np.random.default_rng(0)
-    weights = {
-        "w1": rng.standard_normal((NUM_TABLES * DIM, 64), np.float32),
-        "w2": rng.standard_normal((64, 1), np.float32),
-    }
-    nodes = [
-        helper.make_node("MatMul", ["vectors", "w1"], ["hidden"]),
-        helper.make_node("Relu", ["hidden"], ["activated"]),
-        helper.make_node("MatMul", ["activated", "w2"], ["logit"]),
-        helper.make_node("Sigmoid", ["logit"], ["click"]),
-    ]
-    inputs = [helper.make_tensor_value_info("vectors", TensorProto.FLOAT, ["n", NUM_TABLES * DIM])]
-    outputs = [helper.make_tensor_value_info("click", TensorProto.FLOAT, ["n", 1])]
-    constants = [numpy_helper.from_array(array, name) for name, array in weights.items()]
-    graph = helper.make_graph(nodes, "dense", inputs, outputs, constants)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
 if __name__ == "__main__":

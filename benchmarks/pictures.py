@@ -27,6 +27,7 @@ import numpy as np
 import tritonclient.grpc
 from matplotlib.figure import Figure
 from rich.console import Console
+from serving import add_settings
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from demo.client import MODEL, Client
@@ -92,9 +93,7 @@ def write_repository(folder: Path, redis: RedisServer, broker: Broker) -> Path:
         hotrow("push", model / "1", "--to", url)
     settings = {"volatile_store": redis.url, "persistent_store": database, "cache_fraction": "0.2"}
     settings["update_stream"] = broker.url
-    with (model / "config.pbtxt").open("a") as config:
-        for name, value in settings.items():
-            config.write(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')
+    add_settings(model / "config.pbtxt", settings)
     return model.parent
 
 

@@ -31,9 +31,8 @@ from typing import Any
 
 from perf_analyzer import measure, perf_analyzer
 from report_page import write_figure, write_page
+from serving import serve
 from triton import FEATURES, Network, check_answers, write_models, write_requests
-
-from triton_backend.launcher.server import ServerOptions, TritonServer
 
 MODELS = ("null", "hotrow", "plain")
 ATTEMPTS, TIMEOUT_S = 2, 60.0
@@ -107,8 +106,7 @@ def run(plan: Plan) -> Iterator[Figure]:
         with tempfile.TemporaryDirectory() as folder:
             repository = Path(folder) / "repository"
             write_models(repository, Path(folder), network)
-            options = ServerOptions(repository, models=MODELS, http_port=0, grpc_port=0, metrics_port=0)
-            with TritonServer.start(options) as server:
+            with serve(repository, *MODELS) as server:
                 url = server.endpoints["gRPC"]
                 check_answers(url, network.rows_per_table, MODELS)
                 yield from run_rounds(name, network, plan, url, Path(folder))

@@ -37,6 +37,7 @@ import onnx
 import tritonclient.grpc
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
+from serving import add_settings, serve, tensors
 from tritonclient.utils import InferenceServerException
 
 from inference_session import InferenceSession
@@ -47,7 +48,6 @@ from inference_session.update_stream import Publisher
 from inference_session.version_directory import manifest
 from inference_session.version_directory.session_file import read_spec, write_spec
 from inference_session.versions.model_version import ModelVersion
-from triton_backend.launcher.server import ServerOptions, TritonServer
 from triton_backend.repository.config_writer import write_model_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -231,11 +231,8 @@ class Triton:
 
     def __init__(self, directory: Path, settings: dict[str, Any]) -> None:
         path = write_model_config(directory, read_spec(directory), MODEL)
-        with path.open("a", encoding="utf-8") as config:
-            for name, value in settings.items():
-                config.write(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')
-        options = ServerOptions(directory.parents[1], http_port=0, grpc_port=0, metrics_port=0)
-        self._server = TritonServer.start(options)
+        add_settings(path, settings)
+        self._server = serve(directory.parents[1])
         self._of_thread = threading.local()
 
     @property
@@ -247,11 +244,9 @@ class Triton:
 
     def answer(self, keys: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
         """`rows` and `version` of a request."""
-        tensor = tritonclient.grpc.InferInput("keys", list(keys.shape), "INT64")
-        tensor.set_data_from_numpy(keys)
         outputs = [tritonclient.grpc.InferRequestedOutput(name) for name in ("rows", "version")]
         try:
-            result = self._client.infer(MODEL, [tensor], outputs=outputs)
+            result = self._client.infer(MODEL, tensors(tritonclient.grpc, {"keys": keys}), outputs=outputs)
         except InferenceServerException as error:
             raise UnavailableError(str(error)) from error
         return {name: result.as_numpy(name) for name in ("rows", "version")}

@@ -22,20 +22,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import redis
 from numpy.typing import NDArray
+from stores import DIM, NAMESPACE, fill, pipelined_hmget
 
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache
 from inference_session.embedding_cache.cpu_budget import bytes_to_hold
 from inference_session.model_spec import TableSpec
 from inference_session.parameter_server.base import EmbeddingStore
 from inference_session.parameter_server.create import create_store
-from inference_session.parameter_server.namespace import Namespace
-from inference_session.parameter_server.redis import layout as redis_layout
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
 from inference_session.rows import StoredRows, fetch
@@ -43,9 +40,8 @@ from inference_session.rows import StoredRows, fetch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.testing.servers import RedisServer
 
-DIM, NUM_ROWS, NUM_HOT = 128, 200_000, 20_000
+NUM_ROWS, NUM_HOT = 200_000, 20_000
 NUM_KEYS, NUM_MISSING = 1_000, 100
-NAMESPACE = Namespace("benchmark", "1")
 SPEC = TableSpec("table", "table", NUM_ROWS, DIM, keys="stored")
 ROUNDS = 200
 CLIENTS, CLIENTS_ROUNDS, CLIENTS_S = (1, 2, 4, 8, 16, 32, 64), 4, 1.0
@@ -69,10 +65,6 @@ class Rows:
         hot = rng.integers(0, NUM_HOT, NUM_KEYS - num_missing)
         return np.concatenate([hot, rng.integers(NUM_HOT, NUM_ROWS, num_missing)])
 
-    def fill(self, store: EmbeddingStore) -> None:
-        for i in range(0, NUM_ROWS, 10_000):
-            store.insert("table", self.keys[i : i + 10_000], self.vectors[i : i + 10_000])
-
 
 @contextlib.contextmanager
 def cached(rows: Rows, *tiers: Tier) -> Iterator[StoredRows]:
@@ -95,9 +87,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, RedisServer() as server:
         database = f"rocksdb://{folder}/db"
         with create_store(server.url, NAMESPACE, {"table": DIM}, timeout_ms=60_000) as store:
-            rows.fill(store)
+            fill("Redis", store, rows.keys, rows.vectors)
         with create_store(database, NAMESPACE, {"table": DIM}, writable=True) as store:
-            rows.fill(store)
+            fill("RocksDB", store, rows.keys, rows.vectors)
         bench_missing(rows, server)
         bench_clients(rows, server)
         bench_background(rows, server, database)
@@ -114,7 +106,7 @@ def bench_missing(rows: Rows, server: RedisServer) -> None:
             drawn = rows.draw(rng, NUM_MISSING)
             hit_s = timed(lambda: fetch(source, 0, rows.keys[rows.draw(rng, 0)], out))
             bare_s = timed(lambda: bare.fetch("table", rows.keys[rows.draw(rng, NUM_MISSING)[-NUM_MISSING:]], part))
-            peer_s = timed(lambda: pipelined(client, rows.keys[rows.draw(rng, NUM_MISSING)[-NUM_MISSING:]], part))
+            peer_s = timed(lambda: pipelined_hmget(client, rows.keys[rows.draw(rng, NUM_MISSING)[-NUM_MISSING:]], part))
             miss_s = timed(lambda k=rows.keys[drawn]: fetch(source, 0, k, out))  # type: ignore[misc]
             assert np.array_equal(out, rows.vectors[drawn])
             times.append((hit_s, miss_s, bare_s, peer_s))
@@ -235,18 +227,6 @@ def latencies(rows: Rows, source: StoredRows, num_clients: int, seconds: float) 
 
 def open_redis(server: RedisServer) -> EmbeddingStore:
     return create_store(server.url, NAMESPACE, {"table": DIM}, timeout_ms=60_000)
-
-
-def pipelined(client: redis.Redis, keys: Keys, out: Vectors) -> None:
-    """The code that a careful user of redis-py writes."""
-    order, bounds = redis_layout.by_partition(keys, redis_layout.Partitioning(redis_layout.DEFAULT_PARTITIONS))
-    parts = [(p, order[begin:end]) for p, (begin, end) in enumerate(pairwise(bounds)) if begin < end]
-    pipeline = client.pipeline(transaction=False)
-    for partition, positions in parts:
-        name = redis_layout.rows_name(NAMESPACE.tag("table"), partition)
-        pipeline.hmget(name, keys[positions].view("V8").tolist())
-    for (_, positions), found in zip(parts, pipeline.execute(), strict=True):
-        out[positions] = np.frombuffer(b"".join(found), np.float32).reshape(-1, DIM)
 
 
 def timed(call: Callable[[], object]) -> float:

@@ -37,11 +37,12 @@ import onnx
 import psutil
 import tritonclient.grpc
 from numpy.typing import NDArray
+from serving import add_settings, serve, tensors
 from triton import FEATURES, SAMPLES, graph
 
 from inference_session import InferenceSession
 from inference_session.importers.onnx import import_onnx
-from triton_backend.launcher.server import ServerOptions, TritonServer
+from triton_backend.launcher.server import TritonServer
 from triton_backend.repository.config_writer import write_model_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -126,11 +127,10 @@ def ask(url: str, contents: Contents, pace_s: float, *, seed: int, stop: Event, 
             time.sleep(max(0.0, due - time.monotonic()))
             due += pace_s
             i = int(rng.integers(NUM_REQUESTS))
-            tensor = tritonclient.grpc.InferInput("ids", [SAMPLES, FEATURES], "INT64")
-            tensor.set_data_from_numpy(contents.requests[i])
+            inputs = tensors(tritonclient.grpc, {"ids": contents.requests[i]})
             begin = time.monotonic()
             try:
-                answer = client.infer(MODEL, [tensor]).as_numpy("click")
+                answer = client.infer(MODEL, inputs).as_numpy("click")
             except tritonclient.grpc.InferenceServerException as error:
                 seen.append((begin, time.monotonic() - begin, str(error)))
                 continue
@@ -280,9 +280,7 @@ def write_config(contents: Contents, repository: Path, redis_url: str | None) ->
     with InferenceSession.open(contents.folders[0]) as session:
         path = write_model_config(repository / MODEL / "1", session.spec, MODEL)
     if redis_url:
-        with path.open("a", encoding="utf-8") as config:
-            for name, value in {"volatile_store": redis_url, "cache_fraction": "0.2"}.items():
-                config.write(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')
+        add_settings(path, {"volatile_store": redis_url, "cache_fraction": "0.2"})
 
 
 def main() -> None:
@@ -303,8 +301,7 @@ def main() -> None:
         redis_url = stack.enter_context(RedisServer()).url if options.cache else None
         write_config(contents, repository, redis_url)
         publish(contents, repository, 1)
-        options_of_server = ServerOptions(repository, http_port=0, grpc_port=0, metrics_port=0)
-        server = stack.enter_context(TritonServer.start(options_of_server))
+        server = stack.enter_context(serve(repository))
         url = server.endpoints["gRPC"]
         per_second = peak(url, contents, options.clients)
         pace_s = options.clients / (PART_OF_PEAK * per_second)

@@ -32,10 +32,11 @@ import tritonclient.grpc
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from perf_analyzer import input_data, measure, perf_analyzer
+from serving import add_settings, serve, tensors
 
 from inference_session.dense_engine.openvino import unusable_bfloat16
 from inference_session.importers.onnx import import_onnx
-from triton_backend.launcher.server import ServerOptions, TritonServer
+from triton_backend.launcher.server import TritonServer
 from triton_backend.repository.config_writer import write_model_config
 
 FEATURES, SAMPLES = 26, 64
@@ -171,9 +172,7 @@ def write_ours(repository: Path, source: Path, name: str, *, precision: str) -> 
     """An imported model with one thread for its network, as its peers have."""
     report = import_onnx(source, repository, name)
     write_model_config(report.version_dir, report.spec, name)
-    with (repository / name / "config.pbtxt").open("a", encoding="utf-8") as config:
-        for key, value in {"dense_threads": "1", "dense_precision": precision}.items():
-            config.write(f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\n')
+    add_settings(repository / name / "config.pbtxt", {"dense_threads": "1", "dense_precision": precision})
 
 
 def graph(
@@ -215,12 +214,9 @@ def check_answers(
     """All models send the same outputs, and all but the null one must agree, before they are timed."""
     ids = np.random.default_rng(1).integers(0, rows_per_table, (SAMPLES, FEATURES))
     given = {f"ids{i}": ids[:, i : i + 1] for i in range(FEATURES)} if separate else {"ids": ids}
-    tensors = []
-    for name, array in given.items():
-        tensors.append(tritonclient.grpc.InferInput(name, list(array.shape), "INT64"))
-        tensors[-1].set_data_from_numpy(np.ascontiguousarray(array))
+    inputs = tensors(tritonclient.grpc, given)
     with tritonclient.grpc.InferenceServerClient(url) as client:
-        answers = {model: client.infer(model + suffix, tensors) for model in models}
+        answers = {model: client.infer(model + suffix, inputs) for model in models}
     expected = answers["plain"].as_numpy("click")
     for model, answer in answers.items():
         outputs = {tensor.name: answer.as_numpy(tensor.name) for tensor in answer.get_response().outputs}
@@ -334,8 +330,7 @@ def main() -> None:
                 models.append(BFLOAT16)
             write_models(folder / "repository", folder / series, network, models, f"_{series}")
             write_requests(folder / f"{series}.json", rows_per_table, SAMPLES, input_names(network))
-        options = ServerOptions(folder / "repository", http_port=0, grpc_port=0, metrics_port=0)
-        with TritonServer.start(options) as server:
+        with serve(folder / "repository") as server:
             for series, network in wanted.items():
                 served = [k for k in (*kinds, BFLOAT16) if (folder / "repository" / f"{k}_{series}").exists()]
                 check_answers(server.endpoints["gRPC"], rows_per_table, served, f"_{series}", separate=network.separate)
