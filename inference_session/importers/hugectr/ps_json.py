@@ -9,11 +9,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from inference_session.config import SessionConfig
 from inference_session.errors import ConfigurationError
 from inference_session.importers.hugectr import values
 from inference_session.importers.hugectr.json_file import FieldPath, JsonFile, field_name, read_json
 from inference_session.importers.hugectr.ps_fields import (
+    NEWER_NAMES,
     Generation,
     PersistentStore,
     PsJson,
@@ -63,7 +63,7 @@ class _Parser:
         self._unknown: list[str] = []
         self._generation = self._recognise()
         # A field without a setting in this release has no effect; the user must be told.
-        self._acting = {"import"} | acting_settings() & {item.name for item in fields(SessionConfig)}
+        self._acting = {"import"} | acting_settings()
 
     def parse(self) -> PsJson:
         document = self._file.document
@@ -91,11 +91,11 @@ class _Parser:
         document = self._file.document
         raw_models = document.get("models")
         models = [model for model in raw_models if isinstance(model, dict)] if isinstance(raw_models, list) else []
-        blocks = [(kind, document.get(name)) for name, kind in _BLOCKS.items()]
-        blocks += [(PsModel, model) for model in models]
+        blocks = [(name, document.get(name)) for name in NEWER_NAMES]
+        blocks += [("persistent_db", document.get("peristent_db")), *(("models", model) for model in models)]
         if "fuse_embedding_table" in document or any("network_file" not in model for model in models):
             return "24.06"
-        newer = any(isinstance(raw, dict) and _newer_names(kind) & set(raw) for kind, raw in blocks)
+        newer = any(isinstance(raw, dict) and NEWER_NAMES[name] & set(raw) for name, raw in blocks)
         return "24.06" if newer else "3.4"
 
     def _volatile(self) -> VolatileStore:
@@ -153,8 +153,11 @@ class _Parser:
             # The value may be a password in the wrong place.
             what = "a string" if isinstance(raw, str) else "a list" if isinstance(raw, list) else repr(raw)
             self._file.fail(at, f"expected an object, found {what}")
-        known = {name for item in fields(kind) for name in item.metadata["names"]}
+        known = kind.ignored.keys() | {name for item in fields(kind) for name in item.metadata["names"]}
         self._unknown += [field_name((*at, name)) for name in raw if name not in known]
+        for name in [name for name in raw if name in kind.ignored]:
+            self._value((*at, name), kind.ignored[name], raw[name])
+            self._ignored.append(field_name((*at, name)))
         found: dict[str, Any] = {}
         for item in fields(kind):
             given = [name for name in item.metadata["names"] if name in raw]
@@ -172,19 +175,6 @@ class _Parser:
         if isinstance(files, tuple):
             return tuple(self._located(name) for name in files)
         return files if not files or is_url(files) else os.path.join(self._folder, files)  # noqa: PTH118  or a URL
-
-
-_BLOCKS: dict[str, type[Any]] = {
-    "volatile_db": VolatileStore,
-    "persistent_db": PersistentStore,
-    "peristent_db": PersistentStore,
-    "update_source": UpdateSource,
-}
-
-
-def _newer_names(kind: type[Any]) -> set[str]:
-    """The field names that only 24.06 knows."""
-    return {name for item in fields(kind) for name in item.metadata["newer_names"]}
 
 
 def _shown(value: Any) -> str:
