@@ -159,7 +159,8 @@ def exceeds(array: NDArray[Any], largest: float) -> bool:
     flat = array.reshape(-1)
     with np.errstate(over="ignore", invalid="ignore"):
         # No element is larger than the Euclidean norm, which takes a third of the time of a maximum.
-        return not (flat.dot(flat) <= largest**2 or np.abs(flat).max(initial=0) <= largest)
+        # As Python's floats: NumPy 2 compares in the type of the array, in which a limit may be infinite.
+        return not (float(flat.dot(flat)) <= largest**2 or float(np.abs(flat).max(initial=0)) <= largest)
 
 
 def _num_candidates(given: NDArray[Any] | None, num_samples: int, num_contexts: int) -> NDArray[np.int64]:
