@@ -3,12 +3,12 @@
     python benchmarks/several_gpus.py [M1] [M2] [M3] [--rows 2000000] [--triton grpc|http]
 
 M1: rows of dim 128 divided among the GPUs, 1,048,576 keys a call, on all GPUs at once, after each GPU has copied the
-others' hot rows. The peer is the fastest of several plain kernels that copy rows, divided in the same way, by row
-number; it has no copies. M2: a table that does not fit on one GPU (by `cache_bytes`), compared with copies of it on
-each. M3: copies on all GPUs compared with one GPU. M2 and M3 compute whole requests (26 keys x dim 128, MLP 512-256-1)
-in this process, or with `--triton` through a real Triton, beside `zeros`, a Python model with a process for each GPU
-that reads the inputs and answers zeros: what Triton and the clients allow. Answers are compared with the CPU's before
-they are timed.
+others' hot rows: by keys of the same distribution, drawn anew for each call, not by those that are timed. The peer is
+the fastest of several plain kernels that copy rows, divided in the same way, by row number; it has no copies. M2: a
+table that does not fit on one GPU (by `cache_bytes`), compared with copies of it on each. M3: copies on all GPUs
+compared with one GPU. M2 and M3 compute whole requests (26 keys x dim 128, MLP 512-256-1) in this process, or with
+`--triton` through a real Triton, beside `zeros`, a Python model with a process for each GPU that reads the inputs and
+answers zeros: what Triton and the clients allow. Answers are compared with the CPU's before they are timed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import cupy
 import numpy as np
 import onnx
 from client_load import Protocol, measure_load
-from gpu_cache import NUM_KEYS, draw, random_keys, rows_of
+from gpu_cache import NUM_KEYS, draw, lookup_of, random_keys, rows_of
 from gpu_triton import CONFIG, DIM, PEER, TENSORS, model_spec, network, request_of
 
 from inference_session import InferenceSession
@@ -46,7 +46,7 @@ from triton_backend.repository.model_config import ModelConfig
 
 NUM_GPUS = cupy.cuda.runtime.getDeviceCount()
 _CALLS, _ROUNDS = 5, 9
-_MOST_COPYING_ROUNDS = 30
+_MOST_COPYING_ROUNDS, _COPYING_CALLS = 30, 128
 _CLIENTS_PER_GPU = 12
 _NUM_CHECKED = 1 << 16
 """How many of a call's copied rows are compared."""
@@ -101,15 +101,16 @@ def compare_look_ups(folder: Path, num_rows: int) -> None:
     vectors = rows_of(cupy.asarray(keys), DIM).get()
     shards = divided(vectors, devices)
     for kind in ("row_number", "stored"):
-        write_table(folder / kind, [vectors], keys=[keys] if kind == "stored" else None)
+        known = keys if kind == "stored" else None
+        write_table(folder / kind, [vectors], keys=None if known is None else [known])
         file = TableFile.open(folder / kind, TableSpec(kind, kind, num_rows, DIM, keys=kind))
         tables = open_cuda_tables([file], devices, shard="rows")
         for zipf in (False, True):
             numbers = [draw(num_rows, NUM_KEYS, zipf).get() for _ in devices]
-            asked = numbers if kind == "row_number" else [keys[n] for n in numbers]
+            asked = numbers if known is None else [known[n] for n in numbers]
             bare = {name: at_once(devices, gathers_of(devices, shards, numbers, name, keys)) for name in _VARIANTS}
             works = look_ups_of(tables, asked, [keys[n] for n in numbers])
-            num_copied = copy_hot_rows(devices, tables, works)
+            num_copied = copy_hot_rows(devices, tables, other_look_ups(devices, tables, num_rows, known, zipf))
             ours = at_once(devices, works)
             best = min(bare, key=lambda name: bare[name])
             print(
@@ -180,6 +181,27 @@ def look_ups_of(tables: Sequence[CudaTables], keys: Sequence[Any], rows: Sequenc
     return works
 
 
+def other_look_ups(
+    devices: Sequence[CudaDevice], tables: Sequence[CudaTables], num_rows: int, keys: Any, zipf: bool
+) -> list[Callable[[], None]]:
+    """On each GPU, look-ups of keys that are drawn for each call. `keys`: of the rows; None: keys are row numbers."""
+    works: list[Callable[[], None]] = []
+    for device, each in zip(devices, tables, strict=True):
+        with device.request():
+            staged, out = cupy.empty(NUM_KEYS, np.int64), cupy.empty((NUM_KEYS, DIM), np.float32)
+            known = None if keys is None else cupy.asarray(keys)
+            lookup = lookup_of(each, device, [staged], [out])
+
+        def work(each: CudaTables = each, lookup: Lookup = lookup, staged: Any = staged, known: Any = known) -> None:
+            numbers = draw(num_rows, NUM_KEYS, zipf)
+            staged[...] = numbers if known is None else known[numbers]
+            each.look_up(lookup)
+
+        lookup.copied_keys = (staged, out)  # type: ignore[assignment]  # kept alive together with it
+        works.append(work)
+    return works
+
+
 def copy_hot_rows(
     devices: Sequence[CudaDevice], tables: Sequence[CudaTables], works: Sequence[Callable[[], None]]
 ) -> int:
@@ -190,34 +212,36 @@ def copy_hot_rows(
     copied: list[int] = []
     # A round may find nothing because the thread was there just before.
     while len(copied) < _MOST_COPYING_ROUNDS and (len(copied) < 3 or any(copied[-3:])):
-        at_once(devices, works)
+        span_of(devices, works, _COPYING_CALLS)
         copied.append(sum(each.copy_hot_rows() for each in tables))
     return sum(copied)
 
 
 def at_once(devices: Sequence[CudaDevice], works: Sequence[Callable[[], None]]) -> float:
     """Microseconds per call of consecutive calls, on all GPUs at the same time; that of the slowest GPU."""
-    seen = []
-    for _ in range(_ROUNDS):
-        barrier = threading.Barrier(len(works))
-        spans: list[float] = []
+    return 1e6 * statistics.median(span_of(devices, works, _CALLS) / _CALLS for _ in range(_ROUNDS))
 
-        def go(device: CudaDevice, work: Callable[[], None], barrier: Any = barrier, spans: Any = spans) -> None:
-            with cupy.cuda.Device(device.device_id), device.stream:
-                barrier.wait()
-                begin = time.perf_counter()
-                for _ in range(_CALLS):
-                    work()
-                device.stream.synchronize()
-                spans.append(time.perf_counter() - begin)
 
-        threads = [threading.Thread(target=go, args=pair) for pair in zip(devices, works, strict=True)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        seen.append(1e6 * max(spans) / _CALLS)
-    return float(statistics.median(seen))
+def span_of(devices: Sequence[CudaDevice], works: Sequence[Callable[[], None]], num_calls: int) -> float:
+    """Seconds that so many consecutive calls take, on all GPUs at the same time; of the slowest GPU."""
+    barrier = threading.Barrier(len(works))
+    spans: list[float] = []
+
+    def go(device: CudaDevice, work: Callable[[], None]) -> None:
+        with cupy.cuda.Device(device.device_id), device.stream:
+            barrier.wait()
+            begin = time.perf_counter()
+            for _ in range(num_calls):
+                work()
+            device.stream.synchronize()
+            spans.append(time.perf_counter() - begin)
+
+    threads = [threading.Thread(target=go, args=pair) for pair in zip(devices, works, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return max(spans)
 
 
 def write_models(repository: Path, num_rows: int) -> dict[str, Path]:
