@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from hotrow.training.hugectr import inference, tools
 from hotrow.training.hugectr.callbacks import TrainingCallback
@@ -18,6 +18,7 @@ from hotrow.training.hugectr.embedding_collection import (
     EmbeddingCollectionConfig,
     EmbeddingPlanner,
     EmbeddingTableConfig,
+    EmbeddingTablePlaceHolder,
 )
 from hotrow.training.hugectr.enums import (
     Activation_t,
@@ -68,7 +69,7 @@ from hotrow.training.hugectr.tuning import (
     MemoryCacheConfig,
     TrainingCacheParams,
 )
-from inference_session.errors import ConfigurationError, UnsupportedModelError
+from inference_session.errors import ConfigurationError
 from inference_session.importers.hugectr import data_source as data
 from inference_session.importers.hugectr.data_source import DataSource, DataSourceParams, DataSourceType_t
 
@@ -111,6 +112,7 @@ __all__ = [
     "EmbeddingCollectionConfig",
     "EmbeddingPlanner",
     "EmbeddingTableConfig",
+    "EmbeddingTablePlaceHolder",
     "Embedding_t",
     "FcPosition_t",
     "GroupDenseLayer",
@@ -142,15 +144,6 @@ __all__ = [
     "tools",
 ]
 
-_INSTEAD = {
-    "EmbeddingTablePlaceHolder": (
-        "it belongs to release 3.7, whose look-ups have two dimensions; use EmbeddingTableConfig, whose look-ups have "
-        "three, and a Reshape"
-    ),
-}
-"""Unsupported names of HugeCTR, and what to use in their place."""
-
-
 _OF_SESSIONS = frozenset({"Session", "get_learning_rate_scheduler", "solver_parser_helper"})
 """Names of releases before 3.1."""
 
@@ -161,12 +154,6 @@ def __getattr__(name: str) -> Any:
     if name in _OF_SESSIONS:
         _model_class()
         return getattr(import_module("hotrow.training.hugectr.session"), name)
-    if name in _INSTEAD:
-
-        def refused(*_arguments: Any, **_named: Any) -> NoReturn:
-            raise UnsupportedModelError(f"hugectr.{name} is not supported: {_INSTEAD[name]}")
-
-        return refused
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -55,6 +55,29 @@ class EmbeddingTableConfig:
 
 
 @dataclass(frozen=True)
+class EmbeddingTablePlaceHolder:
+    """A table of release 3.7, whose look-ups have two dimensions. The vocabulary and the keys have no effect."""
+
+    id_space: int
+    max_vocabulary_size: int
+    ev_size: int
+    min_key: int
+    max_key: int
+    opt_params_py: OptParamsPy | None = None
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.id_space) or self.id_space < 0:
+            raise ConfigurationError(
+                f"EmbeddingTablePlaceHolder: id_space is {self.id_space!r}; allowed: whole numbers from 0"
+            )
+
+    @property
+    def config(self) -> EmbeddingTableConfig:
+        """The same table in later releases."""
+        return EmbeddingTableConfig(str(self.id_space), self.max_vocabulary_size, self.ev_size, self.opt_params_py)
+
+
+@dataclass(frozen=True)
 class _LookUp:
     table: EmbeddingTableConfig
     bottom: str
@@ -104,6 +127,8 @@ class EmbeddingCollectionConfig:
         self._look_ups: list[_LookUp] = []
         self._joined_top = ""
         """The one tensor with the outputs of all look-ups, where the caller gave lists; else empty."""
+        self._flattening: list[DenseLayer] = []
+        """They give look-ups of release 3.7 their two dimensions."""
 
     def embedding_lookup(
         self,
@@ -166,7 +191,7 @@ class EmbeddingCollectionConfig:
         """
         embeddings = [look_up.layer(data) for look_up in self._look_ups]
         if not self._joined_top:
-            return embeddings, []
+            return embeddings, self._flattening
         tops, side_by_side = [look_up.top for look_up in self._look_ups], f"{self._joined_top}_look_ups"
         width = sum(look_up.table.ev_size for look_up in self._look_ups)
         return embeddings, [
@@ -187,6 +212,29 @@ class EmbeddingCollectionConfig:
 
 class EmbeddingPlanner(EmbeddingCollectionConfig):
     """Makes an embedding collection in releases before 4.2."""
+
+    def embedding_lookup(
+        self,
+        table_config: Any = None,
+        bottom_name: str | Sequence[str] = "",
+        top_name: str = "",
+        combiner: str | Sequence[str] = "",
+        *,
+        emb_table: EmbeddingTablePlaceHolder | None = None,
+    ) -> None:
+        """As in `EmbeddingCollectionConfig`; with a table of release 3.7, the top is [samples, ev_size].
+
+        Raises:
+            ConfigurationError: as there.
+        """
+        table = table_config if emb_table is None else emb_table
+        if not isinstance(table, EmbeddingTablePlaceHolder):
+            super().embedding_lookup(table, bottom_name, top_name, combiner)
+            return
+        super().embedding_lookup(table.config, bottom_name, f"{top_name}_look_up", combiner)
+        self._flattening.append(
+            DenseLayer(Layer_t.Reshape, [f"{top_name}_look_up"], [top_name], leading_dim=table.ev_size)
+        )
 
     def create_embedding_collection(self, *_plan: Any, **_named: Any) -> EmbeddingCollectionConfig:
         """The collection of its look-ups. A plan, which says where HugeCTR keeps rows, has no effect."""

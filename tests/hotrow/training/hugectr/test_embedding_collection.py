@@ -110,6 +110,34 @@ def test_look_ups_of_one_table_learn_its_rows_in_one_step(is_as_on_gpu: bool) ->
     torch.testing.assert_close(item.weight, before - 0.5 * rows.grad / (accumulated.sqrt() + 1e-7))
 
 
+def test_look_ups_of_release_3_7_have_two_dimensions() -> None:
+    """They learn as those of later releases with a Reshape: HugeCTR's own script joins them with dense features."""
+    block = batch()
+    logits = []
+    for is_older in (True, False):
+        model = bare_model()
+        model.add(data_layer())
+        model.add(planned_collection() if is_older else collection())
+        layer(model, Layer_t.Concat, "a b c dense" if is_older else "all dense", "joined")
+        layer(model, Layer_t.InnerProduct, "joined", "logit", num_output=1)
+        binary(model, "logit")
+        model.compile()
+        for _ in range(3):
+            model.trainer.train(block, 0.5)
+        logits.append(model.trainer.evaluate(block)[0])
+    np.testing.assert_array_equal(*logits)
+
+
+def planned_collection() -> EmbeddingCollectionConfig:
+    user = hugectr.EmbeddingTablePlaceHolder(id_space=0, max_vocabulary_size=100, ev_size=DIM, min_key=0, max_key=100)
+    item = hugectr.EmbeddingTablePlaceHolder(1, 100, DIM, 0, 100, opt_params_py=ADAGRAD)
+    planner = hugectr.EmbeddingPlanner()
+    planner.embedding_lookup(emb_table=user, bottom_name="clicked", top_name="a", combiner="sum")
+    planner.embedding_lookup(item, "shown", "b", "average")
+    planner.embedding_lookup(item, "history", "c", "average")
+    return planner.create_embedding_collection(plan_file="plan.json")
+
+
 def test_a_shared_table_is_saved_and_served_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model, block = shared_model(), batch()

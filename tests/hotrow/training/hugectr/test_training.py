@@ -385,7 +385,7 @@ def test_names_order_and_defaults_are_those_of_release_3_4() -> None:
             lambda: hugectr.CreateSolver(training_callbacks=[1]),
             r"training_callbacks is \[1\]; allowed: a list of Train",
         ),
-        (hugectr.EmbeddingTablePlaceHolder, "EmbeddingTablePlaceHolder is not supported: .*use EmbeddingTableConfig"),
+        (lambda: hugectr.EmbeddingTablePlaceHolder(-1, 10, 4, 0, 10), "id_space is -1; allowed: whole numbers from 0"),
         (
             lambda: DenseLayer(Layer_t.InnerProduct, ["a"], ["b"], num_outputs=[1]),
             r"InnerProduct .*\['num_outputs'\] are not supported",
