@@ -10,7 +10,7 @@ import numpy as np
 
 from hotrow.formatting import in_units
 from hotrow.html_page import FAINT, html_page, page_colors, svg, text, wide
-from hotrow.sizing_report import SizingReport, TableReport, conclusions, facts, memory_lines
+from hotrow.sizing_report import SizingReport, TableReport, conclusions, curve_rows, facts, memory_lines, memory_rows
 from inference_session.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -57,26 +57,16 @@ def _conclusions(report: SizingReport) -> list[str]:
 
 def _memory_table(report: SizingReport) -> str:
     rows = [
-        _row(item.name, item.place, item.each_bytes, in_units(item.each_bytes), item.copies, in_units(item.total_bytes))
-        for item in report.items
+        f"<tr><td>{text(name)}<td class='word'>{text(place)}{''.join(f'<td>{text(number)}' for number in numbers)}</tr>"
+        for name, place, *numbers in memory_rows(report)
     ]
-    total = report.total_bytes
-    rows.append(_row("one version", "", total, in_units(total), "", in_units(total)))
-    rows.append(_row("during a swap", "", 2 * total, in_units(2 * total), "", in_units(2 * total)))
     heads = "<tr><th>part<th class='word'>where<th>bytes<th><th>copies<th>in all</tr>"
     return f"<table>{heads}{''.join(rows)}</table>"
 
 
-def _row(name: str, place: str, *numbers: object) -> str:
-    cells = "".join(f"<td>{text(number)}" for number in numbers)
-    return f"<tr><td>{text(name)}<td class='word'>{text(place)}{cells}</tr>"
-
-
 def _curve(table: TableReport) -> str:
     rows = [
-        f"<tr><td>{rows:,}<td>{in_units(table.cache_bytes(rows))}<td>{table.lru.hit_rate(rows):.4f}"
-        f"<td>{table.ours.hit_rate(rows):.4f}</tr>"
-        for rows in table.sizes
+        f"<tr><td>{number}<td>{size}<td>{lru:.4f}<td>{ours:.4f}</tr>" for number, size, lru, ours in curve_rows(table)
     ]
     figures = wide(f"<table><tr><th>rows<th>cache<th>LRU<th>hotrow</tr>{''.join(rows)}</table>")
     return f"<details><summary>hit rate by size</summary>{figures}</details>"

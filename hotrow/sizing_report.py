@@ -186,7 +186,7 @@ def show(report: SizingReport) -> None:
         return
     for table in report.tables.values():
         console.print(f"\n[b]Table {as_cell(table.spec.name)}[/b]: {facts(table)}")
-        console.print(_curve_table("rows", _table_rows(table)))
+        console.print(_curve_table("rows", curve_rows(table)))
     if len(report.spec.tables) > 1:
         console.print("\n[b]All tables[/b], as one cache")
         console.print(_curve_table("cache_bytes", _plan_rows(report)))
@@ -198,14 +198,18 @@ def _memory_table(report: SizingReport) -> Table:
     table = Table("part", "where")
     for heading in ("bytes", "", "copies", "in all"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for item in report.items:
-        numbers = (str(item.each_bytes), in_units(item.each_bytes), str(item.copies), in_units(item.total_bytes))
-        table.add_row(as_cell(item.name), item.place, *numbers)
-    table.add_section()
-    total = report.total_bytes
-    table.add_row("one version", "", str(total), in_units(total), "", in_units(total))
-    table.add_row("during a swap", "", str(2 * total), in_units(2 * total), "", in_units(2 * total))
+    for name, *cells in memory_rows(report):
+        table.add_row(as_cell(name), *cells, end_section=len(table.rows) == len(report.items) - 1)
     return table
+
+
+def memory_rows(report: SizingReport) -> Iterator[tuple[str, ...]]:
+    """The rows of the memory table: part, place, bytes, the same in units, copies, in all. The last two are sums."""
+    for item in report.items:
+        each = item.each_bytes
+        yield item.name, item.place, str(each), in_units(each), str(item.copies), in_units(item.total_bytes)
+    for name, total in (("one version", report.total_bytes), ("during a swap", 2 * report.total_bytes)):
+        yield name, "", str(total), in_units(total), "", in_units(total)
 
 
 def memory_lines(report: SizingReport) -> Iterator[str]:
@@ -240,34 +244,24 @@ def facts(table: TableReport) -> str:
     return "; ".join(parts)
 
 
-def _table_rows(table: TableReport) -> Iterator[tuple[str, str, HitRates]]:
+def curve_rows(table: TableReport) -> Iterator[tuple[str, str, float, float]]:
+    """By number of rows: that number, the bytes of the cache, the hit rates of LRU and of hotrow."""
     for rows in table.sizes:
-        rates = HitRates(table.lru.hit_rate(rows), table.ours.hit_rate(rows))
-        yield f"{rows:,}", in_units(table.cache_bytes(rows)), rates
+        yield f"{rows:,}", in_units(table.cache_bytes(rows)), table.lru.hit_rate(rows), table.ours.hit_rate(rows)
 
 
-def _plan_rows(report: SizingReport) -> Iterator[tuple[str, str, HitRates]]:
-    for point in report.ours.points(_NUM_ROWS_SHOWN):
-        rates = HitRates(report.lru.hit_rate(point.cache_bytes), point.hit_rate)
-        yield str(point.cache_bytes), in_units(point.cache_bytes), rates
+def _plan_rows(report: SizingReport) -> Iterator[tuple[str, str, float, float]]:
+    for size, rate in report.ours.points(_NUM_ROWS_SHOWN):
+        yield str(size), in_units(size), report.lru.hit_rate(size), rate
 
 
-@dataclass(frozen=True)
-class HitRates:
-    """The hit rates of one cache size."""
-
-    lru: float
-    ours: float
-
-
-def _curve_table(size: str, rows: Iterator[tuple[str, str, HitRates]]) -> Table:
+def _curve_table(size: str, rows: Iterator[tuple[str, str, float, float]]) -> Table:
     table = Table()
     for heading in (size, "cache" if size == "rows" else "", "LRU", "hotrow"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("hit rate of hotrow", no_wrap=True)
-    for number, cache_bytes, rates in rows:
-        bar = "█" * round(rates.ours * _BAR_LENGTH)
-        table.add_row(number, cache_bytes, f"{rates.lru:.4f}", f"{rates.ours:.4f}", bar)
+    for number, cache_bytes, lru, ours in rows:
+        table.add_row(number, cache_bytes, f"{lru:.4f}", f"{ours:.4f}", "█" * round(ours * _BAR_LENGTH))
     return table
 
 

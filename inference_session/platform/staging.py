@@ -48,22 +48,17 @@ def stage_version(repository: Path, model: str, version: int | None = None) -> I
     folder.mkdir(parents=True, exist_ok=True)
     if version is None:
         version = next_version(folder)
-    target, staging = folder / str(version), folder / f".tmp-{version}"
+    target = folder / str(version)
     _refuse_existing(target)
-    with _locked_folder(staging):
-        try:
+    try:
+        with stage_folder(target) as staging:
             remove_abandoned(folder, r"\.tmp-[0-9]+", abandoned_s=ABANDONED_VERSION_S)
             yield staging, target
-            flush_tree(staging)
-            _refuse_existing(target)
-            staging.rename(target)
-            flush(folder)
-        except BaseException as error:
-            shutil.rmtree(staging, ignore_errors=True)
-            _discard(folder, made)
-            if isinstance(error, OSError) and error.errno and not error.filename:
-                error.filename = str(staging)  # the error of a full disk does not name the folder
-            raise
+    except BaseException as error:
+        _discard(folder, made)
+        if isinstance(error, OSError) and error.errno and not error.filename:
+            error.filename = str(target)  # the error of a full disk does not name the folder
+        raise
 
 
 def _discard(folder: Path, made: Sequence[Path]) -> None:

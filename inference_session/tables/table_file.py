@@ -31,7 +31,6 @@ from inference_session.platform.progress import Progress
 from inference_session.tables.base import SCAN_BYTES, RowBatch, check_fetch
 from inference_session.tables.quantized_rows import quantize_rows
 from inference_session.tables.table_index import (
-    IndexReport,
     TableIndex,
     build_index,
     ensure_index,
@@ -158,7 +157,7 @@ def write_table(
     keys: Iterable[NDArray[np.int64]] | None = None,
     dtype: VectorType = "float32",
     progress: Progress | None = None,
-) -> IndexReport:
+) -> None:
     """Write a table's files into a folder, which is created, and flush them to the disk.
 
     `vectors` come in chunks, [any number of rows, embedding_dim], one in memory at a time, and are stored as `dtype`;
@@ -166,7 +165,6 @@ def write_table(
     or one that is not finite or beyond LARGEST_INT8 for int8, is a ModelFormatError.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    num_rows = 0
     key_path = folder / KEY_FILE
     with open_for_writing(folder / VECTOR_FILE) as vector_file, _open_unless(keys is None, key_path) as key_file:
         for chunk, chunk_keys in _paired(vectors, keys):
@@ -174,12 +172,10 @@ def write_table(
                 vector_file.write(quantize_rows(chunk[begin : begin + _ROWS_PER_CHUNK], dtype).data)
             if key_file is not None and chunk_keys is not None:
                 key_file.write(chunk_keys.data)
-            num_rows += len(chunk)
         for file in filter(None, (vector_file, key_file)):
             file.flush()
-    if keys is None:
-        return IndexReport(num_rows, 0, 0.0)
-    return build_index(folder, _map_file(key_path).view(np.int64), progress)
+    if keys is not None:
+        build_index(folder, _map_file(key_path).view(np.int64), progress)
 
 
 def _paired(

@@ -19,10 +19,8 @@ import hashlib
 import logging
 import mmap
 import os
-import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +62,6 @@ _DIGEST_BYTES = 8
 _NUM_SAMPLES = 16
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class IndexReport:
-    """What building an index found."""
-
-    num_rows: int
-    num_duplicates: int
-    """Rows that no look-up reaches, because a later one has the same key."""
-    seconds: float
 
 
 class TableIndex:
@@ -152,15 +140,13 @@ def open_index(
     return index
 
 
-def build_index(folder: Path, keys: NDArray[np.int64], progress: Progress | None = None) -> IndexReport:
-    """Build and write the index file of a table. Of rows with equal keys the last wins.
+def build_index(folder: Path, keys: NDArray[np.int64], progress: Progress | None = None) -> int:
+    """Build and write the index file of a table; returns how many rows a later one with the same key hides.
 
     The file's space is reserved beforehand: on a full disk this is an OSError, and the old index stays.
     """
-    started = time.perf_counter()
     with _locked(folder):
-        index = _write_index(folder, keys, progress)
-    return IndexReport(len(keys), index.num_duplicates, time.perf_counter() - started)
+        return _write_index(folder, keys, progress).num_duplicates
 
 
 def ensure_index(

@@ -135,9 +135,9 @@ def flipped(content: bytes, position: int) -> bytes:
 
 def test_of_equal_keys_the_last_wins_and_is_counted(tmp_path: Path) -> None:
     """Duplicate keys in a source are reported, and the last row is the one found."""
-    report = write_table(tmp_path, [VECTORS], keys=[np.array([1, 2, 1, 1, 3, 2, 4])])
+    write_table(tmp_path, [VECTORS], keys=[np.array([1, 2, 1, 1, 3, 2, 4])])
     file = TableFile.open(tmp_path, SPEC)
-    assert (report.num_rows, report.num_duplicates, file.num_duplicates) == (7, 3, 3)
+    assert file.num_duplicates == 3
     assert fetch(file, [1, 2, 3, 4]) == [9, 15, 12, 18]
 
 

@@ -41,7 +41,6 @@ class ModelConfig:
 
     name: str
     backend: str
-    platform: str
     max_batch_size: int
     inputs: tuple[TensorConfig, ...]
     outputs: tuple[TensorConfig, ...]
@@ -77,7 +76,6 @@ def _parse(message: text_format.Message) -> ModelConfig:
     return ModelConfig(
         name=_last(message, "name"),
         backend=_last(message, "backend"),
-        platform=_last(message, "platform"),
         max_batch_size=text_format.integer("max_batch_size", (message.get("max_batch_size") or ["0"])[-1]),
         inputs=tuple(_tensor_config(tensor) for tensor in message.get("input", [])),
         outputs=tuple(_tensor_config(tensor) for tensor in message.get("output", [])),

@@ -55,7 +55,6 @@ def describe(spec: ModelSpec, name: str, *, max_batch_size: int = _MAX_SAMPLES, 
     return ModelConfig(
         name=name,
         backend=backend,
-        platform="",
         max_batch_size=max_batch_size if by_samples else 0,
         inputs=tuple(_described(tensor, by_samples) for tensor in all_inputs(spec)),
         outputs=tuple(_described(tensor, by_samples) for tensor in outputs),
@@ -80,7 +79,6 @@ def _describe_packed(spec: ModelSpec, name: str, *, max_batch_size: int, backend
     return ModelConfig(
         name=name,
         backend=backend,
-        platform="",
         max_batch_size=max_batch_size,
         inputs=tuple(TensorConfig(tensor.name, DATA_TYPES[tensor.dtype], (-1,)) for tensor in spec.inputs),
         outputs=(TensorConfig(PREDICTIONS, "TYPE_FP32", (-1,)),),

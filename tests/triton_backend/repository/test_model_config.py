@@ -43,7 +43,6 @@ def test_dims_leave_out_the_samples(version_dir: Path) -> None:
     assert config == ModelConfig(
         name="ctr",
         backend="hotrow",
-        platform="",
         max_batch_size=64,
         inputs=(TensorConfig("ids", "TYPE_INT64", (26,)),),
         outputs=(TensorConfig("click", "TYPE_FP32", (1,)), TensorConfig("OUTPUT0", "TYPE_FP32", (1,))),
