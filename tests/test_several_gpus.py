@@ -5,6 +5,7 @@ Runs where there are two CUDA devices: `make test PYTEST_ARGS="-m gpu"`.
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
@@ -211,3 +212,30 @@ os._exit(0)
         [sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=200, cwd=Path.cwd()
     )
     assert "all as expected" in done.stdout, done.stdout + done.stderr
+
+
+class OfTheOtherGpu:
+    """Garbage that only a collection frees; its destructor leaves another GPU current."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        from cupy.cuda import runtime
+
+        runtime.setDevice(1)
+
+
+def test_a_collection_of_garbage_keeps_the_gpu_of_a_request() -> None:
+    """Whatever the destructors do that it runs in the middle of the request."""
+    import cupy
+    from cupy.cuda import runtime
+
+    from inference_session.device.cuda import CudaDevice
+
+    device = CudaDevice(0)
+    with device.request():
+        OfTheOtherGpu()
+        gc.collect()
+        assert runtime.getDevice() == 0
+        assert cupy.cuda.get_current_stream().ptr == device.stream.ptr

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from inference_session.device.arena import Arena
 from inference_session.device.base import Columns, Device, UsedMemory
 from inference_session.device.cuda_memory import memory_checked
+from inference_session.device.current_context import keep_during_collections
 from inference_session.device.host import HostColumns, adjacent_columns
 from inference_session.device.pinned import pinned_empty
 from inference_session.errors import InvalidRequestError, UnavailableError
@@ -74,6 +75,7 @@ class CudaDevice(Device):
         self._free = [self._memory]
         """A heap of those that no request uses now: more than one where requests have overlapped others' pauses."""
         self._num_memories = 1
+        keep_during_collections()
 
     @property
     def failure(self) -> str | None:

@@ -1,0 +1,29 @@
+"""The current GPU of a thread, kept while Python collects garbage.
+
+Python collects garbage in the middle of any call of any thread. A destructor that it runs may make the GPU of its
+object the thread's current one, and leave it so. The rest of a request to another GPU would then go to the wrong GPU,
+past its stream.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+from cupy_backends.cuda.api import driver
+
+_before = threading.local()
+
+
+def keep_during_collections() -> None:
+    """Let no thread's CUDA context change by a collection of garbage, from now on. May be called often."""
+    if _keep not in gc.callbacks:
+        gc.callbacks.append(_keep)
+
+
+def _keep(phase: str, info: dict[str, Any]) -> None:  # noqa: ARG001  the form of `gc.callbacks`
+    if phase == "start":
+        _before.context = driver.ctxGetCurrent()
+    elif hasattr(_before, "context") and driver.ctxGetCurrent() != _before.context:
+        driver.ctxSetCurrent(_before.context)
