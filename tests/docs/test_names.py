@@ -51,6 +51,7 @@ FOREIGN = {
     *("--backend-config", "--disable-auto-complete-config", "--exit-on-error", "--http-max-input-size"),
     *(
         "--model-control-mode",
+        "--grpc-infer-allocation-pool-size",
         "--strict-readiness",
         "default_queue_policy",
         "max_queue_delay_microseconds",

@@ -22,6 +22,8 @@ from triton_backend.repository.servable import ServableModel, is_plain, ps_json_
 
 EXIT_TIMEOUT_S = 5
 """How long a stopping server waits for clients to disconnect, before it is killed."""
+_NUM_KEPT_REQUESTS = 1024
+"""More gRPC requests than clients have under way at one time. Their memory is used again, not freed."""
 RESTRICTED_APIS = "model-repository,model-config,shared-memory,statistics,trace,logging"
 THIS_MACHINE = "127.0.0.1"
 _HEARTBEATS = "heartbeats"
@@ -162,6 +164,8 @@ def _flags(options: ServerOptions) -> list[str]:
         "--strict-readiness=false",
         "--disable-auto-complete-config",
         f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
+        # What exceeds the pool is freed, although Triton 24.10 still writes to it: keys in streams change, and it dies.
+        f"--grpc-infer-allocation-pool-size={_NUM_KEPT_REQUESTS}",
     ]
     for endpoint in get_args(Endpoint):
         host, port = options.listens_at(endpoint)
