@@ -36,8 +36,8 @@ from serving import add_settings, serve
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from demo.client import MODEL, Client
-from demo.metrics import auc_by_task
 from demo.movielens import TASKS, Inputs, MovieLens, fetch, take
+from hotrow.auc import auc_by_label
 from inference_session.model_spec import DENSE_FILE, KEYS_FILE, LookupSpec
 from inference_session.update_stream import Publisher
 from inference_session.update_stream.table_changes import open_tables
@@ -244,7 +244,7 @@ def await_answers(client: Client, events: Inputs, expected: Floats) -> None:
 def report(events: Events, without: Floats, answers: Floats, delays_s: list[float]) -> None:
     """AUC by task, and the delays."""
     print(f"{'AUC':<10}{'without':>10}{'with':>10}{'gain':>10}")
-    both = auc_by_task(events.labels, without), auc_by_task(events.labels, answers)
+    both = auc_by_label(events.labels, without), auc_by_label(events.labels, answers)
     for task, before, after in zip(events.tasks, *both, strict=True):
         print(f"{task:<10}{before:>10.4f}{after:>10.4f}{after - before:>+10.4f}")
     median, high = np.quantile(delays_s[1:] or delays_s, (0.5, 0.99)) * 1e3

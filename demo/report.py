@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from demo.client import MODEL, Client, Predictions
-from demo.metrics import auc_by_task
 from demo.movielens import NUM_MOVIES, NUM_USERS, TASKS, Inputs, MovieLens, Ratings, take
+from hotrow.auc import auc_by_label
 
 REPOSITORY = Path(__file__).parent.parent / "model_repository"
 NUM_SHOWN = 5
@@ -62,7 +62,7 @@ def show_auc(data: MovieLens, client: Client) -> None:
     inputs, labels = data.samples()
     held_out = slice(data.num_train, None)
     begin = time.perf_counter()
-    served = auc_by_task(labels[held_out], client.predict(take(inputs, held_out)))
+    served = auc_by_label(labels[held_out], client.predict(take(inputs, held_out)))
     elapsed = time.perf_counter() - begin
     with np.load(REPOSITORY / MODEL / "expected.npz") as expected:
         trained = expected["held_out_auc"]

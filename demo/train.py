@@ -22,8 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from demo.metrics import auc_by_task
 from demo.movielens import GENDERS, GENRES, NUM_MOVIES, NUM_USERS, OCCUPATIONS, TASKS, Inputs, MovieLens, fetch, take
+from hotrow.auc import auc_by_label
 
 NAME = "movielens"
 EMBEDDING_DIM = 16
@@ -212,7 +212,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         export(model, take(inputs, slice(2)), path)
-        held_out = auc_by_task(labels[num_train:end], predict(path, take(inputs, slice(num_train, end))))
+        held_out = auc_by_label(labels[num_train:end], predict(path, take(inputs, slice(num_train, end))))
         print("held-out AUC:", ", ".join(f"{task} {value:.4f}" for task, value in zip(TASKS, held_out, strict=True)))
         if not options.validate:
             _publish(path, options.repository, held_out)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hotrow.auc import auc_by_label
 from hotrow.random_requests import random_requests
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError
@@ -92,20 +93,6 @@ def compare(before: Path, after: Path, requests: Path | None, labels: Path | Non
     return AnswerQuality("random requests" if requests is None else str(requests), differences, aucs)
 
 
-def auc(labels: NDArray[Any], scores: NDArray[Any]) -> float:
-    """The chance that a sample with label 1 scores above one with label 0, a tie counting one half; NaN if a label
-    does not occur. Both are [samples].
-    """
-    is_positive = labels > 0
-    num_positive, num_negative = int(is_positive.sum()), int((~is_positive).sum())
-    if not num_positive or not num_negative:
-        return float("nan")
-    _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    mean_rank = np.cumsum(counts) - (counts - 1) / 2
-    rank_sum = float(mean_rank[place][is_positive].sum())
-    return (rank_sum - num_positive * (num_positive + 1) / 2) / (num_positive * num_negative)
-
-
 def _inputs_of(path: Path) -> Arrays:
     """The request in a file of plain arrays, or in one that `hotrow record-canary` has written."""
     arrays = read_arrays(path)
@@ -152,10 +139,8 @@ def _aucs(spec: ModelSpec, path: Path, before: Sequence[Arrays], after: Sequence
             f"labels {path}: shape {list(labels.shape)}, expected {list(scores[0].shape)}, one column for each of "
             f"{', '.join(map(repr, spec.labels))}"
         )
-    return [
-        LabelAuc(name, *(auc(labels[:, column], each[:, column]) for each in scores))
-        for column, name in enumerate(spec.labels)
-    ]
+    before_after = zip(*(auc_by_label(labels, each) for each in scores), strict=True)
+    return [LabelAuc(name, *pair) for name, pair in zip(spec.labels, before_after, strict=True)]
 
 
 def _read_labels(path: Path, names: Sequence[str]) -> NDArray[Any]:

@@ -14,7 +14,7 @@ import tritonclient.grpc as grpc_client
 from numpy.typing import NDArray
 
 from demo.hugectr_examples.original_formats import Rows
-from demo.metrics import auc
+from hotrow.auc import auc
 from hotrow.training import hugectr
 from hotrow.training.hugectr import tools
 from hotrow.training.hugectr.readers.block import Bags, Block

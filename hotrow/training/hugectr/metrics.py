@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
+import hotrow.auc
 from hotrow.training.hugectr.enums import MetricsType
 
 Array = NDArray[np.float64]
@@ -47,18 +49,8 @@ def auc(predictions: Array, labels: Array) -> float:
 
     0.5 where there is no pair.
     """
-    order = np.argsort(predictions, kind="stable")
-    ordered = predictions[order]
-    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
-    counts = np.diff(np.append(starts, len(ordered)))
-    ranks = np.empty(len(ordered))
-    ranks[order] = np.repeat(starts + (counts + 1) / 2, counts)
-    is_positive = labels > 0.5
-    num_positive = int(is_positive.sum())
-    num_pairs = num_positive * (len(labels) - num_positive)
-    if not num_pairs:
-        return 0.5
-    return float((ranks[is_positive].sum() - num_positive * (num_positive + 1) / 2) / num_pairs)
+    found = hotrow.auc.auc(labels > 0.5, predictions)
+    return 0.5 if math.isnan(found) else found
 
 
 def _ndcg(predictions: Array, labels: Array) -> float:
