@@ -8,7 +8,7 @@ from pathlib import Path
 
 from onnx import ModelProto
 
-from hotrow.training.dense_network import TableFile, save
+from hotrow.training.dense_network import TableFile
 from inference_session.errors import UnsupportedModelError
 from inference_session.importers.onnx import ImportReport, TablePlace, import_staged
 from inference_session.importers.onnx.carve import CONSTANT_KEYS_ONLY
@@ -33,7 +33,7 @@ def assemble(staging: Path, target: Path, network: ModelProto, files: Mapping[st
         UnsupportedModelError: the model uses a table other than by rows; names its module.
     """
     path = staging / _TRACED_FILE
-    save(network, path)
+    path.write_bytes(network.SerializeToString())
     places = {name: TablePlace(file.table.name, folder_of(file)) for name, file in files.items()}
     report = import_staged(path, staging, target, places)
     path.unlink()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from hotrow.training.inputs import (
 )
 from hotrow.training.tables import Table
 from inference_session.errors import ConfigurationError, UnsupportedModelError
+from inference_session.importers.onnx.graph import all_nodes, rename
 
 _DOMAIN = "hotrow.training"
 _SIZES_HINT = (
@@ -266,11 +266,10 @@ class _Sizes:
 
 def _finished(model: ModelProto, inputs: list[str], outputs: list[str], files: Sequence[TableFile]) -> ModelProto:
     graph = model.graph
-    for item in (model, graph, *graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer):
-        del item.metadata_props[:]  # the exporter notes places of source files
+    forget_sources(model)
     _replace_pooling(graph)
     given = [value.name for value in graph.input]
-    read = {name for node in _all_nodes(graph) for name in node.input} | {value.name for value in graph.output}
+    read = {name for node in all_nodes(graph) for name in node.input} | {value.name for value in graph.output}
     values = {value.name: value for value in graph.input}
     del graph.input[:]
     for name, file in zip(given, files, strict=False):
@@ -287,8 +286,15 @@ def _finished(model: ModelProto, inputs: list[str], outputs: list[str], files: S
     return model
 
 
+def forget_sources(model: ModelProto) -> None:
+    """Remove the places in source files that the exporter notes."""
+    graph = model.graph
+    for item in (model, graph, *graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer):
+        del item.metadata_props[:]
+
+
 def _opsets(model: ModelProto) -> list[Any]:
-    domains = {node.domain for node in _all_nodes(model.graph)} | {
+    domains = {node.domain for node in all_nodes(model.graph)} | {
         node.domain for function in model.functions for node in function.node
     }
     return [item for item in model.opset_import if not item.domain or item.domain in domains] or [
@@ -306,32 +312,13 @@ def external_tensor(name: str, file: TableFile) -> TensorProto:
     return tensor
 
 
-def _all_nodes(graph: GraphProto) -> Iterator[NodeProto]:
-    for node in graph.node:
-        yield node
-        for attribute in node.attribute:
-            for body in (attribute.g, *attribute.graphs):
-                yield from _all_nodes(body)
-
-
 def _rename(graph: GraphProto, names: dict[str, str]) -> None:
     """Give inputs and outputs their served names; other values with these names are renamed."""
     taken = set(names.values())
-    made = {output for node in _all_nodes(graph) for output in node.output}
+    made = {output for node in all_nodes(graph) for output in node.output}
     made |= {tensor.name for tensor in graph.initializer}
     every = {**{name: f"hotrow_{name}" for name in made & taken - set(names)}, **names}
-    _rename_values(graph, lambda name: every.get(name, name))
-
-
-def _rename_values(graph: GraphProto, name_of: Callable[[str], str]) -> None:
-    for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
-        value.name = name_of(value.name)
-    for node in graph.node:
-        node.input[:] = [name_of(name) for name in node.input]
-        node.output[:] = [name_of(name) for name in node.output]
-        for attribute in node.attribute:
-            for body in (attribute.g, *attribute.graphs):
-                _rename_values(body, name_of)
+    rename(graph, lambda name: every.get(name, name))
 
 
 def _replace_pooling(graph: GraphProto) -> None:
@@ -377,8 +364,3 @@ def _pooling_body(stem: str, vectors: str, begins: str, ends: str, zero: str) ->
 
 def _constant(name: str, kind: int, dims: list[int], values: list[Any]) -> NodeProto:
     return helper.make_node("Constant", [], [name], value=helper.make_tensor(name, kind, dims, values))
-
-
-def save(model: ModelProto, path: Path) -> None:
-    """Write the file."""
-    path.write_bytes(model.SerializeToString())

@@ -13,7 +13,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hotrow.training.assembly import assemble
 from hotrow.training.checkpoint_files import CheckpointReader
-from hotrow.training.dense_network import TableFile, external_tensor, first_lines, quiet
+from hotrow.training.dense_network import TableFile, external_tensor, first_lines, forget_sources, quiet
 from hotrow.training.tables import Shard, Table, create_file, write_table
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError
 from inference_session.importers.onnx import ImportReport
@@ -75,8 +75,7 @@ def import_program(
         weights.fill(loaded, set(tables))
         with stage_version(repository, name, version) as (staging, target):
             files = _write_tables(staging, tables, weights, progress)
-            spec = assemble(staging, target, _network(loaded, files), files)
-            spec = ModelSpec(**{**spec.__dict__, "source": program.name})
+            spec = replace(assemble(staging, target, _network(loaded, files), files), source=program.name)
             write_spec(spec, staging)
             if complete:
                 complete(staging, spec)
@@ -397,6 +396,5 @@ def _bound(model: ModelProto, files: Mapping[str, TableFile]) -> ModelProto:
     del model.graph.input[:]
     model.graph.input.extend(inputs)
     model.graph.initializer.extend(external_tensor(name, file) for name, file in files.items())
-    for item in (model, model.graph, *model.graph.node, *model.graph.value_info, *model.graph.input):
-        del item.metadata_props[:]  # the exporter notes places of source files
+    forget_sources(model)
     return model

@@ -38,20 +38,17 @@ class NotedRows:
             self._rows.append(rows.detach().reshape(-1))
             self._num_noted += rows.numel()
         if self._num_noted > _MAX_NOTED:
-            self._rows = [self._unique()]
+            self._rows = [self.seen()]
             self._num_noted = self._rows[0].numel() // 2  # so that few new ones do not sort all of them again
 
     def take(self) -> Tensor:
         """int64, ascending, each once; forgets them."""
-        rows = self._unique()
+        rows = self.seen()
         self._rows, self._num_noted = [], 0
         return rows
 
     def seen(self) -> Tensor:
         """The same as `take`, without forgetting them."""
-        return self._unique()
-
-    def _unique(self) -> Tensor:
         if not self._rows:
             return torch.empty(0, dtype=torch.int64, device=self._device)
         return torch.unique(torch.cat([rows.to(torch.int64) for rows in self._rows]))
@@ -71,18 +68,16 @@ class Watch:
     """Hooks on all look-ups of a model. Rows read without gradients, or for an export, do not count as touched."""
 
     def __init__(self, cuts: Sequence[Cut]) -> None:
-        self.tables = {id(table): TouchedRows(table) for cut in cuts for table in cut.tables}
+        tables = {id(table): TouchedRows(table) for cut in cuts for table in cut.tables}
+        self.touched = list(tables.values())
+        """The touched rows of every table, in the order of the cuts."""
         self._hooks: list[Any] = []
         try:
             for cut in cuts:
-                self._hooks += _hooked(cut, self.tables)
+                self._hooks += _hooked(cut, tables)
         except BaseException:
             self.close()
             raise
-
-    def touched(self) -> Iterator[TouchedRows]:
-        """The touched rows of every table, in the order of the cuts."""
-        yield from self.tables.values()
 
     def close(self) -> None:
         """Remove the hooks."""

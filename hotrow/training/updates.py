@@ -17,7 +17,7 @@ from hotrow.training.outbox import Changes, Outbox, OutboxStats
 from hotrow.training.published import published_keys
 from hotrow.training.ranks import Ranks
 from hotrow.training.state import RestoredState, note_publisher, take_restored
-from hotrow.training.tables import KnownKeys, Shard, Table
+from hotrow.training.tables import Shard, Table
 from hotrow.training.touched_rows import TouchedRows, Watch
 from inference_session.errors import ConfigurationError, SessionClosedError
 from inference_session.model_spec import folder_names
@@ -173,14 +173,13 @@ class UpdatePublisher:
         self._outbox.close()
 
     def _followed(self, watch: Watch) -> list[_FollowedTable | _FollowedKeys]:
-        touched = list(watch.touched())
-        folders = folder_names([rows.table.name for rows in touched])
-        kinds = self._ranks.gather([_kind(rows.table, alone=self._ranks.size == 1) for rows in touched])
+        folders = folder_names([rows.table.name for rows in watch.touched])
+        kinds = self._ranks.gather([_kind(rows.table, alone=self._ranks.size == 1) for rows in watch.touched])
         return [
             _FollowedKeys(rows, folder)
             if rows.table.hash_table is not None
             else _FollowedTable(rows, folder, _strictest([of_rank[number] for of_rank in kinds]), self._ranks)
-            for number, (rows, folder) in enumerate(zip(touched, folders, strict=True))
+            for number, (rows, folder) in enumerate(zip(watch.touched, folders, strict=True))
         ]
 
     def _queue_touched(self) -> None:
@@ -260,7 +259,7 @@ class _FollowedTable:
         self._published = _NO_KEYS
         """Raw ids that had a row at the last publication, ascending; of a table with managed collisions."""
         if self._table.has_keys:
-            self._published = _known(self._table).keys[:-1].cpu().numpy().copy()
+            self._published = self._ids()[0].cpu().numpy().copy()
 
     def changes(self) -> Changes:
         """The changes since the last call; none on ranks that publish nothing of this table."""
@@ -280,18 +279,16 @@ class _FollowedTable:
         rows = self._touched.seen()
         if not self._table.has_keys:
             return rows.cpu().numpy()
-        ids, known_rows, *_ = _known(self._table)
-        now = ids[:-1].cpu().numpy()
-        touched = ids[:-1][torch.isin(known_rows[:-1], rows)].cpu().numpy()
-        return np.union1d(touched, np.setxor1d(now, self._published))
+        ids, known_rows = self._ids()
+        touched = ids[torch.isin(known_rows, rows)].cpu().numpy()
+        return np.union1d(touched, np.setxor1d(ids.cpu().numpy(), self._published))
 
     def touch_again(self, keys: NDArray[np.int64]) -> None:
         """Publish the current rows of these keys: the servers may have rows of lost training steps."""
         if self._table.has_keys:
             self._published = np.union1d(self._published, keys)
-            ids, rows, *_ = _known(self._table)
-            held = torch.isin(ids[:-1], torch.from_numpy(keys).to(ids.device))
-            self._touched.note(rows[:-1][held])
+            ids, rows = self._ids()
+            self._touched.note(rows[torch.isin(ids, torch.from_numpy(keys).to(ids.device))])
         else:
             rows = torch.from_numpy(keys[(keys >= 0) & (keys < self._table.num_rows)]).to(self._table.device)
             self._touched.note(rows if self._kind != "rows" else self._own(rows))
@@ -335,26 +332,26 @@ class _FollowedTable:
 
     def _of_ids(self, rows: Tensor) -> Changes:
         """Rows under the ids that own them now; ids that no longer own a row are deleted."""
-        ids, known_rows, *_ = _known(self._table)
-        ids, known_rows = ids[:-1], known_rows[:-1]  # the last one is the module's filler
+        ids, known_rows = self._ids()
         now = ids.cpu().numpy().copy()  # the module changes its ids in place
         is_new = torch.from_numpy(~np.isin(now, self._published)).to(ids.device)
         chosen = torch.isin(known_rows, rows) | is_new
-        _, vectors = self._read_in_order(known_rows[chosen])
+        vectors = self._read_in_order(known_rows[chosen])
         gone = np.setdiff1d(self._published, now)
         self._published = now
         return Changes(self.folder, ids[chosen].cpu().numpy(), vectors, gone)
 
-    def _read_in_order(self, rows: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    def _ids(self) -> tuple[Tensor, Tensor]:
+        """Raw ids and their rows, of a table with managed collisions; without the last one, the module's filler."""
+        known = self._table.known_keys()
+        return known.keys[:-1], known.rows[:-1]
+
+    def _read_in_order(self, rows: Tensor) -> NDArray[np.float32]:
         vectors = np.zeros((len(rows), self._table.embedding_dim), np.float32)
         for shard in self._table.shards():
             inside = _inside(rows, shard)
             vectors[inside.cpu().numpy()] = _vectors(shard, rows[inside])
-        return rows.cpu().numpy(), vectors
-
-
-def _known(table: Table) -> KnownKeys:
-    return table.known_keys()
+        return vectors
 
 
 def _inside(rows: Tensor, shard: Shard) -> Tensor:

@@ -209,7 +209,7 @@ class TrainPSType_t(Enum):
 
 
 class CommunicationType(Enum):
-    """Links of hybrid embeddings, which are refused."""
+    """Links of hybrid embeddings; without effect."""
 
     IB_NVLink_Hier = "IB_NVLink_Hier"
     IB_NVLink = "IB_NVLink"
@@ -217,7 +217,7 @@ class CommunicationType(Enum):
 
 
 class HybridEmbeddingType(Enum):
-    """Kinds of hybrid embeddings, which are refused."""
+    """Kinds of hybrid embeddings; without effect."""
 
     Distributed = "Distributed"
 
