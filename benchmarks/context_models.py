@@ -11,10 +11,9 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import onnx
-import onnx.parser
+from networks import network_of
 from numpy.typing import NDArray
-from onnx import ModelProto, numpy_helper
+from onnx import ModelProto
 
 Array = NDArray[Any]
 NUM_CLICKS = 50
@@ -95,9 +94,7 @@ class _Weights:
         """The model of a graph's text."""
         constants = {"one": [1], "two": [2], "minus_one": [-1]}
         arrays = {**self.arrays, **{name: np.array(values) for name, values in constants.items()}}
-        model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}')
-        model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in arrays.items())
-        return model
+        return network_of(text, arrays)
 
 
 def _user(width: int, num_keys: int) -> Input:

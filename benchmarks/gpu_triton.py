@@ -32,6 +32,7 @@ import numpy as np
 import onnx
 import tritonclient.grpc
 from client_load import measure_load
+from networks import mlp, network_of
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from perf_analyzer import measure, perf_analyzer
@@ -242,25 +243,12 @@ def with_slots(dense: onnx.ModelProto) -> onnx.ModelProto:
 
 def network(rng: np.random.Generator) -> onnx.ModelProto:
     """The dense part."""
-    widths = (FEATURES * DIM + DENSE, *HIDDEN, 1)
-    weights = {}
-    nodes = [helper.make_node("Concat", ["vectors", "dense"], ["activated"], axis=1)]
-    activated = "activated"
-    for i, shape in enumerate(itertools.pairwise(widths)):
-        weights[f"w{i}"] = rng.standard_normal(shape, np.float32) / math.sqrt(shape[0])
-        weights[f"b{i}"] = np.zeros(shape[1], np.float32)
-        nodes.append(helper.make_node("Gemm", [activated, f"w{i}", f"b{i}"], [f"layer{i}"]))
-        is_last = i + 2 == len(widths)
-        activated = "click" if is_last else f"activated{i}"
-        nodes.append(helper.make_node("Sigmoid" if is_last else "Relu", [f"layer{i}"], [activated]))
-
-    def tensor(name: str, width: int) -> onnx.ValueInfoProto:
-        return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", width])
-
-    constants = [numpy_helper.from_array(array.astype(np.float32), name) for name, array in weights.items()]
-    inputs = [tensor("vectors", FEATURES * DIM), tensor("dense", DENSE)]
-    whole = helper.make_graph(nodes, "dense", inputs, [tensor("click", 1)], constants)
-    return helper.make_model(whole, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    shapes = itertools.pairwise((FEATURES * DIM + DENSE, *HIDDEN, 1))
+    layers = [(rng.standard_normal(shape, np.float32) / math.sqrt(shape[0])).astype(np.float32) for shape in shapes]
+    text, constants = mlp("joined", "click", layers)
+    inputs = f"float[n, {FEATURES * DIM}] vectors, float[n, {DENSE}] dense"
+    concat = "joined = Concat<axis = 1>(vectors, dense)"
+    return network_of(f"dense ({inputs}) => (float[n, 1] click) {{ {concat} {text} }}", constants)
 
 
 def request_of(

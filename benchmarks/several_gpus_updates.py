@@ -35,8 +35,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import onnx
 import tritonclient.grpc
+from networks import network_of
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
 from serving import add_settings, serve, tensors
 from tritonclient.utils import InferenceServerException
 
@@ -162,20 +162,13 @@ def write_version(folder: Path, version: int, numbers: NDArray[np.int64], since:
 
 
 def _network(version: int) -> onnx.ModelProto:
-    def tensor(name: str, width: int) -> onnx.ValueInfoProto:
-        return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", width])
-
-    constants = [
-        numpy_helper.from_array(np.zeros((FEATURES * DIM, 1), np.float32), "zeros"),
-        numpy_helper.from_array(np.full(1, version, np.float32), "number"),
-    ]
-    nodes = [
-        helper.make_node("Identity", ["vectors"], ["rows"]),
-        helper.make_node("Gemm", ["vectors", "zeros", "number"], ["version"]),
-    ]
-    inputs, outputs = [tensor("vectors", FEATURES * DIM)], [tensor("rows", FEATURES * DIM), tensor("version", 1)]
-    graph = helper.make_graph(nodes, "dense", inputs, outputs, constants)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    width = FEATURES * DIM
+    constants = {"zeros": np.zeros((width, 1), np.float32), "number": np.full(1, version, np.float32)}
+    return network_of(
+        f"dense (float[n, {width}] vectors) => (float[n, {width}] rows, float[n, 1] version) "
+        "{ rows = Identity(vectors) version = Gemm(vectors, zeros, number) }",
+        constants,
+    )
 
 
 class Sessions:

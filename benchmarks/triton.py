@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx
 import tritonclient.grpc
+from networks import mlp, network_of
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
 from perf_analyzer import input_data, measure, perf_analyzer
 from serving import add_settings, serve, tensors
 
@@ -179,33 +179,22 @@ def graph(
     tables: list[NDArray[np.float32]] | None, layers: list[NDArray[np.float32]], *, separate: bool = False
 ) -> onnx.ModelProto:
     """The whole model, or without tables the part behind the look-ups."""
-    mlp, activated = [], "vectors"
-    weights: dict[str, NDArray[np.float32]] = {}
-    for i, layer in enumerate(layers):
-        weights |= {f"w{i}": layer, f"b{i}": np.zeros(layer.shape[1], np.float32)}
-        mlp.append(helper.make_node("Gemm", [activated, f"w{i}", f"b{i}"], [f"layer{i}"]))
-        is_last = i + 1 == len(layers)
-        activated = "click" if is_last else f"activated{i}"
-        mlp.append(helper.make_node("Sigmoid" if is_last else "Relu", [f"layer{i}"], [activated]))
-    nodes = []
-    inputs = [helper.make_tensor_value_info("vectors", TensorProto.FLOAT, ["n", len(layers[0])])]
+    text, constants = mlp("vectors", "click", layers)
+    inputs = f"float[n, {len(layers[0])}] vectors"
     if tables is not None:
-        names = {f"ids{i}": 1 for i in range(FEATURES)} if separate else {"ids": FEATURES}
-        inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, ["n", num]) for name, num in names.items()]
-        for i, table in enumerate(tables):
-            weights[f"table{i}"] = table
-            if not separate:
-                weights[f"column{i}"] = np.array(i)
-                nodes.append(helper.make_node("Gather", ["ids", f"column{i}"], [f"ids{i}"], axis=1))
-            nodes.append(helper.make_node("Gather", [f"table{i}", f"ids{i}"], [f"vectors{i}"], axis=0))
-        joined = "stacked" if separate else "vectors"
-        nodes.append(helper.make_node("Concat", [f"vectors{i}" for i in range(FEATURES)], [joined], axis=1))
+        constants |= {f"table{i}": table for i, table in enumerate(tables)}
+        lookups = [f"vectors{i} = Gather(table{i}, ids{i})" for i in range(FEATURES)]
+        parts = ", ".join(f"vectors{i}" for i in range(FEATURES))
         if separate:
-            nodes.append(helper.make_node("Flatten", [joined], ["vectors"]))
-    outputs = [helper.make_tensor_value_info("click", TensorProto.FLOAT, ["n", 1])]
-    constants = [numpy_helper.from_array(array, name) for name, array in weights.items()]
-    whole = helper.make_graph([*nodes, *mlp], "benchmark", inputs, outputs, constants)
-    return helper.make_model(whole, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+            inputs = ", ".join(f"int64[n, 1] ids{i}" for i in range(FEATURES))
+            lookups.append(f"stacked = Concat<axis = 1>({parts}) vectors = Flatten(stacked)")
+        else:
+            inputs = f"int64[n, {FEATURES}] ids"
+            constants |= {f"column{i}": np.array(i) for i in range(FEATURES)}
+            lookups = [f"ids{i} = Gather<axis = 1>(ids, column{i}) {lookup}" for i, lookup in enumerate(lookups)]
+            lookups.append(f"vectors = Concat<axis = 1>({parts})")
+        text = f"{' '.join(lookups)} {text}"
+    return network_of(f"benchmark ({inputs}) => (float[n, 1] click) {{ {text} }}", constants)
 
 
 def check_answers(
