@@ -12,8 +12,6 @@ from inference_session import InferenceSession
 from inference_session.errors import HotrowError, UnsupportedModelError
 from inference_session.model_spec import KEY_FILE, TABLES_FOLDER, ModelSpec, TableSpec
 from inference_session.requests.canary import Arrays
-from inference_session.requests.layouts import layout_of
-from inference_session.requests.outputs import Outputs
 
 _NUM_SAMPLES = 64
 _NUM_REQUESTS = 4
@@ -22,7 +20,6 @@ _OPEN_SIZE = 3
 _BOUNDS = (1000, 100, 10, 2, 1)
 """Bounds for integers that are not used directly as keys: the first bound is taken that the model answers without an
 unknown key, else the first that it answers."""
-_MOST_ELEMENTS = 10_000_000
 
 
 def random_requests(session: InferenceSession) -> list[Arrays]:
@@ -58,8 +55,7 @@ def _default_vectors(session: InferenceSession) -> int:
 
 def _random_request(session: InferenceSession, random: np.random.Generator, bound: int) -> Arrays:
     spec, tables = session.spec, session.directory / TABLES_FOLDER
-    layout = layout_of(spec)(spec, Outputs(spec), network_inputs=frozenset(), max_elements=_MOST_ELEMENTS)
-    zeros = layout.made_up(min(_NUM_SAMPLES, spec.layout_options.get("max_samples") or _NUM_SAMPLES)).inputs
+    zeros = session.layout.made_up(min(_NUM_SAMPLES, spec.layout_options.get("max_samples") or _NUM_SAMPLES)).inputs
     if spec.has_own_inputs:
         zeros = {name: _opened(spec, name, array) for name, array in zeros.items()}
         filled = {name: _random_values(random, array, bound) for name, array in zeros.items()}

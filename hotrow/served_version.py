@@ -12,7 +12,7 @@ from inference_session.errors import ModelFormatError
 from inference_session.model_spec import SESSION_FILE
 from triton_backend.repository.in_place import in_place_backend, read_model_folder
 from triton_backend.repository.model_config import CONFIG_FILE, ModelConfig
-from triton_backend.repository.servable import is_version
+from triton_backend.repository.servable import is_version, versions_in
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def _folder_and_version(directory: Path) -> tuple[Path, str]:
     directory = directory.absolute()
     if is_version(directory.name):
         return directory.parent, directory.name
-    versions = sorted(int(path.name) for path in directory.iterdir() if path.is_dir() and is_version(path.name))
+    versions = versions_in(directory)
     if not versions:
         raise ModelFormatError(
             f"{directory}: neither a version directory, which holds {SESSION_FILE}, nor the folder of a model "

@@ -167,7 +167,7 @@ class _Network:
         """Its size of samples stands for those of all inputs that it replaces: engines tell shapes by their names."""
         firsts = [tensor.type.tensor_type.shape.dim[0] for name, tensor in self._tensors.items() if name in columns]
         symbols = {size.dim_param for size in firsts if size.dim_param}
-        symbol = min(symbols, default="samples")
+        symbol = min(symbols, default=None)
         for value in (*self._graph.input, *self._graph.output, *self._graph.value_info):
             for size in value.type.tensor_type.shape.dim:
                 if size.dim_param in symbols:

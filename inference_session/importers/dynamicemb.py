@@ -17,19 +17,16 @@ from inference_session.errors import ModelFormatError
 from inference_session.importers.onnx import ImportReport
 from inference_session.model_spec import (
     KEY_FILE,
-    PREDICTIONS,
     TABLES_FOLDER,
     VECTOR_FILE,
-    LookupSpec,
     ModelSpec,
     TableSpec,
-    TensorSpec,
     folder_names,
 )
 from inference_session.platform.large_pages import open_for_writing
 from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_version
-from inference_session.requests.hugectr_csr import HPS_COUNTS, HPS_KEYS
+from inference_session.requests.hugectr_csr import tables_alone
 from inference_session.tables.table_index import build_index
 from inference_session.version_directory.manifest import write_manifest
 from inference_session.version_directory.publishing import share_unchanged
@@ -63,7 +60,8 @@ def import_dynamicemb(
     """
     tables = _find(dump)
     with stage_version(repository, name, version) as (staging, version_dir):
-        spec = _spec([table.write(staging, folder, progress) for table, folder in _placed(tables)])
+        written = [table.write(staging, folder, progress) for table, folder in _placed(tables)]
+        spec = tables_alone(written, source="DynamicEmb")
         write_spec(spec, staging)
         if complete:
             complete(staging, spec)
@@ -166,18 +164,3 @@ def _join(paths: Sequence[Path], target: Path, progress: Progress | None) -> Non
                     file.write(chunk)
             if progress:
                 progress(path.stat().st_size)
-
-
-def _spec(tables: Sequence[TableSpec]) -> ModelSpec:
-    return ModelSpec(
-        inputs=(TensorSpec(HPS_KEYS, "int64", (-1,)), TensorSpec(HPS_COUNTS, "int32", (-1,))),
-        outputs=(TensorSpec(PREDICTIONS, "float32", (-1,)),),
-        tables=tuple(tables),
-        lookups=tuple(
-            LookupSpec(table.folder, f"{HPS_KEYS}/{number}", f"{PREDICTIONS}/{number}")
-            for number, table in enumerate(tables)
-        ),
-        batched=False,
-        layout="hps",
-        source="DynamicEmb",
-    )

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from inference_session.errors import InvalidRequestError
 from inference_session.kernels.cpu.bags import have_one_key_each, place_bags
 from inference_session.kernels.records import address_of
+from inference_session.model_spec import PREDICTIONS, LookupSpec, ModelSpec, TableSpec, TensorSpec
 
 DENSE = "DES"
 KEYS = "CATCOLUMN"
@@ -137,6 +138,21 @@ def decode_keys(inputs: Inputs, num_tables: int) -> DecodedKeys:
             f"input {HPS_KEYS!r}: {keys.size} keys, expected {offsets[-1]}, the sum of {HPS_COUNTS!r}"
         )
     return DecodedKeys(keys, offsets)
+
+
+def tables_alone(tables: Sequence[TableSpec], *, source: str, settings: Mapping[str, str] | None = None) -> ModelSpec:
+    """A model without a network, as HPS serves it: its answer is the vectors themselves."""
+    numbered = list(enumerate(tables))
+    return ModelSpec(
+        inputs=(TensorSpec(HPS_KEYS, "int64", (-1,)), TensorSpec(HPS_COUNTS, "int32", (-1,))),
+        outputs=(TensorSpec(PREDICTIONS, "float32", (-1,)),),
+        tables=tuple(tables),
+        lookups=tuple(LookupSpec(table.folder, f"{HPS_KEYS}/{i}", f"{PREDICTIONS}/{i}") for i, table in numbered),
+        batched=False,
+        layout="hps",
+        settings=settings or {},
+        source=source,
+    )
 
 
 def _check_names(inputs: Inputs, names: Sequence[str]) -> None:

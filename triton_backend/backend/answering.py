@@ -20,7 +20,6 @@ from triton_backend.backend.errors import triton_error
 from triton_backend.backend.output_tensors import ThreadTensors
 from triton_backend.backend.packed import packed_array, packed_response, response_with_parameters
 from triton_backend.backend.plain_requests import PlainRequests
-from triton_backend.backend.probe_request import probe_request
 from triton_backend.backend.tensors import read_array, write_tensor
 from triton_backend.backend.tracing import RequestTracer
 from triton_backend.client.probe import is_probe
@@ -114,7 +113,7 @@ class RequestHandler:
     def _answer_any(
         self, session: InferenceSession, requests: Sequence[TritonRequest], mark: Mark
     ) -> list[TritonResponse]:
-        read = [self._read(request) for request in requests]
+        read = [self._read(session, request) for request in requests]
         return [self._response(answer, session.spec) for answer in session.run_many(read, mark)]
 
     def _answer_failed(self, requests: Sequence[TritonRequest], error: Exception, mark: Mark) -> list[TritonResponse]:
@@ -124,9 +123,9 @@ class RequestHandler:
         self._num_failed += 1
         return [_failure(error)]
 
-    def _read(self, request: TritonRequest) -> Request:
+    def _read(self, session: InferenceSession, request: TritonRequest) -> Request:
         if is_probe(request.parameters()):
-            return Request(probe_request(self._versions.spec), request.requested_output_names())
+            return session.layout.made_up(1)._replace(outputs=request.requested_output_names())
         inputs = {tensor.name(): read_array(tensor) for tensor in request.inputs()}
         if self._max_samples:
             for name, array in inputs.items():

@@ -190,8 +190,13 @@ def _is_begun(folder: Path) -> bool:
     return any(name.startswith(".tmp-") for name in names) and not any(map(is_version, names))
 
 
+def versions_in(folder: Path) -> list[int]:
+    """The versions in a model's folder, ascending."""
+    return sorted(int(path.name) for path in folder.iterdir() if path.is_dir() and is_version(path.name))
+
+
 def _versions(folder: Path) -> list[int]:
-    versions = sorted(int(path.name) for path in folder.iterdir() if path.is_dir() and is_version(path.name))
+    versions = versions_in(folder)
     if not versions:
         raise ConfigurationError(
             f"model {folder.name!r}: {folder} contains no version; a version is a folder whose name is a whole number"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from inference_session.config import SessionConfig
 from inference_session.errors import ConfigurationError
 from inference_session.importers.hugectr.graph import Graph, read_graph
 from inference_session.importers.hugectr.onnx_graph import DenseNetwork, build_dense_network
@@ -17,7 +16,6 @@ from inference_session.importers.hugectr.sparse_folder import SparseFolder, stor
 from inference_session.model_source.fetch import forget
 from inference_session.model_spec import (
     DENSE_FILE,
-    PREDICTIONS,
     TABLES_FOLDER,
     LookupSpec,
     ModelSpec,
@@ -28,7 +26,7 @@ from inference_session.model_spec import (
 )
 from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_version
-from inference_session.requests.hugectr_csr import DENSE, HPS_COUNTS, HPS_KEYS, KEYS, OFFSETS, RequestFormat
+from inference_session.requests.hugectr_csr import DENSE, KEYS, OFFSETS, RequestFormat, tables_alone
 from inference_session.version_directory.manifest import write_manifest
 from inference_session.version_directory.publishing import share_unchanged
 from inference_session.version_directory.quantizing import quantize_tables
@@ -162,7 +160,7 @@ def write_version(
             "keep_rows_of; give one per table"
         )
     job = _Job(settings, model, directory, keep_rows_of, may_link, progress)
-    spec, num_parameters = _write_network(job) if model.graph_file else (_tables_alone(job), 0)
+    spec, num_parameters = _write_network(job) if model.graph_file else (_write_tables_alone(job), 0)
     spec = quantize_tables(directory, spec, tables, progress)
     write_spec(spec, directory)
     write_manifest(directory, progress)
@@ -217,36 +215,21 @@ def _network_spec(
         joinable=network.joinable,
         layout="hugectr",
         layout_options={**asdict(form), "dense_input": graph.dense_name},
-        settings=_session_settings(settings, model),
+        settings=settings.session_settings(model),
         source=f"HugeCTR {settings.generation} {Path(model.graph_file).name}",
     )
 
 
-def _tables_alone(job: _Job) -> ModelSpec:
+def _write_tables_alone(job: _Job) -> ModelSpec:
     """A model of HPS: its answer is the vectors themselves."""
     settings, model = job.settings, job.model
     names = model.table_names or tuple(f"sparse_embedding{i}" for i in range(len(model.sparse_files)))
     folders = [Path(name) for name in model.sparse_files]
     dims = model.embedding_dims or tuple(_embedding_dim(settings, model, folder) for folder in folders)
     tables = _write_tables(job, names, dims)
-    return ModelSpec(
-        inputs=(TensorSpec(HPS_KEYS, "int64", (-1,)), TensorSpec(HPS_COUNTS, "int32", (-1,))),
-        outputs=(TensorSpec(PREDICTIONS, "float32", (-1,)),),
-        tables=tables,
-        lookups=tuple(
-            LookupSpec(table.folder, f"{HPS_KEYS}/{i}", f"{PREDICTIONS}/{i}") for i, table in enumerate(tables)
-        ),
-        batched=False,
-        layout="hps",
-        settings=_session_settings(settings, model),
-        source=f"HPS {settings.generation} {settings.path.name}",
+    return tables_alone(
+        tables, source=f"HPS {settings.generation} {settings.path.name}", settings=settings.session_settings(model)
     )
-
-
-def _session_settings(settings: PsJson, model: PsModel) -> dict[str, str]:
-    """The parts of ps.json that this release's sessions have a setting for."""
-    known = {item.name for item in fields(SessionConfig)}
-    return {name: value for name, value in settings.session_settings(model).items() if name in known}
 
 
 def _embedding_dim(settings: PsJson, model: PsModel, folder: Path) -> int:
