@@ -142,6 +142,12 @@ class EmbeddingCache(ABC):
     ) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        if self._closed:
+            return f"<{type(self).__name__} closed>"
+        stats = self.stats()
+        return f"<{type(self).__name__} [{len(self.dims)} tables, {stats.rows} of {stats.capacity} rows]>"
+
     def _check_open(self) -> None:
         if self._closed:
             raise SessionClosedError("the embedding cache has been closed")

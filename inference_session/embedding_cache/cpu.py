@@ -182,12 +182,6 @@ class CpuEmbeddingCache(HostCache):
             self._await_readers()
             self.arrays = {}
 
-    def __repr__(self) -> str:
-        if self._closed:
-            return "<CpuEmbeddingCache closed>"
-        stats = self.stats()
-        return f"<CpuEmbeddingCache [{len(self.dims)} tables, {stats.rows} of {stats.capacity} rows]>"
-
     def _write(self, table: str, keys: ArrayLike, vectors: ArrayLike, *, may_insert: bool) -> None:
         checked, floats = self._checked_rows(table, keys, vectors)
         with np.errstate(over="ignore"):

@@ -179,12 +179,6 @@ class GpuEmbeddingCache(EmbeddingCache):
             cupy.get_default_memory_pool().free_all_blocks()
         self._closed = True
 
-    def __repr__(self) -> str:
-        if self._closed:
-            return "<GpuEmbeddingCache closed>"
-        stats = self.stats()
-        return f"<GpuEmbeddingCache [{len(self.dims)} tables, {stats.rows} of {stats.capacity} rows]>"
-
     def _allocate(self) -> None:
         """One piece of device memory for everything."""
         sizes = [table_bytes(*pair) for pair in zip(self._num_buckets, self._row_bytes, strict=True)]
