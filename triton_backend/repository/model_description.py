@@ -56,7 +56,10 @@ def describe(spec: ModelSpec, name: str, *, max_batch_size: int = _MAX_SAMPLES, 
         name=name,
         backend=backend,
         max_batch_size=max_batch_size if by_samples else 0,
-        inputs=tuple(_described(tensor, by_samples) for tensor in all_inputs(spec)),
+        inputs=tuple(
+            _described(tensor, by_samples, optional=bool(spec.context) and tensor.name == CANDIDATES)
+            for tensor in all_inputs(spec)
+        ),
         outputs=tuple(_described(tensor, by_samples) for tensor in outputs),
         default_model_filename="",
     )
@@ -86,7 +89,7 @@ def _describe_packed(spec: ModelSpec, name: str, *, max_batch_size: int, backend
     )
 
 
-def _described(tensor: TensorSpec, by_samples: bool) -> TensorConfig:
+def _described(tensor: TensorSpec, by_samples: bool, *, optional: bool = False) -> TensorConfig:
     dims = tensor.shape[1:] if by_samples else tensor.shape or SCALAR_DIMS
     if tensor.dtype not in DATA_TYPES:
         raise UnsupportedModelError(
@@ -96,4 +99,4 @@ def _described(tensor: TensorSpec, by_samples: bool) -> TensorConfig:
         raise UnsupportedModelError(
             f"tensor {tensor.name!r} has shape {list(tensor.shape)}; Triton does not allow empty dimensions"
         )
-    return TensorConfig(tensor.name, DATA_TYPES[tensor.dtype], dims, optional=tensor.name == CANDIDATES)
+    return TensorConfig(tensor.name, DATA_TYPES[tensor.dtype], dims, optional=optional)

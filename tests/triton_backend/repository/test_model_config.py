@@ -115,6 +115,14 @@ def test_a_models_own_output0_is_kept() -> None:
     assert [tensor.name for tensor in describe(spec, "ctr").outputs] == ["OUTPUT0"]
 
 
+def test_a_models_own_candidates_are_no_context() -> None:
+    """An output of that name was described as optional, which Triton refuses to read; an input must be given."""
+    inputs = [IDS, TensorSpec("CANDIDATES", "int64", (-1, 2))]
+    assert [each.optional for each in describe(spec_of(inputs, [CLICK]), "ctr").inputs] == [False, False]
+    outputs = [TensorSpec("CANDIDATES", "float32", (-1, 1))]
+    assert [each.optional for each in describe(spec_of([IDS], outputs), "ctr").outputs] == [False]
+
+
 def test_names_with_any_characters_are_escaped(version_dir: Path) -> None:
     """Quotes, backslashes and line ends in names survive."""
     name = 'a "b"\\c\né'
