@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 from hotrow.training.hugectr.enums import CommunicationStrategy, CompressionStrategy, Embedding_t, Layer_t
-from hotrow.training.hugectr.parameters import DenseLayer, Input, OptParamsPy, SparseEmbedding, is_whole, member
+from hotrow.training.hugectr.parameters import (
+    DataReaderSparseParam,
+    DenseLayer,
+    Input,
+    OptParamsPy,
+    SparseEmbedding,
+    is_whole,
+    member,
+)
 from inference_session.errors import ConfigurationError, UnsupportedModelError
 
 _COMBINERS = {"sum": "sum", "average": "mean", "mean": "mean", "concat": "concat"}
@@ -85,30 +94,43 @@ class _LookUp:
     combiner: str
     """As the caller said."""
 
-    def layer(self, data: Input) -> SparseEmbedding:
-        """The embedding layer with the same output, [samples, 1, ev_size]."""
+    def num_vectors(self, data: Input) -> int:
+        """How many vectors are side by side in its output."""
+        return self._sparse(data).nnz_per_slot[0] if self.combiner == "concat" else 1
+
+    def layers(self, data: Input) -> tuple[SparseEmbedding, list[DenseLayer]]:
+        """The embedding layer, and the dense layers, with the same output, [samples, 1, ev_size * num_vectors]."""
+        self._check_slots(data)
+        count, combiner = self.num_vectors(data), _COMBINERS[self.combiner]
+        by_key = self.top if count == 1 else f"{self.top}_keys"
+        embedding = SparseEmbedding(
+            Embedding_t.DistributedSlotSparseEmbeddingHash, 0, self.table.ev_size,
+            "sum" if combiner == "concat" else combiner, by_key, self.bottom,
+            optimizer=self.table.optimizer, table=self.table.name,
+        )  # fmt: skip
+        if count == 1:
+            return embedding, []
+        return embedding, [
+            DenseLayer(Layer_t.Reshape, [by_key], [self.top], time_step=1, leading_dim=count * self.table.ev_size)
+        ]
+
+    def _sparse(self, data: Input) -> DataReaderSparseParam:
         sparse = {item.top_name: item for item in data.data_reader_sparse_param_array}
         if self.bottom not in sparse:
             raise ConfigurationError(f"{self}: no sparse input {self.bottom!r} in Input; there are {sorted(sparse)}")
-        if sparse[self.bottom].slot_num != 1:
+        return sparse[self.bottom]
+
+    def _check_slots(self, data: Input) -> None:
+        sparse = self._sparse(data)
+        if sparse.slot_num != 1:
             raise ConfigurationError(
-                f"{self}: {self.bottom!r} has {sparse[self.bottom].slot_num} slots; sparse inputs of embedding "
+                f"{self}: {self.bottom!r} has {sparse.slot_num} slots; sparse inputs of embedding "
                 "collections have slot_num 1"
             )
-        combiner = _COMBINERS[self.combiner]
-        if combiner == "concat":
-            self._check_one_key(sparse[self.bottom].nnz_per_slot[0])
-            combiner = "sum"
-        return SparseEmbedding(
-            Embedding_t.DistributedSlotSparseEmbeddingHash, 0, self.table.ev_size, combiner, self.top, self.bottom,
-            optimizer=self.table.optimizer, table=self.table.name,
-        )  # fmt: skip
-
-    def _check_one_key(self, num_keys: int) -> None:
-        if num_keys != 1:
+        if sparse.keys_are_slots and self.combiner != "concat":
             raise UnsupportedModelError(
-                f"{self}: the combiner 'concat' of up to {num_keys} keys is not supported; give each key a sparse "
-                "input of its own, or use 'sum' or 'average'"
+                f"{self}: {self.combiner!r} of {self.bottom!r}, which another look-up reads with 'concat', is not "
+                "supported; use 'concat' and a layer behind it"
             )
 
     def __str__(self) -> str:
@@ -182,19 +204,34 @@ class EmbeddingCollectionConfig:
         """Its tables, in the order of their first look-ups."""
         return tuple(dict.fromkeys(look_up.table.name for look_up in self._look_ups))
 
+    def data(self, data: Input) -> Input:
+        """The data layer as its look-ups read it: inputs of `concat` have a slot for each key.
+
+        Raises:
+            ConfigurationError: `data` lacks a sparse input.
+        """
+        several = {look_up.bottom for look_up in self._look_ups if look_up.num_vectors(data) > 1}
+        read = copy(data)
+        read.data_reader_sparse_param_array = [copy(item) for item in data.data_reader_sparse_param_array]
+        for item in read.data_reader_sparse_param_array:
+            item.keys_are_slots |= item.top_name in several
+        return read
+
     def layers(self, data: Input) -> tuple[list[SparseEmbedding], list[DenseLayer]]:
         """One embedding layer for each look-up; and the dense layers that put their outputs side by side, if any.
 
         Raises:
             ConfigurationError: `data` lacks a sparse input, or it has several slots.
-            UnsupportedModelError: `concat` of several keys.
+            UnsupportedModelError: `concat` and another combiner of one sparse input with several keys.
         """
-        embeddings = [look_up.layer(data) for look_up in self._look_ups]
+        found = [look_up.layers(data) for look_up in self._look_ups]
+        embeddings, layers = [embedding for embedding, _ in found], [layer for _, each in found for layer in each]
         if not self._joined_top:
-            return embeddings, self._flattening
+            return embeddings, [*layers, *self._flattening]
         tops, side_by_side = [look_up.top for look_up in self._look_ups], f"{self._joined_top}_look_ups"
-        width = sum(look_up.table.ev_size for look_up in self._look_ups)
+        width = sum(look_up.table.ev_size * look_up.num_vectors(data) for look_up in self._look_ups)
         return embeddings, [
+            *layers,
             DenseLayer(Layer_t.Concat, tops, [side_by_side], axis=2),
             DenseLayer(Layer_t.Reshape, [side_by_side], [self._joined_top], leading_dim=width),
         ]

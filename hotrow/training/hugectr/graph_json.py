@@ -111,16 +111,20 @@ def data_document(layer: Input) -> Document:
             "label_dim": layer.label_dims[0] if single else layer.label_dims,
         },
         "dense": {"top": layer.dense_name, "dense_dim": layer.dense_dim},
-        "sparse": [
-            {
-                "top": item.top_name,
-                "type": "DistributedSlot",
-                "nnz_per_slot": item.nnz_per_slot,
-                "is_fixed_length": item.is_fixed_length,
-                "slot_num": item.slot_num,
-            }
-            for item in layer.data_reader_sparse_param_array
-        ],
+        "sparse": [_sparse_document(item) for item in layer.data_reader_sparse_param_array],
+    }
+
+
+def _sparse_document(item: DataReaderSparseParam) -> Document:
+    """A sparse input as the model reads it; where each key is a slot, it says so, for who trains again."""
+    counts = [1] * item.nnz_per_slot[0] if item.keys_are_slots else item.nnz_per_slot
+    return {
+        "top": item.top_name,
+        "type": "DistributedSlot",
+        "nnz_per_slot": counts,
+        "is_fixed_length": item.is_fixed_length,
+        "slot_num": len(counts),
+        **({"keys_are_slots": True} if item.keys_are_slots else {}),
     }
 
 
@@ -225,9 +229,12 @@ def _read_sparse(item: Any) -> DataReaderSparseParam:
     nnz = item.get("nnz_per_slot")
     if nnz is None:
         nnz = item.get("max_nnz") or _get(item, "max_feature_num_per_sample")
-    return DataReaderSparseParam(
-        _get(item, "top"), nnz, bool(item.get("is_fixed_length", False)), _get(item, "slot_num")
-    )
+    slots, is_fixed_length = _get(item, "slot_num"), bool(item.get("is_fixed_length", False))
+    if item.get("keys_are_slots") is True:
+        read = DataReaderSparseParam(_get(item, "top"), slots, is_fixed_length, 1)
+        read.keys_are_slots = True
+        return read
+    return DataReaderSparseParam(_get(item, "top"), nnz, is_fixed_length, slots)
 
 
 def read_embedding(document: Mapping[str, Any]) -> SparseEmbedding:

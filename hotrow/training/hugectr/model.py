@@ -471,6 +471,7 @@ class Model:
         present = {embedding.table_name for embedding in self._design.embeddings}
         if again := sorted(present & {*collection.table_names}):
             raise ConfigurationError(f"Model.add: the model has tables {again} already; give each table its own name")
+        self._design.data = collection.data(self._data())
         embeddings, layers = collection.layers(self._data())
         self._design.embeddings += embeddings
         self._design.layers += layers

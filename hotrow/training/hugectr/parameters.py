@@ -235,10 +235,15 @@ class DataReaderSparseParam:
             )
         self.top_name, self.is_fixed_length = top_name, is_fixed_length
         self.nnz_per_slot, self.slot_num = [int(count) for count in counts], int(slot_num)
+        self.keys_are_slots = False
+        """As in `SparseInput`; look-ups that put their keys' vectors side by side read it so."""
 
     def sparse_input(self) -> SparseInput:
         """The fields that readers need."""
-        return SparseInput(self.top_name, self.slot_num, tuple(self.nnz_per_slot), self.is_fixed_length)
+        counts = tuple(self.nnz_per_slot)
+        return SparseInput(
+            self.top_name, self.slot_num, counts, self.is_fixed_length, keys_are_slots=self.keys_are_slots
+        )
 
 
 class Input:

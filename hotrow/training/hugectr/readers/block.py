@@ -22,6 +22,8 @@ class SparseInput:
     is_fixed_length: bool
     slot_sizes: tuple[int, ...] = ()
     """Where keys of a Raw file count per slot: how many each slot has. A slot's keys begin behind those before it."""
+    keys_are_slots: bool = False
+    """Whether the one slot, of exactly as many keys as `nnz_per_slot` says, is a slot for each of them to the model."""
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from hotrow.training.hugectr.enums import Check_t, DataReaderType_t
 from hotrow.training.hugectr.parameters import DataReaderParams
-from hotrow.training.hugectr.readers.block import Block, RecordShape
+from hotrow.training.hugectr.readers.block import Bags, Block, RecordShape, SparseInput
 from hotrow.training.hugectr.readers.norm import read_norm
 from hotrow.training.hugectr.readers.raw import read_raw
 from inference_session.errors import ConfigurationError, ModelFormatError
@@ -32,12 +34,36 @@ class Source:
     data_source: DataSourceParams
 
     def blocks(self, num_wanted: Callable[[], int] = lambda: _RECORDS_PER_BLOCK) -> Iterator[Block]:
-        """All records once. A block of Norm or Raw has as many as `num_wanted` says; of Parquet it is a row group.
+        """All records once, as the model reads them.
+
+        A block of Norm or Raw has as many as `num_wanted` says; of Parquet it is a row group.
 
         Raises:
             ModelFormatError: a file is not what its format promises; names file and record or row group.
             OSError: a file cannot be read.
         """
+        num_before = 0
+        for block in self._read(num_wanted):
+            pairs = zip(self.shape.sparse, block.bags, strict=True)
+            bags = tuple(self._slots(item, each, num_before) if item.keys_are_slots else each for item, each in pairs)
+            num_before += len(block)
+            yield replace(block, bags=bags)
+
+    def _slots(self, item: SparseInput, bags: Bags, num_before: int) -> Bags:
+        """A list for each key."""
+        (wanted,) = item.nnz_per_slot
+        if bags.width != wanted:
+            uneven = np.flatnonzero(np.diff(bags.offsets) != wanted)
+            if len(uneven):
+                sample = int(uneven[0])
+                raise ModelFormatError(
+                    f"{self.place}: sample {num_before + sample} has {np.diff(bags.offsets)[sample]} keys of "
+                    f"{item.name!r}; {wanted} are expected, whose vectors are put side by side"
+                )
+        return Bags(bags.keys, width=1)
+
+    def _read(self, num_wanted: Callable[[], int]) -> Iterator[Block]:
+        """As they are in the files."""
         if self.params.data_reader_type in (DataReaderType_t.Raw, DataReaderType_t.RawAsync):
             path = self._local(self.place)
             yield from read_raw(path, self.shape, self.params.raw_format, self.num_samples, num_wanted=num_wanted)

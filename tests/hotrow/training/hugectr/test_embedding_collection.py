@@ -32,10 +32,9 @@ LOOK_UPS = (("user", "clicked", "sum"), ("item", "shown", "average"), ("item", "
 """Table, bottom and combiner of each look-up."""
 
 
-def bare_model() -> Model:
+def bare_model(kind: hugectr.DataReaderType_t = hugectr.DataReaderType_t.Raw) -> Model:
     solver = hugectr.CreateSolver(batchsize=4, batchsize_eval=4, lr=0.1, use_embedding_collection=True)
-    raw = hugectr.DataReaderType_t.Raw
-    reader = hugectr.DataReaderParams(raw, "train.bin", eval_source="eval.bin", check_type=hugectr.Check_t.Non)
+    reader = hugectr.DataReaderParams(kind, "train.bin", eval_source="eval.bin", check_type=hugectr.Check_t.Non)
     return Model(solver, reader, SGD)
 
 
@@ -234,6 +233,78 @@ def test_a_planner_of_earlier_releases_makes_the_same_collection(
     assert documents[0] == documents[1]
 
 
+def side_by_side_model(*, are_apart: bool) -> Model:
+    """Three keys of `clicked` side by side; or each in an input of its own."""
+    model, made = bare_model(hugectr.DataReaderType_t.Norm), EmbeddingCollectionConfig()
+    bottoms = ["first", "second", "third"] if are_apart else ["clicked"]
+    counts = [1, 1, 1] if are_apart else [3]
+    sparse = [hugectr.DataReaderSparseParam(name, n, False, 1) for name, n in zip(bottoms, counts, strict=True)]
+    model.add(hugectr.Input(1, "label", 2, "dense", sparse))
+    tables, combiners = [USER] * len(bottoms), ["concat"] * len(bottoms)
+    if are_apart:
+        made.embedding_lookup(tables, bottoms, "all", combiners)
+    else:
+        made.embedding_lookup(USER, "clicked", "vectors", "concat")
+    model.add(made)
+    if not are_apart:
+        layer(model, Layer_t.Reshape, "vectors", "all", leading_dim=3 * DIM)
+    layer(model, Layer_t.Concat, "all dense", "joined")
+    layer(model, Layer_t.InnerProduct, "joined", "logit", num_output=1)
+    binary(model, "logit")
+    model.compile()
+    return model
+
+
+def test_concat_puts_the_vectors_of_all_keys_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the keys; it learns as look-ups of one key each do, and is served so."""
+    monkeypatch.chdir(tmp_path)
+    generator = hugectr.DataGeneratorParams(
+        hugectr.DataReaderType_t.Norm, 1, 2, 1, False, "train.bin", "eval.bin", [50], [3],
+        check_type=hugectr.Check_t.Non, num_files=1, eval_num_files=1, num_samples_per_file=64,
+    )  # fmt: skip
+    hugectr.DataGenerator(generator).generate()
+    model, apart = side_by_side_model(are_apart=False), side_by_side_model(are_apart=True)
+    assert model.trainer.network.translated.tensors["vectors"].dims == (1, 3 * DIM)
+    model.start_data_reading()
+    for _ in range(5):
+        block = model.get_data_reader_train().next_batch()
+        assert block is not None
+        model.trainer.train(block, 0.5)
+        (bags,) = block.bags
+        assert bags.num_bags == 3 * len(block)
+        singles = tuple(Bags(bags.keys[i::3].copy(), width=1) for i in range(3))
+        apart.trainer.train(Block(block.labels, block.dense, singles), 0.5)
+    expected, _ = model.trainer.evaluate(block)
+    np.testing.assert_allclose(
+        apart.trainer.evaluate(Block(block.labels, block.dense, singles))[0], expected, atol=1e-6
+    )
+    model.save_params_to_files("m", 5)
+    model.graph_to_json("graph.json")
+    again = bare_model()
+    again.construct_from_json("graph.json", include_dense_network=True)
+    again.graph_to_json("again.json")
+    assert json.loads(Path("again.json").read_text()) == json.loads(Path("graph.json").read_text())
+    write_ps_json(tmp_path, ["m0_sparse_5.model"])
+    (report,) = import_hugectr(tmp_path / "ps.json", tmp_path / "repository")
+    sent = {
+        "DES": block.dense.ravel(),
+        "CATCOLUMN": block.bags[0].keys.astype(np.uint32),
+        "ROWINDEX": block.bags[0].offsets.astype(np.int32),
+    }
+    with InferenceSession.open(report.version_dir) as session:
+        np.testing.assert_allclose(session.predict(sent), expected, atol=1e-6)
+
+
+def test_concat_wants_as_many_keys_in_each_sample() -> None:
+    model = side_by_side_model(are_apart=False)
+    source = model._source(train=True)
+    (item,) = source.shape.sparse
+    even, uneven = Bags(np.arange(6), np.array([0, 3, 6])), Bags(np.arange(5), np.array([0, 3, 5]))
+    assert source._slots(item, even, 0).num_bags == 6
+    with pytest.raises(ModelFormatError, match=r"train.bin: sample 8 has 2 keys of 'clicked'; 3 are expected"):
+        source._slots(item, uneven, 7)
+
+
 def write_ps_json(folder: Path, sparse: list[str]) -> None:
     model = {
         "model": "m", "network_file": str(folder / "graph.json"), "dense_file": str(folder / "m_dense_5.model"),
@@ -258,6 +329,14 @@ def test_tables_of_one_name_and_two_widths_are_refused(tmp_path: Path, monkeypat
 USER = EmbeddingTableConfig("user", 100, DIM)
 
 
+def two_combiners() -> None:
+    model, made = bare_model(), EmbeddingCollectionConfig()
+    model.add(data_layer())
+    made.embedding_lookup(USER, "clicked", "a", "concat")
+    made.embedding_lookup(USER, "clicked", "b", "sum")
+    model.add(made)
+
+
 def embedding_named_as_a_table() -> None:
     model = bare_model()
     model.add(data_layer())
@@ -280,7 +359,7 @@ def looked_up(bottom: str = "clicked", combiner: str = "sum", *, slots: int = 1)
     [
         (lambda: looked_up("unknown"), r"top_name 'top'\): no sparse input 'unknown'"),
         (lambda: looked_up(slots=2), "'clicked' has 2 slots; .* have slot_num 1"),
-        (lambda: looked_up(combiner="concat"), "'concat' of up to 3 keys is not supported"),
+        (two_combiners, r"top_name 'b'\): 'sum' of 'clicked', which another .* reads with 'concat', is not supported"),
         (lambda: looked_up(combiner="max"), r"combiner is 'max'; allowed: \['average', 'concat', 'mean', 'sum'\]"),
         (looked_up, r"the model has tables \['user'\] already"),
         (embedding_named_as_a_table, "the model has a table 'item' already"),
