@@ -274,6 +274,7 @@ def test_concat_puts_the_vectors_of_all_keys_side_by_side(tmp_path: Path, monkey
         assert bags.num_bags == 3 * len(block)
         singles = tuple(Bags(bags.keys[i::3].copy(), width=1) for i in range(3))
         apart.trainer.train(Block(block.labels, block.dense, singles), 0.5)
+    assert block is not None
     expected, _ = model.trainer.evaluate(block)
     np.testing.assert_allclose(
         apart.trainer.evaluate(Block(block.labels, block.dense, singles))[0], expected, atol=1e-6
