@@ -172,8 +172,8 @@ class InferenceSession:
             raise UnsupportedModelError(
                 "no output of this model has the shape [samples] or [samples, k]; use run() instead"
             )
-        outputs = self.run(inputs, self.spec.label_outputs)
-        return self.layout.outputs.predictions([outputs[name] for name in self.spec.label_outputs])
+        labels = self.run(inputs, self.spec.label_outputs)
+        return self.layout.outputs.predictions(list(labels.values()))
 
     def run(self, inputs: Mapping[str, ArrayLike], outputs: Sequence[str] | None = None) -> Answer:
         """Outputs of the model, as arrays by name.
@@ -192,8 +192,9 @@ class InferenceSession:
         """
         if self._closed:
             self._check_open()
-        if answers := self._fast_path.answer([Request(inputs, outputs)], unmarked):  # type: ignore[arg-type]  # it looks
-            return answers[0]
+        fast = self.fast_path.answer_one(inputs, outputs)
+        if fast is not None:
+            return fast
         check_arguments(inputs, outputs)
         if any(map(is_on_gpu, inputs.values())):
             self._check_open()
@@ -213,7 +214,7 @@ class InferenceSession:
         does not affect the others. `mark` is called at each stage, for traces.
         """
         self._check_open()
-        if answers := self._fast_path.answer(requests, mark):
+        if answers := self.fast_path.answer(requests, mark):
             return [*answers]
         return self._full_path.answer(requests, mark)
 
@@ -240,7 +241,7 @@ class InferenceSession:
         """
         if self._closed:
             self._check_open()
-        return self._fast_path.run(arrays, num_requests, outputs, mark, num_requests=num_requests, finish=finish)
+        return self.fast_path.run(arrays, num_requests, outputs, mark, finish)
 
     def lookup(self, table: str, keys: ArrayLike) -> NDArray[np.float32]:
         """Vectors of one table: float32 [n, embedding_dim].
@@ -380,7 +381,7 @@ class InferenceSession:
         """Prepare everything that the first requests need: the network, its memory, the hot rows."""
         seconds = self.config.warm_up_s / len(self.replicas.all)
         hot_keys = self.upkeep.read_hot_keys() if seconds else {}
-        work = WarmUp(self.version, self.layout, self._fast_path, self._full_path, hot_keys, seconds)
+        work = WarmUp(self.version, self.layout, self.fast_path, self._full_path, hot_keys, seconds)
         for replica in self.replicas.all:  # one by one, as only one may record
             replica.thread.run(partial(work.run, replica))
         if self.failure is not None:
@@ -390,7 +391,8 @@ class InferenceSession:
         """Count requests in `stats`, and record their keys."""
         self._stats = stats
         rejects_unknown = self.config.unknown_keys == "reject"
-        self._fast_path = FastPath(self._model, stats, recorder=recorder, rejects_unknown=rejects_unknown)
+        self.fast_path = FastPath(self._model, stats, recorder=recorder, rejects_unknown=rejects_unknown)
+        """Answers most requests; see `run_arrays`."""
         self._full_path = FullPath(self._model, stats, recorder=recorder, rejects_unknown=rejects_unknown)
 
     def _begin_counting(self) -> None:

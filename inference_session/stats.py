@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from inference_session.kernels.cpu.keys import BATCH_COUNTS, count_batch
 from inference_session.kernels.machine_code import of_ints
-from inference_session.kernels.records import Lookup, address_of
+from inference_session.kernels.records import address_of
 from inference_session.model_spec import ModelSpec
 
 Stats = TypeVar("Stats")
@@ -92,8 +93,10 @@ class SessionStats:
         self.load_s = 0.0
         self._staged = np.zeros(BATCH_COUNTS + 2 * len(self._names), np.int64)
         """What compiled code counts: see `count_batch`."""
-        self._staged_address = address_of(self._staged)
-        self._count_batch = of_ints(count_batch)
+        self.count_staged = partial(of_ints(count_batch), address_of(self._staged))
+        """Counts a batch of requests that were all answered: takes the number of requests, that of samples, and
+        `Lookup.find_places`. It keeps the GIL, and so needs no lock.
+        """
 
     def count_requests(self, num_requests: int, num_failed: int) -> None:
         """Requests that have been answered, with predictions or with an error."""
@@ -113,11 +116,6 @@ class SessionStats:
             self._num_keys += np.bincount(tables, num_keys, len(self._names)).astype(np.int64)
             if num_unknown.any():
                 self._num_unknown += np.bincount(tables, num_unknown, len(self._names)).astype(np.int64)
-
-    def count_staged(self, lookup: Lookup, num_requests: int, num_samples: int) -> None:
-        """Count a batch of requests, of which all were answered."""
-        places = lookup.places or lookup.find_places()
-        self._count_batch(self._staged_address, num_requests, num_samples, *places)  # needs no lock: it keeps the GIL
 
     def count_contexts(self, num_contexts: int, num_candidates: int, num_reused: int) -> None:
         """Count what a batch of a model with context inputs ranked, and how many of its contexts were already kept."""

@@ -6,8 +6,7 @@ other requests. They go through `InferenceSession.run_many`, which also says wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +16,20 @@ from numpy.typing import NDArray
 from inference_session.errors import HotrowError
 from inference_session.execution.model import Model
 from inference_session.execution.replicas import Replica
-from inference_session.execution.staged_batch import Arrays, StagedBatch, Staging
-from inference_session.execution.stages import Mark
+from inference_session.execution.staged_batch import Arrays, StagedBatch
+from inference_session.execution.stages import Mark, unmarked
 from inference_session.requests.batch import Request
-from inference_session.requests.outputs import Answer, JoinedAnswer, RequestedOutputs
+from inference_session.requests.outputs import Answer, JoinedAnswer
 from inference_session.requests.ranking_layout import gives_one_context, split_by_context
 from inference_session.stats import SessionStats
 
 if TYPE_CHECKING:
     from inference_session.sizing.key_recorder import KeyRecorder
+
+_NAMES = (NoneType, list, tuple)
+"""Types of the outputs that a request asks for. NumPy compares arrays of names one by one, and an iterator could not be
+read again.
+"""
 
 
 class FastPath:
@@ -47,23 +51,48 @@ class FastPath:
         """
         spec = model.spec
         self._spec, self._layout, self._replicas, self._stats = spec, model.layout, model.replicas, stats
+        self._count = stats.count_staged
         self._recorder, self._rejects_unknown = recorder, rejects_unknown
         self._joins_requests, self._ranks = spec.joins_requests, spec.ranking is not None
+        self._is_plain = not rejects_unknown and recorder is None and not self._ranks
         self._input_names = tuple(tensor.name for tensor in spec.inputs)
+        replicas = model.replicas.all
+        self._only_replica = replicas[0] if len(replicas) == 1 else None
+
+    def answer_one(self, inputs: Mapping[str, Any], outputs: Sequence[str] | None) -> Answer | None:
+        """As `answer`, for one request."""
+        if self._ranks:  # inputs may be given once for several candidates
+            answers = self.answer([Request(inputs, outputs)], unmarked)
+            return answers[0] if answers else None
+        try:
+            arrays = list(map(inputs.__getitem__, self._input_names))
+            is_taken = len(inputs) == len(arrays) and isinstance(outputs, _NAMES)
+        except (KeyError, TypeError, AttributeError):  # an input is absent, or the inputs are not by name
+            return None
+        # Arrays on a GPU are no NumPy arrays: to be refused by compiled code, they would wait for the device.
+        if not is_taken or type(arrays[0]) is not np.ndarray:
+            return None
+        answer: Answer | None = self.run(arrays, 1, outputs, unmarked, JoinedAnswer.copied_answer)
+        return answer
 
     def answer(self, requests: Sequence[Request], mark: Mark) -> list[Answer] | None:
         """The answers to requests that all ask for the same outputs."""
-        arrays, num_parts = self.arrays_of(requests), len(requests)
-        if not arrays and len(requests) == 1 and self._spec.is_divided:
-            arrays = split_by_context(self._spec, requests[0].inputs, self._layout.max_elements)
-            num_parts = len(arrays or ()) // len(self._input_names)
-        # Arrays on a GPU are no NumPy arrays: to be refused by compiled code, they would wait for the device.
-        if not arrays or type(arrays[0]) is not np.ndarray:
+        arrays, num = self.arrays_of(requests), len(requests)
+        if not arrays and num == 1 and self._spec.is_divided:
+            return self._answer_by_context(requests[0], mark)
+        if not arrays or type(arrays[0]) is not np.ndarray:  # see `answer_one`
             return None
-        answers: list[Answer] | None = self.run(
-            arrays, num_parts, requests[0].outputs, mark, num_requests=len(requests), finish=JoinedAnswer.copied_answers
-        )
+        answers: list[Answer] | None = self.run(arrays, num, requests[0].outputs, mark, JoinedAnswer.copied_answers)
         return answers
+
+    def _answer_by_context(self, request: Request, mark: Mark) -> list[Answer] | None:
+        """The answer to a request of several contexts, as if each of them were a request."""
+        arrays = split_by_context(self._spec, request.inputs, self._layout.max_elements)
+        if not arrays or not isinstance(request.outputs, _NAMES):
+            return None
+        num_parts = len(arrays) // len(self._input_names)
+        answer = self.run(arrays, num_parts, request.outputs, mark, JoinedAnswer.copied_answer, num_requests=1)
+        return None if answer is None else [answer]
 
     def arrays_of(self, requests: Sequence[Request]) -> Arrays | None:
         """The arrays of these requests, as `run` takes them; None also where they ask for different outputs."""
@@ -71,8 +100,7 @@ class FastPath:
         names = self._input_names
         for request in requests:
             outputs = request.outputs
-            # NumPy compares arrays of names one by one, and an iterator could not be read again.
-            if not isinstance(outputs, (NoneType, list, tuple)) or outputs != requests[0].outputs:
+            if not isinstance(outputs, _NAMES) or outputs != requests[0].outputs:
                 return None
             try:
                 num_inputs = len(request.inputs)
@@ -91,57 +119,30 @@ class FastPath:
         num_parts: int,
         outputs: Collection[str] | None,
         mark: Mark,
+        finish: Callable[[JoinedAnswer], Any] = JoinedAnswer.copied,
         *,
-        num_requests: int,
-        finish: Callable[[JoinedAnswer], Any],
+        num_requests: int = 0,
+        replica: Replica | None = None,
     ) -> Any:
         """See InferenceSession.run_arrays.
 
-        The arrays are in `num_parts` parts: one for each request, or for each context of the only request.
+        The arrays are in parts: one for each of `num_requests` (0: each part is one), or for each context of the only
+        request. `replica`: the device that answers them; None: any.
         """
-        if num_parts > 1 and not self._joins_requests:
-            return None
-        replicas = self._replicas.all
-        try:
-            if len(replicas) == 1:
-                return self.run_on(
-                    replicas[0], arrays, num_parts, outputs, mark, num_requests=num_requests, finish=finish
-                )
-            # A lambda would move the arguments of every request into cells.
-            task = partial(
-                self.run_on,
-                arrays=arrays,
-                num_parts=num_parts,
-                outputs=outputs,
-                mark=mark,
-                num_requests=num_requests,
-            )
-            joined = self._replicas.run(task)
-            return None if joined is None else finish(joined)  # in the caller's thread, not the device's
-        except HotrowError:
-            return None
-
-    def run_on(
-        self,
-        replica: Replica,
-        arrays: Arrays,
-        num_parts: int,
-        outputs: Collection[str] | None,
-        mark: Mark,
-        *,
-        num_requests: int,
-        finish: Callable[[JoinedAnswer], Any] = JoinedAnswer.copied,
-    ) -> Any:
-        """As `run`, on one device; raises what the look-up and the network raise."""
-        model = replica.staged
-        if model is None:
+        replica = replica or self._only_replica
+        if replica is None:
+            return self._run_on_any(finish, arrays, num_parts, outputs, mark, num_requests=num_requests)
+        pool = replica.staged
+        if pool is None or (num_parts > 1 and not self._joins_requests):
             return None
         mark("look-up")
-        staging: Staging = model.take()
         try:
-            wanted = self._layout.outputs.wanted(outputs)
+            staging = pool.free.pop()
+        except IndexError:
+            staging = pool.new()
+        try:
             with staging.held:
-                batch = staging.fill(arrays, num_parts, wanted.computed)
+                batch = staging.fill(arrays, num_parts, outputs)
                 if batch is None:
                     return None
                 batch.look_up()
@@ -149,29 +150,43 @@ class FastPath:
                 results = batch.run.run()
                 if batch.output_rows is not None:
                     results = [array[batch.output_rows] for array in results]
-                if self._rejects_unknown and batch.lookup.num_unknown.any():
+                if not (self._is_plain or self._takes(batch)):
                     return None
-                if self._recorder is not None:
-                    self._recorder.record(batch.lookup)
-                self._stats.count_staged(batch.lookup, num_requests, batch.num_samples)
-                if self._ranks:
-                    self._stats.count_contexts(batch.num_contexts, batch.num_samples, 0)
+                places = batch.lookup.places or batch.lookup.find_places()
+                self._count(num_requests or num_parts, batch.num_samples, *places)
             mark("answer")
             last = batch.answer
-            if last is None or last[0] is not results or last[1] is not wanted:
-                joined = self._joined(batch, results, wanted)
-            else:  # most batches of a case have their results in the same arrays: the answer is the same then
-                joined = last[2]
-            if num_requests != num_parts:
-                joined = joined._replace(counts=np.array([batch.num_samples]))
+            # Most batches of a case have their results in the same arrays: the answer is the same then.
+            joined = last[1] if last is not None and last[0] is results else self._joined(batch, results)
             return finish(joined)
+        except HotrowError:
+            return None
         finally:
-            model.give_back(staging)
+            pool.free.append(staging)
 
-    def _joined(self, batch: StagedBatch, results: Sequence[NDArray[Any]], wanted: RequestedOutputs) -> JoinedAnswer:
+    def _takes(self, batch: StagedBatch) -> bool:
+        """Whether a batch that has been computed may be answered; if so, records it, and counts its contexts."""
+        if self._rejects_unknown and batch.lookup.num_unknown.any():
+            return False
+        if self._recorder is not None:
+            self._recorder.record(batch.lookup)
+        if self._ranks:
+            self._stats.count_contexts(batch.num_contexts, batch.num_samples, 0)
+        return True
+
+    def _run_on_any(self, finish: Callable[[JoinedAnswer], Any], *arguments: Any, num_requests: int) -> Any:
+        try:
+            joined = self._replicas.run(
+                lambda replica: self.run(*arguments, num_requests=num_requests, replica=replica)
+            )
+        except HotrowError:
+            return None
+        return None if joined is None else finish(joined)  # in the caller's thread, not the device's
+
+    def _joined(self, batch: StagedBatch, results: Sequence[NDArray[Any]]) -> JoinedAnswer:
         """The answer to a batch, kept in it where the next one's results will be in the same arrays."""
-        joined = self._layout.outputs.joined(results, wanted, batch.counts, batch.num_samples)
+        joined = self._layout.outputs.joined(results, batch.wanted, batch.counts, batch.num_samples)
         # Predictions of several labels are no result, but made of some: each batch has its own.
         is_results = {*map(id, joined.arrays)} <= {*map(id, results)}
-        batch.answer = (results, wanted, joined) if is_results and results is batch.run.results else None
+        batch.answer = (results, joined) if is_results and results is batch.run.results else None
         return joined

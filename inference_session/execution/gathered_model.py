@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -181,19 +181,12 @@ class GatheredModel:
         """None: batches of this kind are not recorded."""
         self._num_misses: BoundedMemory[_Case, int] = BoundedMemory(_MAX_PLANS)
 
-    def take(self) -> GatheredModel:
-        """See StagedModel: the memory is that of the recorded batches, which the thread that holds the device owns."""
-        return self
-
-    def give_back(self, staging: GatheredModel) -> None:
-        """See StagedModel."""
-
     @property
     def held(self) -> AbstractContextManager[object]:
         """See Staging."""
         return self._network.rows.device.held()
 
-    def fill(self, arrays: Arrays, num_requests: int, outputs: tuple[str, ...]) -> StagedBatch | None:
+    def fill(self, arrays: Arrays, num_requests: int, outputs: Collection[str] | None) -> StagedBatch | None:
         """While the device is held: the look-up of a batch, its keys copied to its memory; see Staging.fill."""
         if num_requests > _MAX_REQUESTS or len(arrays) != num_requests * len(self._form.inputs):
             return None
@@ -201,7 +194,8 @@ class GatheredModel:
         counts, open_sizes = np.empty(num_requests, np.int64), np.empty(self._form.num_open_sizes, np.int64)
         if not self._form.check(items, num_requests, open_sizes, counts):
             return None
-        case = open_sizes.tobytes(), outputs
+        wanted = self._layout.outputs.wanted(outputs)
+        case = open_sizes.tobytes(), wanted.computed
         target = self._targets[case] if case in self._targets else self._find(case, arrays)
         if target is None:
             return None
@@ -217,7 +211,8 @@ class GatheredModel:
         num_contexts = num_requests if self._ranks else num_samples
         lookup = target.plan.cleared()
         look_up = partial(self._look_up, lookup, partial(copy, target.inputs))
-        return StagedBatch(lookup, look_up, target.plan.network, counts, num_samples, num_contexts, target.output_rows)
+        run, output_rows = target.plan.network, target.output_rows
+        return StagedBatch(lookup, look_up, run, counts, num_samples, num_contexts, wanted, output_rows)
 
     def _look_up(self, lookup: Lookup, copy_inputs: Callable[[], object]) -> None:
         """Launch the look-up, and copy the inputs of the network while the GPU computes it."""

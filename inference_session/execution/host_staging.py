@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -31,12 +31,13 @@ from inference_session.execution.array_forms import (
 from inference_session.execution.host_key_graph import HostKeyGraph
 from inference_session.execution.lookups import ModelLookups, VectorInput
 from inference_session.execution.network import Network
-from inference_session.execution.staged_batch import Arrays, StagedBatch
+from inference_session.execution.staged_batch import Arrays, StagedBatch, StagingPool
 from inference_session.kernels.array_headers import can_read_arrays
 from inference_session.kernels.cpu.staging import NO_ROOM, STAGED, VECTOR_INPUT
 from inference_session.kernels.records import SEGMENT, Lookup, address_of
 from inference_session.model_spec import ModelSpec
 from inference_session.requests.batch import RequestLayout
+from inference_session.requests.outputs import Outputs
 
 _MAX_PLANS = 1024
 MAX_BYTES = 64 << 20
@@ -46,8 +47,10 @@ are dropped, too, once their outputs exceed this.
 _FIRST_REQUESTS, MAX_REQUESTS = 16, 4096
 _FLOAT_BYTES = 4
 
-_Case: TypeAlias = "tuple[bytes, int, tuple[str, ...]]"
-"""What tells batches apart: their open sizes and the shapes of computed keys, the number of requests, the outputs."""
+_Case: TypeAlias = "tuple[bytes, int, tuple[str, ...] | None]"
+"""What tells batches apart: their open sizes and the shapes of computed keys, the number of requests, the outputs that
+these ask for.
+"""
 
 
 class _RequestRecords(NamedTuple):
@@ -60,35 +63,13 @@ class _RequestRecords(NamedTuple):
     """The samples of each request."""
 
 
-class HostStagedModel:
-    """The state that all batches of a model share, and the memory that they use, one batch at a time each.
-
-    Safe to use from several threads: `take` gives each its own memory, which `give_back` keeps for the next.
-    """
-
-    def __init__(
-        self, spec: ModelSpec, lookups: ModelLookups, network: Network, new_form: Callable[[], ArrayForm]
-    ) -> None:
-        self._spec, self._lookups, self._network, self._new_form = spec, lookups, network, new_form
-        self._free: list[HostStaging] = []
-
-    def take(self) -> HostStaging:
-        """See StagedModel."""
-        try:
-            return self._free.pop()
-        except IndexError:
-            return HostStaging(self._spec, self._lookups, self._network, self._new_form())
-
-    def give_back(self, staging: HostStaging) -> None:
-        """See StagedModel."""
-        self._free.append(staging)
-
-
 class HostStaging:
     """The memory that batches use, and a plan of the networks over it for each shape. For one thread."""
 
-    def __init__(self, spec: ModelSpec, lookups: ModelLookups, network: Network, form: ArrayForm) -> None:
-        self._spec, self._network, self._form = spec, network, form
+    def __init__(
+        self, spec: ModelSpec, lookups: ModelLookups, network: Network, outputs: Outputs, form: ArrayForm
+    ) -> None:
+        self._spec, self._network, self._outputs, self._form = spec, network, outputs, form
         self._dense, self._rows = network.dense, network.rows
         self.held = threading.Lock()
         """See Staging. One thread at a time has this memory, so there is nothing to wait for; and a lock, unlike
@@ -108,7 +89,7 @@ class HostStaging:
             self._key_graph = HostKeyGraph(network.keys, network.key_names, form, self._memory, self._open_sizes)
         self._make_room(_FIRST_REQUESTS)
 
-    def fill(self, arrays: Arrays, num_requests: int, outputs: tuple[str, ...]) -> StagedBatch | None:
+    def fill(self, arrays: Arrays, num_requests: int, outputs: Collection[str] | None) -> StagedBatch | None:
         """See Staging. None also where the batch is too large."""
         if len(arrays) != num_requests * self._num_inputs:
             return None
@@ -121,11 +102,13 @@ class HostStaging:
         shapes = self._open_sizes.tobytes()
         if self._key_graph is not None:
             shapes += self._key_graph.shapes
-        case = shapes, num_requests, outputs
         try:
+            case = shapes, num_requests, None if outputs is None else tuple(outputs)
             batch = self._batches[case]
         except KeyError:
             batch = self._batch(case)
+        except TypeError:  # outputs that are no names: `run_many` says so
+            return None
         if batch is None or self._bound_lookups is not None:
             return batch
         lookup = self._records[num_requests].lookup  # `Rows.look_up` may replace parts of a Lookup
@@ -136,9 +119,10 @@ class HostStaging:
     def _batch(self, case: _Case) -> StagedBatch | None:
         """What all batches of a case have in common: making it takes longer than staging a request."""
         batch_shapes, num_requests, outputs = case
+        wanted = self._outputs.wanted(outputs)
         if len(self._batches) >= _MAX_PLANS:
             self._batches.clear()
-        key = batch_shapes, outputs
+        key = batch_shapes, wanted.computed
         run = self._plans[key] if key in self._plans else self._plan(key)
         batch = None
         if run is not None:
@@ -151,6 +135,7 @@ class HostStaging:
                 records.counts,
                 num_samples,
                 num_requests if self._ranks else num_samples,
+                wanted,
             )
         self._batches[case] = batch
         return batch
@@ -238,14 +223,18 @@ class HostStaging:
         return (*shapes[first.keys], *row_shape)
 
 
-def stage_on_host(spec: ModelSpec, layout: RequestLayout, network: Network) -> HostStagedModel | None:
-    """The object that stages requests to a model; None: the model needs something that only `run_many` supports."""
+def stage_on_host(spec: ModelSpec, layout: RequestLayout, network: Network) -> StagingPool | None:
+    """What stages requests to a model; None: the model needs something that only `run_many` supports."""
     if not can_read_arrays() or not has_form(spec, layout, network):
         return None
     compile_kernels(spec, network)
     joined_inputs = network.dense.joined_inputs
     lookups = ModelLookups(spec, by_column=False, keys_follow_inputs=True, joined_inputs=joined_inputs)
-    return HostStagedModel(spec, lookups, network, partial(create_form, spec, layout, lookups, network))
+
+    def new() -> HostStaging:
+        return HostStaging(spec, lookups, network, layout.outputs, create_form(spec, layout, lookups, network))
+
+    return StagingPool(new)
 
 
 def _vector_records(vector_inputs: Sequence[VectorInput]) -> NDArray[np.void]:

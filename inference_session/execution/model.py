@@ -20,7 +20,7 @@ from inference_session.execution.joined_lookups import joinable_inputs, with_joi
 from inference_session.execution.network import Network, check_network, check_outputs
 from inference_session.execution.ranking_staging import stage_ranking
 from inference_session.execution.replicas import DeviceThread, Replica, Replicas
-from inference_session.execution.staged_batch import AnyStagedModel
+from inference_session.execution.staged_batch import StagingPool
 from inference_session.model_spec import DENSE_FILE, KEYS_FILE, RANKING_FILE, RANKING_KEYS_FILE, ModelSpec
 from inference_session.requests.batch import RequestLayout
 from inference_session.requests.layouts import layout_of
@@ -147,7 +147,7 @@ def _create_engine(
         return create_engine(path, config, HOST, vectors, joinable)
 
 
-def _stage(config: SessionConfig, layout: RequestLayout, network: Network, ranking: Network) -> AnyStagedModel | None:
+def _stage(config: SessionConfig, layout: RequestLayout, network: Network, ranking: Network) -> StagingPool | None:
     """The fast path on the networks' device; None: this model has none."""
     spec, stage = network.spec, partial(_stage_network, layout)
     if spec.ranking is None:
@@ -156,13 +156,15 @@ def _stage(config: SessionConfig, layout: RequestLayout, network: Network, ranki
     return stage_ranking(spec, network, ranking if has_other else None, stage)
 
 
-def _stage_network(layout: RequestLayout, spec: ModelSpec, network: Network) -> AnyStagedModel | None:
+def _stage_network(layout: RequestLayout, spec: ModelSpec, network: Network) -> StagingPool | None:
     if network.rows.device is HOST:
         return stage_on_host(spec, layout, network)
     # Imported where needed: the reader of HugeCTR's requests takes half a second to load.
     from inference_session.execution.gathered_model import gather_model
 
-    return gather_model(spec, layout, network)
+    gathered = gather_model(spec, layout, network)
+    # Its memory is that of the recorded batches, which the thread that holds the device owns.
+    return None if gathered is None else StagingPool(lambda: gathered)
 
 
 def _keep_contexts(

@@ -1,11 +1,11 @@
 """The fast path of a model with context inputs: requests that repeat the context, and requests that give it once.
 
-Each kind has its own network, and so its own StagedModel (staged_batch.py). Which kind a batch is, its arrays show.
+Each kind has its own network, and so its own Staging (staged_batch.py). Which kind a batch is, its arrays show.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -13,23 +13,16 @@ import numpy as np
 
 from inference_session.device.base import Device
 from inference_session.execution.network import Network
-from inference_session.execution.staged_batch import AnyStagedModel, Arrays, StagedBatch, Staging
+from inference_session.execution.staged_batch import Arrays, StagedBatch, Staging, StagingPool
 from inference_session.model_spec import ModelSpec
 from inference_session.requests.ranking_layout import exceeds
 
 
-class RankingStagedModel:
-    """Stages requests of either kind."""
+class RankingStaging:
+    """Memory for a batch of either kind."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        device: Device,
-        *,
-        repeating: AnyStagedModel | None,
-        ranking: AnyStagedModel | None,
-    ) -> None:
-        """Stage requests by these models; None: `run_many` takes requests of that kind.
+    def __init__(self, spec: ModelSpec, device: Device, repeating: Staging | None, ranking: Staging | None) -> None:
+        """Stage requests in these; None: `run_many` takes requests of that kind.
 
         Args:
             spec: the model.
@@ -37,22 +30,24 @@ class RankingStagedModel:
             repeating: for requests that repeat the context for each candidate.
             ranking: for requests of one context each.
         """
-        self.device = device
+        self._device = device
         self._repeating, self._ranking = repeating, ranking
         is_context = [tensor.context for tensor in spec.inputs]
         self._context_input, self._candidate_input = is_context.index(True), is_context.index(False)
         self._largest_value = spec.ranking.largest_input if spec.ranking else None
 
-    def take(self) -> RankingStaging:
-        """See StagedModel."""
-        return RankingStaging(self)
+    @property
+    def held(self) -> AbstractContextManager[object]:
+        """See Staging."""
+        return self._device.held()
 
-    def give_back(self, staging: RankingStaging) -> None:
-        """See StagedModel."""
-        staging.give_back()
+    def fill(self, arrays: Arrays, num_requests: int, outputs: Collection[str] | None) -> StagedBatch | None:
+        """See Staging."""
+        staging = self._staging_of(arrays)
+        return None if staging is None else staging.fill(arrays, num_requests, outputs)
 
-    def of(self, arrays: Arrays) -> AnyStagedModel | None:
-        """The model for requests of the first one's kind; others that differ from it, a Staging refuses."""
+    def _staging_of(self, arrays: Arrays) -> Staging | None:
+        """The memory for requests of the first one's kind, which refuses others that differ from it."""
         try:
             num_contexts, num_samples = len(arrays[self._context_input]), len(arrays[self._candidate_input])
         except (IndexError, TypeError):
@@ -67,41 +62,13 @@ class RankingStagedModel:
         return largest is not None and any(type(a) is np.ndarray and exceeds(a, largest) for a in arrays)
 
 
-class RankingStaging:
-    """The memory of a batch, taken from one of the two models once the arrays show which."""
-
-    def __init__(self, model: RankingStagedModel) -> None:
-        self._model = model
-        self._taken: tuple[AnyStagedModel, Staging] | None = None
-
-    @property
-    def held(self) -> AbstractContextManager[object]:
-        """See Staging."""
-        return self._model.device.held()
-
-    def fill(self, arrays: Arrays, num_requests: int, outputs: tuple[str, ...]) -> StagedBatch | None:
-        """See Staging."""
-        model = self._model.of(arrays)
-        if model is None:
-            return None
-        staging: Staging = model.take()
-        self._taken = model, staging
-        return staging.fill(arrays, num_requests, outputs)
-
-    def give_back(self) -> None:
-        """Return the memory of the batch to the model that it was taken from."""
-        if self._taken is not None:
-            model, staging = self._taken
-            model.give_back(staging)
-
-
 def stage_ranking(
     spec: ModelSpec,
     network: Network,
     ranking: Network | None,
-    stage: Callable[[ModelSpec, Network], AnyStagedModel | None],
-) -> RankingStagedModel | None:
-    """The object that stages requests to a model with context inputs; None: there is none.
+    stage: Callable[[ModelSpec, Network], StagingPool | None],
+) -> StagingPool | None:
+    """What stages requests to a model with context inputs; None: there is none.
 
     Args:
         spec: the model.
@@ -114,4 +81,9 @@ def stage_ranking(
     for_ranking = None if ranking is None else stage(ranking.spec, ranking)
     if for_repeating is None and for_ranking is None:
         return None
-    return RankingStagedModel(spec, network.rows.device, repeating=for_repeating, ranking=for_ranking)
+
+    def new() -> RankingStaging:
+        repeating, ranking = (None if pool is None else pool.new() for pool in (for_repeating, for_ranking))
+        return RankingStaging(spec, network.rows.device, repeating, ranking)
+
+    return StagingPool(new)

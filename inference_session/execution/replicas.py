@@ -11,7 +11,7 @@ from typing import TypeVar
 from inference_session.device.base import Device
 from inference_session.errors import SessionClosedError, UnavailableError
 from inference_session.execution.network import Network
-from inference_session.execution.staged_batch import AnyStagedModel
+from inference_session.execution.staged_batch import StagingPool
 
 _Result = TypeVar("_Result")
 
@@ -78,7 +78,7 @@ class Replica:
     ranking: Network
     """The network for requests that rank candidates; the same where the model has no other for them."""
     thread: DeviceThread
-    staged: AnyStagedModel | None = None
+    staged: StagingPool | None = None
     """Stages the arrays of requests on the fast path; None: this model has no fast path."""
     num_under_way: int = 0
     """Batches that the device was given and has not answered."""

@@ -1,11 +1,11 @@
 """The contract of the fast path on a device (fast_path.py): the arrays of requests become a batch.
 
-    staging = model.take()                                         # memory for one batch
+    staging = pool.free.pop()                                      # memory for one batch, or else `pool.new()`
     with staging.held:                                             # the device, where there is one to hold
         batch = staging.fill(arrays, num_requests, outputs)        # None: `run_many` must answer these requests
         batch.look_up()                                            # vectors go where the network reads them
         results = batch.run.run()
-    model.give_back(staging)                                       # once the results have been used: they may be in it
+    pool.free.append(staging)                                      # once the results have been used: they may be in it
 
 host_staging.py fulfils it on the processor, gathered_model.py on a GPU, ranking_staging.py for requests of either kind
 to a model with context inputs.
@@ -13,17 +13,17 @@ to a model with context inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.dense_engine.base import BoundRun
 from inference_session.kernels.records import Lookup
-from inference_session.requests.outputs import JoinedAnswer
+from inference_session.requests.outputs import JoinedAnswer, RequestedOutputs
 
 Arrays: TypeAlias = "list[NDArray[Any]]"
 """The arrays of several requests: those of the first in the order of the model's inputs, then those of the next."""
@@ -43,10 +43,12 @@ class StagedBatch:
     """The samples of all requests."""
     num_contexts: int
     """The contexts of all requests; in a model without contexts, each sample counts as one."""
+    wanted: RequestedOutputs
+    """The outputs that the requests ask for."""
     output_rows: NDArray[np.int64] | None = None
     """The row of each sample in the outputs. None: row i is that of sample i."""
-    answer: tuple[object, object, JoinedAnswer] | None = None
-    """The last answer, after the results and the requested outputs that it was made of."""
+    answer: tuple[object, JoinedAnswer] | None = None
+    """The last answer, after the results that it was made of."""
 
 
 class Staging(Protocol):
@@ -56,26 +58,20 @@ class Staging(Protocol):
     def held(self) -> AbstractContextManager[object]:
         """A context for the batch, from `fill` until its results are on the host."""
 
-    def fill(self, arrays: Arrays, num_requests: int, outputs: tuple[str, ...]) -> StagedBatch | None:
-        """The look-up of a batch, and the run of the network that computes these outputs.
+    def fill(self, arrays: Arrays, num_requests: int, outputs: Collection[str] | None) -> StagedBatch | None:
+        """The look-up of a batch, and the run of the network for the outputs that its requests ask for (None: all).
 
         The caller keeps the arrays alive until both have run. None: the arrays are not as the inputs describe them.
+
+        InvalidRequestError: an output is unknown.
         """
 
 
-OwnStaging = TypeVar("OwnStaging", bound=Staging)
-"""The kind of memory that a StagedModel gives, and takes back."""
+class StagingPool:
+    """The fast path of a model on one device. Safe to use from several threads: each takes memory of its own."""
 
-
-class StagedModel(Protocol[OwnStaging]):
-    """The fast path of a model on one device. Safe to use from several threads, each with its own Staging."""
-
-    def take(self) -> OwnStaging:
-        """Memory for one batch."""
-
-    def give_back(self, staging: OwnStaging) -> None:
-        """Return what `take` gave, so that another batch may use it."""
-
-
-AnyStagedModel: TypeAlias = "StagedModel[Any]"
-"""One whose callers do not know which kind of memory it gives."""
+    def __init__(self, new: Callable[[], Staging]) -> None:
+        self.new = new
+        """Makes memory where none is free."""
+        self.free: list[Staging] = []
+        """Memory that no batch uses. Threads need no lock: Python adds or removes an item in one step."""

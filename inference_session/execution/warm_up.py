@@ -102,7 +102,7 @@ class WarmUp:
             number, outputs = batch.num_requests, batch.request.outputs
             if arrays := self.fast_path.arrays_of([batch.request] * number):
                 for _ in range(2):
-                    self.fast_path.run_on(replica, arrays, number, outputs, unmarked, num_requests=number)
+                    self.fast_path.run(arrays, number, outputs, unmarked, replica=replica)
         if answers and self.layout.has_network:
             if difference := self.layout.outputs.difference(answers[0]):
                 raise ModelFormatError(f"{self.version.path / SESSION_FILE}: {difference}")

@@ -44,6 +44,10 @@ class JoinedAnswer(NamedTuple):
         """The same in memory of its own."""
         return JoinedAnswer(self.names, list(map(_COPY, self.arrays)), self.counts.copy())
 
+    def copied_answer(self) -> Answer:
+        """The answer to the only request, in memory of its own."""
+        return dict(zip(self.names, map(_COPY, self.arrays)))  # noqa: B905  the keyword takes a third of the time
+
     def copied_answers(self) -> list[Answer]:
         """The answer of each request, in memory of their own."""
         return JoinedAnswer(self.names, list(map(_COPY, self.arrays)), self.counts).split()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,9 @@ class Model:
         self.outputs = tuple(sorted(names))
         kind = layout_of(spec)
         read = frozenset(given) | (keys.input_names if keys else set())
-        self.layout = kind(spec, Outputs(spec), network_inputs=read, max_elements=1 << 20)
+        computed = (TensorSpec(name, "float32", (-1,)) for name in self.outputs)
+        outputs = Outputs(replace(spec, outputs=(*spec.outputs, *computed)))
+        self.layout = kind(spec, outputs, network_inputs=read, max_elements=1 << 20)
         dense = Echo(names, given)
         self.network = Network(spec, self.rows, dense, keys, keys_follow_inputs=kind.keys_follow_inputs)
         gathered = gather_model(spec, self.layout, self.network)

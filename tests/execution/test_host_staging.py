@@ -191,15 +191,17 @@ def test_only_numpy_arrays_take_memory(directory: Path, monkeypatch: pytest.Monk
     """And, on a GPU, the device: inputs that lie there would wait for the batch before only to be refused."""
     inputs = staged_model.inputs(3, np.random.default_rng(4))
     with InferenceSession.open(directory) as session:
-        model = session.replicas.all[0].staged
+        pool = session.replicas.all[0].staged
         taken: list[None] = []
-        assert model is not None
-        take = model.take
-        monkeypatch.setattr(model, "take", lambda: taken.append(None) or take())
+        assert pool is not None
+        new = pool.new
+        monkeypatch.setattr(pool, "new", lambda: taken.append(None) or new())
 
+        pool.free.clear()
         found = session.run({name: array.tolist() for name, array in inputs.items()})
 
         assert len(taken) == 1, "before the lists were converted"
+        pool.free.clear()
         assert_same(session.run(inputs), found)
         assert len(taken) == 2
 
@@ -332,9 +334,10 @@ def test_batches_of_many_numbers_of_requests_share_their_counts(directory: Path)
     with InferenceSession.open(directory) as session:
         for num_requests in (3, 5):
             assert session.run_arrays(arrays_of([one] * num_requests), num_requests) is not None
-        model = session.replicas.all[0].staged
-        assert model is not None
-        records = model.take()._records
+        pool = session.replicas.all[0].staged
+        assert pool is not None
+        (staging,) = pool.free
+        records = staging._records  # type: ignore[attr-defined]  # of a HostStaging
     assert np.shares_memory(records[3].lookup.num_unknown, records[5].lookup.num_unknown)
 
 

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from inference_session.kernels.array_headers import dtype_addresses
 from inference_session.kernels.cpu.arguments import Arguments
 from inference_session.kernels.cpu.dlpack import (
+    DESCRIBED,
     ELEMENT,
-    IN_PLACE,
     MANAGED_TENSOR,
     MAX_RANK,
     NO_ROOM,
@@ -34,24 +34,19 @@ new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char
 )
 
 
-def describe(arrays: list[Any], counts: NDArray[np.int64], first: int = 0) -> NDArray[np.void] | None:
+def describe(arrays: list[Any], counts: NDArray[np.int64]) -> NDArray[np.void] | None:
     """The records of arrays that stay where they are; None: the kernel refuses."""
-    records = np.zeros(first + len(arrays) * len(counts), MANAGED_TENSOR)
-    end = describe_into(records, np.zeros(0, np.uint8), arrays, counts, first, IN_PLACE)
-    assert end in {0, NOT_DESCRIBED}
-    return None if end == NOT_DESCRIBED else records[first:]
+    records = np.zeros(len(arrays) * len(counts), MANAGED_TENSOR)
+    status = describe_into(records, np.zeros(0, np.uint8), arrays, counts, copies=False)
+    assert status in {DESCRIBED, NOT_DESCRIBED}
+    return None if status == NOT_DESCRIBED else records
 
 
-def describe_into(  # noqa: PLR0917
-    records: NDArray[np.void],
-    values: NDArray[np.uint8],
-    arrays: list[Any],
-    counts: NDArray[np.int64],
-    first: int,
-    begin: int,
+def describe_into(
+    records: NDArray[np.void], values: NDArray[np.uint8], arrays: list[Any], counts: NDArray[np.int64], *, copies: bool
 ) -> int:
     bound = Arguments(id(np.ndarray), MAX_BYTES, ELEMENTS, records, values).bound_to(describe_rows)
-    return bound(id(arrays), len(arrays), id(counts), first, begin)
+    return bound(id(arrays), len(arrays), id(counts), copies)
 
 
 class Described:
@@ -75,26 +70,23 @@ class Described:
         st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(1, 3), max_size=4)), min_size=1, max_size=4
     ),
     counts=st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any),
-    first=st.integers(0, 3),
-    begin=st.sampled_from([IN_PLACE, 0, 64]),
+    copies=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_each_request_gets_its_rows(outputs: list[Any], counts: list[int], first: int, begin: int, seed: int) -> None:
+def test_each_request_gets_its_rows(outputs: list[Any], counts: list[int], copies: bool, seed: int) -> None:
     """Request after request, in any number of dimensions and of any type, where they are and copied."""
     rng, total = np.random.default_rng(seed), sum(counts)
     arrays = [rng.integers(0, 100, (total, *shape)).astype(dtype) for dtype, shape in outputs]
     names = tuple(map(str, range(len(arrays))))
     answer = JoinedAnswer(names, arrays, np.array(counts))
     wanted = [array.copy() for each in answer.split() for array in each.values()]
-    num_bytes = 0 if begin == IN_PLACE else begin + sum(-(-array.nbytes // 64) * 64 for array in arrays)
-    records, values = np.zeros(first + len(wanted), MANAGED_TENSOR), np.full(num_bytes, 7, np.uint8)
+    num_bytes = sum(-(-array.nbytes // 64) * 64 for array in arrays) if copies else 0
+    records, values = np.zeros(len(wanted), MANAGED_TENSOR), np.zeros(num_bytes, np.uint8)
 
-    assert describe_into(records, values, arrays, answer.counts, first, begin) == num_bytes
-    if begin != IN_PLACE:
-        assert (values[:begin] == 7).all()
+    assert describe_into(records, values, arrays, answer.counts, copies=copies) == DESCRIBED
+    if copies:
         for array in arrays:
             array.fill(0)
-    records = records[first:]
     for i, array in enumerate(wanted):
         # Copied, since an array that is left when the records are freed reads its record when it is freed itself.
         found = np.from_dlpack(Described(records[i : i + 1])).copy()
@@ -133,9 +125,9 @@ def test_values_that_have_no_room_are_not_copied() -> None:
     """Room for the second array would end behind the memory."""
     arrays, counts = [ROWS, ROWS], np.array([3])
     records = np.zeros(2, MANAGED_TENSOR)
-    for num_bytes, wanted in ((64 + ROWS.nbytes, 64 + ROWS.nbytes), (64 + ROWS.nbytes - 1, NO_ROOM), (0, NO_ROOM)):
+    for num_bytes, wanted in ((64 + ROWS.nbytes, DESCRIBED), (64 + ROWS.nbytes - 1, NO_ROOM), (0, NO_ROOM)):
         values = np.zeros(num_bytes + 1, np.uint8)
-        assert describe_into(records, values[:-1], arrays, counts, 0, 0) == wanted
+        assert describe_into(records, values[:-1], arrays, counts, copies=True) == wanted
         assert not values[-1]
 
 

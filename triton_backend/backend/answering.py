@@ -68,30 +68,31 @@ class RequestHandler:
         """Whether requests can be answered."""
         return self._versions.failure is None
 
-    def answer(self, requests: Sequence[TritonRequest]) -> list[TritonResponse]:
+    def answer(self, requests: Sequence[TritonRequest], mark: Mark | None = None) -> list[TritonResponse]:
         """One response for each request, in order. Their tensors are views of memory that the next call in this thread
         uses again: keep the requests, and send the responses, before.
-        """
-        if (tensors := self._thread.tensors) is not None:
-            tensors.release()
-        if self._tracing is not None:
-            with self._tracing.of(requests) as mark:
-                return self._answer(requests, mark)
-        return self._answer(requests)
 
-    def _answer(self, requests: Sequence[TritonRequest], mark: Mark = unmarked) -> list[TritonResponse]:
+        `mark`: see InferenceSession.run_many. None: `tracing` makes it.
+        """
+        if mark is None:
+            if self._tracing is not None:
+                with self._tracing.of(requests) as traced:
+                    return self.answer(requests, traced)
+            mark = unmarked
         mark("check")
         try:
             with self._versions.lease() as session:
                 # The fast path for most requests: a list of arrays in, tensors out.
                 if session.stages_arrays and (plain := self._plain.read(requests)) is not None:
                     arrays, outputs = plain
-                    responses = session.run_arrays(arrays, len(requests), outputs, mark, self._responses)
+                    responses = session.fast_path.run(arrays, len(requests), outputs, mark, self._responses)
                     if responses is not None:
                         return responses  # type: ignore[no-any-return]
                 return self._answer_any(session, requests, mark)
         except Exception as error:  # noqa: BLE001  every request must get an answer, whatever the error
-            return self._answer_failed(requests, error, mark)
+            if len(requests) == 1:
+                return [self._failed(error)]
+            return [self._answer_alone(request, mark) for request in requests]
 
     def _responses(self, joined: JoinedAnswer) -> list[TritonResponse]:
         """The responses to plain requests, with copies of their outputs."""
@@ -116,12 +117,17 @@ class RequestHandler:
         read = [self._read(session, request) for request in requests]
         return [self._response(answer, session.spec) for answer in session.run_many(read, mark)]
 
-    def _answer_failed(self, requests: Sequence[TritonRequest], error: Exception, mark: Mark) -> list[TritonResponse]:
-        """The answers to requests of which one failed, or all: each on its own."""
-        if len(requests) > 1:
-            return [self._answer([request], mark)[0] for request in requests]
+    def _answer_alone(self, request: TritonRequest, mark: Mark) -> TritonResponse:
+        """The answer to one of several requests, of which one failed, or all."""
+        try:
+            with self._versions.lease() as session:
+                return self._answer_any(session, [request], mark)[0]
+        except Exception as error:  # noqa: BLE001  as above
+            return self._failed(error)
+
+    def _failed(self, error: Exception) -> TritonResponse:
         self._num_failed += 1
-        return [_failure(error)]
+        return _failure(error)
 
     def _read(self, session: InferenceSession, request: TritonRequest) -> Request:
         if is_probe(request.parameters()):

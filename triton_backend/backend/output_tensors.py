@@ -23,7 +23,6 @@ from inference_session.kernels.array_headers import can_read_arrays, dtype_addre
 from inference_session.kernels.cpu.arguments import Arguments
 from inference_session.kernels.cpu.dlpack import (
     ELEMENT,
-    IN_PLACE,
     MANAGED_TENSOR,
     NO_ROOM,
     NOT_DESCRIBED,
@@ -51,7 +50,7 @@ _NAME = ctypes.c_char_p(b"dltensor")
 
 
 class OutputTensors:
-    """Makes the tensors of a thread's batches. They use memory of ours until `release`."""
+    """Makes the tensors of a thread's batches. They use memory of ours until it makes those of the next batch."""
 
     def __init__(self) -> None:
         self._from_dlpack = pb_utils.Tensor.from_dlpack
@@ -60,15 +59,9 @@ class OutputTensors:
         self._all_records: list[NDArray[np.void]] = []
         """Kept for good: tensors that were sent and not destroyed yet may still lead to any of them."""
         self._values = np.empty(_VALUE_BYTES, np.uint8)
-        self._answers: list[JoinedAnswer] = []
-        """Those that had no room there."""
-        self._num_used = self._bytes_used = 0
+        self._answer: JoinedAnswer | None = None
+        """The last one that had no room there."""
         self._make_room(_FIRST_TENSORS)
-
-    def release(self) -> None:
-        """The tensors have been sent: their memory is used again."""
-        self._answers.clear()
-        self._num_used = self._bytes_used = 0
 
     def of(self, answer: JoinedAnswer) -> Iterator[Any] | None:
         """A `pb_utils.Tensor` for each output of each request, one request after the other; None: not of these.
@@ -76,22 +69,16 @@ class OutputTensors:
         The tensors have the values in memory of their own: that of the answer is free when the call returns.
         """
         arrays, counts = answer.arrays, answer.counts
-        begin, num = self._num_used, len(arrays) * len(counts)
-        end = begin + num
-        if end > len(self._capsules):
-            begin, end = 0, num
-            # Doubled: a batch whose requests are answered one by one makes many calls.
-            self._make_room(2 * max(num, len(self._capsules)))
-        bytes_used = self._describe(id(arrays), len(arrays), id(counts), begin, self._bytes_used)
-        if bytes_used == NO_ROOM:
-            kept = answer.copied()
-            self._answers.append(kept)
-            is_described = self._describe(id(kept.arrays), len(arrays), id(counts), begin, IN_PLACE) != NOT_DESCRIBED
-            bytes_used = self._bytes_used if is_described else NOT_DESCRIBED
-        if bytes_used == NOT_DESCRIBED:
+        num = len(arrays) * len(counts)
+        if num > len(self._capsules):
+            self._make_room(max(num, 2 * len(self._capsules)))
+        status = self._describe(id(arrays), len(arrays), id(counts), True)
+        if status == NO_ROOM:
+            self._answer = answer = answer.copied()
+            status = self._describe(id(answer.arrays), len(arrays), id(counts), False)
+        if status == NOT_DESCRIBED:
             return None
-        self._num_used, self._bytes_used = end, bytes_used
-        return map(self._from_dlpack, itertools.cycle(answer.names), self._capsules[begin:end])
+        return map(self._from_dlpack, itertools.cycle(answer.names), self._capsules[:num])
 
     def _make_room(self, num_tensors: int) -> None:
         records = np.zeros(num_tensors, MANAGED_TENSOR)
@@ -132,7 +119,6 @@ def _are_as_arrays(tensors: OutputTensors) -> bool:
         wanted = [item for each in answer.split() for item in each.items()]
         if made is None or not all(itertools.starmap(_is_same, zip(made, wanted, strict=True))):
             return False
-        tensors.release()
     return True
 
 

@@ -21,10 +21,10 @@ from inference_session.kernels.cpu.intrinsics import copy_bytes, kernel, load
 from inference_session.kernels.machine_code import of_ints
 
 MAX_RANK = 8
-NOT_DESCRIBED, NO_ROOM = -1, -2
-"""What `describe_rows` returns where an array has no such description or is too large, or its values have no room."""
-IN_PLACE = -1
-"""In place of where values begin: they stay where they are."""
+DESCRIBED, NOT_DESCRIBED, NO_ROOM = range(3)
+"""What `describe_rows` returns: all are described; an array has no such description, or is too large; values have no
+room.
+"""
 _BYTE = np.dtype(np.uint8)
 _LINE = 64
 
@@ -55,8 +55,8 @@ ELEMENT = np.dtype(
 
 
 @kernel
-def describe_rows(arguments: int, items: int, num_arrays: int, counts: int, first: int, begin: int) -> int:
-    """Copy some arrays, and describe the rows of each request in the copies. Returns where the next values may begin.
+def describe_rows(arguments: int, items: int, num_arrays: int, counts: int, copies: int) -> int:
+    """Copy some arrays, and describe the rows of each request in the copies.
 
     Args:
         arguments: address of Arguments:
@@ -68,13 +68,12 @@ def describe_rows(arguments: int, items: int, num_arrays: int, counts: int, firs
         items: address of a list of arrays, in each of which the rows of one request follow those of the other.
         num_arrays: its length.
         counts: address of an array, int64 [requests], contiguous: the rows of each.
-        first: number of the first record.
-        begin: where in `values` there is room, or IN_PLACE.
+        copies: whether they are copied; 0: they are described where they are.
     """
     array_type, max_bytes = int_at(arguments, 0), int_at(arguments, 1)
     elements, tensors = array_at(arguments, 2, ELEMENT), array_at(arguments, 3, MANAGED_TENSOR)
     values, num_bytes = int_at(arguments, 4), len(array_at(arguments, 4, _BYTE))
-    arrays, total = load(items + LIST_ITEMS, np.int64, 0), np.int64(0)
+    arrays, total, begin = load(items + LIST_ITEMS, np.int64, 0), np.int64(0), np.int64(0)
     num_requests, counts = load(load(counts + SIZES, np.int64, 0), np.int64, 0), load(counts + DATA, np.int64, 0)
     for r in range(num_requests):
         total += load(counts, np.int64, r)
@@ -86,18 +85,18 @@ def describe_rows(arguments: int, items: int, num_arrays: int, counts: int, firs
         if row_bytes <= 0 or total <= 0 or row_bytes > max_bytes * num_requests // total:
             return NOT_DESCRIBED
         data = load(array + DATA, np.int64, 0)
-        if begin != IN_PLACE:
+        if copies:
             if row_bytes * total > num_bytes - begin:
                 return NO_ROOM
             copy_bytes(values + begin, data, row_bytes * total)
             data = values + begin
             begin = min((begin + row_bytes * total + _LINE - 1) // _LINE * _LINE, num_bytes)
         for r in range(num_requests):
-            tensor, count = tensors[first + r * num_arrays + a], load(counts, np.int64, r)
+            tensor, count = tensors[r * num_arrays + a], load(counts, np.int64, r)
             tensor.data, tensor.kind, tensor.bits = data, elements[element].kind, 8 * elements[element].bytes
             _copy_shape(array, count, tensor)
             data += row_bytes * count
-    return max(begin, 0)
+    return DESCRIBED
 
 
 @kernel
