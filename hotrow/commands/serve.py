@@ -59,7 +59,8 @@ _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     "--front",
     is_flag=True,
     help="Run nginx in front of the server, which protects it from requests that would end it: cancelled requests, "
-    "and huge shapes in JSON. Requests may have at most 64 MiB; no streams. Needs nginx (apt-get install nginx-light).",
+    "and huge shapes and deep arrays in JSON. Requests may have at most 64 MiB; no streams. Needs nginx (apt-get "
+    "install nginx-light).",
 )
 @click.option("--verbose", is_flag=True, help="Show the server's informational log lines too.")
 @click.argument("flags", nargs=-1, metavar="[-- TRITONSERVER FLAGS]")

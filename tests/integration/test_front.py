@@ -160,6 +160,25 @@ HUGE: dict[str, bytes] = {
 }
 
 
+DEEP: dict[str, bytes] = {
+    "data": json_body([1, 3], "DEEP").replace(b'"DEEP"', b"[" * 60_000 + b"1, 2, 3" + b"]" * 60_000),
+    "any field": b'{"inputs": ' + b"[0, [], " * 60_000 + b"1" + b"]" * 60_000 + b"}",
+    "objects between": b'{"inputs": [' * 60_000 + b"1" + b"]}" * 60_000,
+    "more than a tensor has dimensions": json_body([1, 3], "DEEP").replace(b'"DEEP"', b"[" * 17 + b"1" + b"]" * 17),
+}
+
+
+@pytest.mark.parametrize("case", DEEP)
+def test_deep_arrays_are_refused(fronted: Served, case: str) -> None:
+    """They overflow the stack of a bare server."""
+    server = fronted.server()
+
+    assert post(fronted, "ctr", DEEP[case])[0] == 400
+
+    assert_answers(fronted)
+    assert fronted.server() == server
+
+
 @pytest.mark.parametrize("case", HUGE)
 def test_huge_shapes_in_json_are_refused(fronted: Served, case: str) -> None:
     """However they are written; the server, which they would have crashed, keeps running."""
@@ -214,7 +233,7 @@ def test_json_of_any_sensible_shape_is_answered(fronted: Served, num_samples: in
         {"name": "ids", "shape": [num_samples, 3], "datatype": "INT64", "data": ids.tolist()},
         {"name": "dense", "shape": [num_samples, 2], "datatype": "FP32", "data": dense.tolist()},
     ]
-    body = {"id": '"shape": [1e9]} \u00e9\n\\', "inputs": inputs, "outputs": [{"name": "OUTPUT0"}]}
+    body = {"id": '"shape": [1e9]} \u00e9\n\\' + 20 * "[", "inputs": inputs, "outputs": [{"name": "OUTPUT0"}]}
 
     status, answer = post(fronted, "ctr", json.dumps(body, indent=1).encode())
 

@@ -34,6 +34,8 @@ _MAX_WORKERS = 4
 _MAX_FILES = 65536
 _POLL_S = 0.02
 
+_MAX_ARRAY_DEPTH = 16
+"""More than the dimensions of any tensor. Triton's stack overflows at some ten thousands."""
 _PLAIN_STRING = r'"(?!(?:{keys})"\s*+:)[^"\\]*+"'
 _VALUE_STRING = r'"(?:[^"\\]++|\\[\s\S])*+"(?!\s*+:)'
 _SMALL_SHAPE = r'"shape"\s*+:\s*+\[\s*+(?:1\s*+,\s*+)*+(?:\d[\s,]*+){0,7}+\]'
@@ -47,9 +49,9 @@ class FrontError(HotrowError, RuntimeError):
 
 
 def safe_json() -> str:
-    r"""The bodies that Triton's HTTP endpoint survives, as a pattern of PCRE: those that begin with a JSON object in
-    which either each `shape` is small, or no tensor has its `data` in JSON. Where it is in binary, a shape whose number
-    of elements overflows would end the backend process.
+    r"""The bodies that Triton's HTTP endpoint survives, as a pattern of PCRE: those that begin with a JSON object
+    without deep arrays, in which either each `shape` is small, or no tensor has its `data` in JSON. Where it is in
+    binary, a shape whose number of elements overflows would end the backend process.
 
     Only the first object counts, as tensors in binary follow it. A key with an escape, such as "sh\u0061pe", fits
     neither. The pattern never backtracks, so its time grows with the body's size.
@@ -171,8 +173,12 @@ def _tls(options: ServerOptions) -> str:
 
 
 def _object(name: str, *strings: str) -> str:
-    """A pattern of a JSON object, whatever is in it but for strings."""
-    return rf'(?<{name}>\{{(?:[^{{}}"]++|{"|".join(strings)}|(?&{name}))*+\}})'
+    """A pattern of a JSON object, whatever is in it but for strings and deep arrays."""
+    part = rf'(?<{name}_part>[^{{}}\[\]"]++|{"|".join(strings)}|(?&{name}))'
+    array = ""
+    for _ in range(_MAX_ARRAY_DEPTH):
+        array = rf"|\[(?:(?&{name}_part){array})*+\]"
+    return rf"(?<{name}>\{{(?:{part}{array})*+\}})"
 
 
 def _quoted(path: Path) -> str:
