@@ -180,7 +180,7 @@ def test_what_the_file_system_refuses_is_one_line(run: Run, model: Path, tmp_pat
 
 
 def test_a_full_disk_is_named(run: Run, model: Path, tmp_path: Path) -> None:
-    """ENOSPC itself does not say where: the staging folder does."""
+    """ENOSPC itself does not say where: the version does."""
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
     repository = tmp_path / "repository"
@@ -190,7 +190,7 @@ def test_a_full_disk_is_named(run: Run, model: Path, tmp_path: Path) -> None:
     code, _, err = run("import", "onnx", model, "--name", "ctr", "--repository", repository)
 
     assert code == 1
-    assert err == f"hotrow: {repository / 'ctr' / '.tmp-1'}: No space left on device\n"
+    assert err == f"hotrow: {repository / 'ctr' / '1'}: No space left on device\n"
     assert not (repository / "ctr" / "1").exists()
 
 
