@@ -84,6 +84,10 @@ class Device(ABC):
         """The columns from `first` on of a matrix that `empty` made: so many for each array, then zeros."""
 
     @abstractmethod
+    def column_copy(self, source: Any, matrix: Any, first: int) -> Callable[[], object]:
+        """What copies one matrix that `empty` made into the columns of another, from `first` on; it may be repeated."""
+
+    @abstractmethod
     def counts(self, num_counts: int) -> NDArray[np.int64]:
         """Zeros that a look-up may count in, and that the host reads after `wait`."""
 

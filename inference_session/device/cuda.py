@@ -12,7 +12,7 @@ import heapq
 import logging
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -280,6 +280,15 @@ class CudaDevice(Device):
         if isinstance(matrix, np.ndarray):
             return HostColumns(matrix, first, widths)
         return CudaColumns(self, matrix, first, widths)
+
+    def column_copy(self, source: Any, matrix: Any, first: int) -> Callable[[], object]:
+        """See Device."""
+        if not source.size:
+            return lambda: None
+        begin, row_bytes = matrix.data.ptr + first * matrix.itemsize, source.strides[0]
+        places = begin, matrix.strides[0], source.data.ptr, row_bytes
+        kind, stream = runtime.memcpyDeviceToDevice, self.stream.ptr
+        return partial(runtime.memcpy2DAsync, *places, row_bytes, len(source), kind, stream)
 
     def _take_memory(self) -> _Memory:
         """Must be called while holding the GPU's lock."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from threading import Event, get_ident
 from typing import Any, TypeAlias
 
@@ -39,6 +40,10 @@ class HostDevice(Device):
     def columns(self, matrix: NDArray[np.float32], first: int, widths: Sequence[int]) -> HostColumns:
         """See Device."""
         return HostColumns(matrix, first, widths)
+
+    def column_copy(self, source: NDArray[Any], matrix: NDArray[Any], first: int) -> Callable[[], object]:
+        """See Device."""
+        return partial(np.copyto, matrix[:, first : first + source.shape[1]], source)
 
     def counts(self, num_counts: int) -> NDArray[np.int64]:
         """See Device."""

@@ -11,20 +11,20 @@ from inference_session.dense_engine.base import JoinableInputs, JoinedInput
 from inference_session.model_spec import LookupSpec, ModelSpec
 
 
-def joinable_inputs(spec: ModelSpec) -> JoinableInputs | None:
-    """The inputs of the model's network that may be joined, whose widths no request changes; None: there are none."""
+def joinable_inputs(spec: ModelSpec, *, on_gpu: bool) -> JoinableInputs | None:
+    """The inputs of the model's network that may be joined, whose widths no request changes; None: there are none.
+
+    `on_gpu`: whether the network is on a GPU. On a processor, HugeCTR's requests gain too little by it.
+    """
     blocks = [(name, [*lookups]) for name, lookups in groupby(spec.lookups, lambda lookup: lookup.dense_input)]
     names = [name for name, _ in blocks]
     widths = {name: _width(spec, block) for name, block in blocks if names.count(name) == 1}
     vectors = {name: width for name, width in widths.items() if width != 0}
-    given = {
-        tensor.name: width
-        for tensor in spec.inputs
-        if tensor.dtype == "float32" and tensor.name not in names and (width := _elements(tensor.shape))
-    }
+    given = {name: width for name, width in _given(spec).items() if name not in names}
     # Numbers beyond the limit of such a model get the original's answers to the last bit: sums keep their order.
     is_bitwise = spec.ranking is not None and spec.ranking.largest_input is not None
-    usable = spec.batched and spec.has_own_inputs and vectors and given and not is_bitwise
+    has_layout = spec.has_own_inputs or (on_gpu and spec.takes_hugectr_requests)
+    usable = spec.batched and has_layout and vectors and given and not is_bitwise
     return JoinableInputs(vectors, given) if usable else None
 
 
@@ -36,6 +36,15 @@ def with_joined_inputs(spec: ModelSpec, joined: Collection[JoinedInput]) -> Mode
         for lookup in spec.lookups
     )
     return replace(spec, lookups=lookups)
+
+
+def _given(spec: ModelSpec) -> dict[str, int]:
+    """What requests give, by the network's names: float32, and elements of a sample."""
+    if spec.takes_hugectr_requests:
+        options = spec.layout_options
+        return {str(options.get("dense_input")): options.get("dense_dim") or 0}  # the layout refuses other types
+    floats = [tensor for tensor in spec.inputs if tensor.dtype == "float32"]
+    return {tensor.name: width for tensor in floats if (width := _elements(tensor.shape))}
 
 
 def _width(spec: ModelSpec, lookups: Collection[LookupSpec]) -> int | None:
@@ -51,6 +60,8 @@ def _width_of(spec: ModelSpec, lookup: LookupSpec) -> int | None:
     shape = next((tensor.shape for tensor in spec.inputs if tensor.name == lookup.keys), None)
     if lookup.bags is not None:
         return 0
+    if spec.takes_hugectr_requests:
+        return 0 if lookup.pooling == "none" else dim * _slots(spec).get(lookup.keys, 0)
     if shape is None:
         return None if lookup.pooling == "none" else dim
     if lookup.pooling != "none":
@@ -58,6 +69,16 @@ def _width_of(spec: ModelSpec, lookup: LookupSpec) -> int | None:
     if lookup.columns is not None:
         return dim * (lookup.columns[1] - lookup.columns[0])
     return dim * _elements(shape)
+
+
+def _slots(spec: ModelSpec) -> dict[str, int]:
+    """The bags of a sample of each table, by the names of keys, where requests are HugeCTR's."""
+    # Imported where needed: it takes half a second to load.
+    from inference_session.requests.hugectr_csr import KEYS
+
+    slots = spec.layout_options.get("slots")
+    named = enumerate(slots if isinstance(slots, (list, tuple)) else ())
+    return {f"{KEYS}/{table}": number for table, number in named if isinstance(number, int)}
 
 
 def _elements(shape: tuple[int, ...]) -> int:

@@ -44,6 +44,19 @@ class VectorInput:
         return self.joined_input.width
 
 
+class PooledApart(NamedTuple):
+    """A look-up of several bags in each sample, whose vectors are pooled bag after bag into memory of their own, and
+    then copied into the columns of a matrix.
+    """
+
+    lookup: int
+    vector_input: str
+    """That is the matrix."""
+    first: int
+    """The first of the columns."""
+    width: int
+
+
 @dataclass(frozen=True)
 class Geometry:
     """All that follows from the shapes of the keys."""
@@ -56,6 +69,7 @@ class Geometry:
     """The shape of each vector input's array."""
     bare: tuple[bool, ...]
     """For each vector input, whether its keys have no first dimension. They get one for look-ups; vectors lose it."""
+    apart: tuple[PooledApart, ...]
 
 
 class MatrixLookups(NamedTuple):
@@ -139,8 +153,10 @@ class ModelLookups:
         segments["table"] = self._table_positions
         segments["pooling"] = [PoolingCode[lookup.pooling.upper()] for lookup in self.lookups]
         segments["key_bytes"] = segments["key_stride"] = _KEY_BYTES
-        shapes = [
-            (self._describe_joined if each.joined else self._describe_alone)(each, segments, keys)
+        described = [
+            self._describe_joined(each, segments, keys)
+            if each.joined
+            else (self._describe_alone(each, segments, keys), [])
             for each in self.vector_inputs
         ]
         segments["row_stride"] = segments["keys_per_row"] * _KEY_BYTES
@@ -148,7 +164,8 @@ class ModelLookups:
             self._describe_packed(members, segments, keys[members.lookups[0]][0])
         num_keys = np.array([math.prod(shape) for shape in keys], np.int64)
         bare = tuple(self._is_bare(each, batch) for each in self.vector_inputs)
-        return Geometry(segments, num_keys, tuple(shapes), bare)
+        apart = tuple(each for _, found in described for each in found)
+        return Geometry(segments, num_keys, tuple(shape for shape, _ in described), bare, apart)
 
     def _is_bare(self, vector_input: VectorInput, batch: JoinedBatch) -> bool:
         """Whether its keys have no first dimension."""
@@ -169,24 +186,31 @@ class ModelLookups:
 
     def _describe_joined(
         self, vector_input: VectorInput, segments: NDArray[np.void], keys: Sequence[tuple[int, ...]]
-    ) -> tuple[int, ...]:
-        """Put the vectors of its look-ups side by side in one matrix; returns its shape."""
+    ) -> tuple[tuple[int, ...], list[PooledApart]]:
+        """Put the vectors of its look-ups side by side in one matrix; returns its shape, and what is copied there."""
         self._check_samples(vector_input, keys)
-        members, item_bytes, column = list(vector_input.members), vector_input.dtype.itemsize, 0
-        for i in vector_input.members:
-            num_samples, *rest = keys[i]
-            keys_per_sample = math.prod(rest)
-            segments["num_rows"][i] = num_samples
-            segments["keys_per_row"][i] = keys_per_sample
-            segments["output_address"][i] = column * item_bytes
-            pooled = self.lookups[i].pooling != "none"
-            if keys_per_sample == 1 and self.lookups[i].weights is None:
+        members, item_bytes, column = vector_input.members, vector_input.dtype.itemsize, 0
+        num_samples, apart = keys[members[0]][0], []
+        bags, dims = [self._bags(i, keys[i]) for i in members], [self._table_specs[i].embedding_dim for i in members]
+        width = vector_input.width(sum(num_bags * dim for (num_bags, _), dim in zip(bags, dims, strict=True)))
+        for i, (num_bags, bag_keys), dim in zip(members, bags, dims, strict=True):
+            rows = num_samples, num_bags * bag_keys, width * item_bytes
+            if bag_keys == 1 and self.lookups[i].weights is None:
                 segments["pooling"][i] = PoolingCode.NONE  # a bag of one key is that key's vector
-            column += self._table_specs[i].embedding_dim * (1 if pooled else keys_per_sample)
-        width = vector_input.width(column)
-        segments["output_stride"][members] = width * item_bytes
-        segments["output_code"][members] = _code_of(vector_input)
-        return (keys[vector_input.members[0]][0], width)
+            elif num_bags > 1:
+                apart.append(PooledApart(i, vector_input.dense_input, column, num_bags * dim))
+                rows = num_samples * num_bags, bag_keys, dim * item_bytes
+            segments["num_rows"][i], segments["keys_per_row"][i], segments["output_stride"][i] = rows
+            segments["output_address"][i] = column * item_bytes
+            column += num_bags * dim
+        segments["output_code"][list(members)] = _code_of(vector_input)
+        return (num_samples, width), apart
+
+    def _bags(self, i: int, keys: tuple[int, ...]) -> tuple[int, int]:
+        """Bags of a sample, and keys of a bag; keys that are not pooled count as bags of one."""
+        if self.lookups[i].pooling == "none":
+            return math.prod(keys[1:]), 1
+        return math.prod(keys[1:-1]), keys[-1]
 
     def _check_samples(self, vector_input: VectorInput, keys: Sequence[tuple[int, ...]]) -> None:
         """Refuse keys that cannot stand side by side: the kernel would write past the end of the matrix."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from inference_session.config import SessionConfig
 from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine, create_engine
-from inference_session.dense_engine.base import JoinableInputs
 from inference_session.device.base import Device
 from inference_session.device.host import HOST
 from inference_session.errors import ConfigurationError
@@ -46,9 +45,9 @@ class _NetworkFiles(NamedTuple):
     keys: str
     """The network that computes the keys; there is no such file where all keys are inputs."""
 
-    def opened(self, engine: DenseEngine) -> _NetworkFiles:
+    def spec_for(self, engine: DenseEngine) -> ModelSpec:
         """The same with look-ups as the engine takes their vectors."""
-        return self._replace(spec=with_joined_inputs(self.spec, engine.joined_inputs))
+        return with_joined_inputs(self.spec, engine.joined_inputs)
 
 
 class Model(NamedTuple):
@@ -86,14 +85,13 @@ def open_model(version: VersionDirectory, config: SessionConfig, devices: Sequen
         network_inputs=frozenset().union(*names),
         max_elements=config.max_keys_per_request,
     )
-    files = [each.opened(dense) for each, (dense, _) in zip(files, engines[0], strict=True)]
     for each, pair in zip(files, engines[0], strict=True):
-        check_network(each.spec, version.path, layout.values, pair, (each.dense, each.keys))
+        check_network(each.spec_for(pair[0]), version.path, layout.values, pair, (each.dense, each.keys))
     rows = tuple(create_rows(version, config, [thread.device for thread in threads]))
     replicas = []
     for thread, pairs, own in zip(threads, engines, rows, strict=True):
         networks = [
-            Network(each.spec, own, *pair, keys_follow_inputs=layout.keys_follow_inputs)
+            Network(each.spec_for(pair[0]), own, *pair, keys_follow_inputs=layout.keys_follow_inputs)
             for each, pair in zip(files, pairs, strict=True)
         ]
         network, ranking = networks[0], networks[-1]
@@ -117,34 +115,29 @@ def _open_engines(directory: Path, files: _NetworkFiles, config: SessionConfig, 
     spec = files.spec
     if not layout_of(spec).has_network:
         return VectorEngine([lookup.dense_input for lookup in spec.lookups]), None
-    vectors = {lookup.dense_input for lookup in spec.lookups}
-    # Rows of a context are fewer than those of candidates: they do not stand next to each other.
-    joinable = joinable_inputs(spec) if files.dense == DENSE_FILE else None
-    dense = _create_engine(directory / files.dense, config, thread, vectors, joinable)
+    dense = _create_engine(directory / files.dense, spec, config, thread)
     check_outputs(spec, directory, dense.output_names, files.dense)
     keys_path = directory / files.keys
     return dense, OnnxEngine(keys_path, num_threads=1) if keys_path.exists() else None
 
 
-def _create_engine(
-    path: Path,
-    config: SessionConfig,
-    thread: DeviceThread,
-    vectors: Collection[str],
-    joinable: JoinableInputs | None,
-) -> DenseEngine:
-    """The dense engine; if ONNX Runtime cannot use the GPU, and no setting requires it, it runs on the CPU.
-
-    `vectors`: its inputs that look-ups write; `joinable`: see `create_engine`.
-    """
+def _create_engine(path: Path, spec: ModelSpec, config: SessionConfig, thread: DeviceThread) -> DenseEngine:
+    """The dense engine; if ONNX Runtime cannot use the GPU, and no setting requires it, it runs on the CPU."""
     try:
-        return create_engine(path, config, thread.device, vectors, joinable)
+        return _create_engine_on(thread.device, path, spec, config)
     except ConfigurationError as error:
         if config.device != "auto" or thread.device is HOST:
             raise
         _log.warning("Using the CPU: %s", error)
         thread.device = HOST
-        return create_engine(path, config, HOST, vectors, joinable)
+        return _create_engine_on(HOST, path, spec, config)
+
+
+def _create_engine_on(device: Device, path: Path, spec: ModelSpec, config: SessionConfig) -> DenseEngine:
+    vectors = {lookup.dense_input for lookup in spec.lookups}
+    # Rows of a context are fewer than those of candidates: they do not stand next to each other.
+    joinable = joinable_inputs(spec, on_gpu=device is not HOST) if path.name == DENSE_FILE else None
+    return create_engine(path, config, device, vectors, joinable)
 
 
 def _stage(config: SessionConfig, layout: RequestLayout, network: Network, ranking: Network) -> StagingPool | None:

@@ -12,7 +12,7 @@ Each plan keeps the memory that its batches use.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
@@ -91,6 +91,7 @@ class FreshPlan(ExecutionPlan):
         segments, vectors = self.take_vectors()
         num_keys = self.keys.stage(segments, batch)
         give_vectors(batch, vectors)
+        batch.copies = self.pool_apart(segments, vectors)
         return Lookup(segments, num_keys, self._device.counts(len(segments)), self.prepared_lookup)
 
     def take_vectors(self) -> tuple[NDArray[np.void], Vectors]:
@@ -105,8 +106,20 @@ class FreshPlan(ExecutionPlan):
         named = zip(self._lookups.vector_inputs, arrays, geometry.bare, strict=True)
         return segments, {each.dense_input: array[0] if is_bare else array for each, array, is_bare in named}
 
+    def pool_apart(self, segments: NDArray[np.void], vectors: Vectors) -> list[Callable[[], object]]:
+        """Allocate memory for what is pooled apart; returns what copies it to its place, each time it is called."""
+        copies = []
+        for apart in self._geometry.apart:
+            matrix = vectors[apart.vector_input]
+            pooled = self._device.empty((len(matrix), apart.width), matrix.dtype)
+            segments["output_address"][apart.lookup] = address_of(pooled)
+            copies.append(self._device.column_copy(pooled, matrix, apart.first))
+        return copies
+
     def run_network(self, batch: JoinedBatch) -> Answer:
         """See ExecutionPlan."""
+        for copy in batch.copies:
+            copy()
         # There is room for few CUDA graphs: a plan that will be replaced by a RecordedPlan takes none.
         prepared = None if self.may_record else self._prepared_network
         results = self._dense.run(self.network_inputs(batch), self.outputs, prepared)
@@ -129,8 +142,10 @@ class BoundPlan(ExecutionPlan):
     def __init__(self, device: Device, network: BoundRun, outputs: tuple[str, ...]) -> None:
         self.outputs, self.network, self._device = outputs, network, device
 
-    def run_network(self, batch: JoinedBatch) -> Answer:  # noqa: ARG002  its inputs are in that memory
+    def run_network(self, batch: JoinedBatch) -> Answer:
         """See ExecutionPlan."""
+        for copy in batch.copies:
+            copy()
         return dict(zip(self.outputs, self.network.run(), strict=True))
 
     def num_unknown(self, lookup: Lookup) -> NDArray[np.int64]:
@@ -187,6 +202,7 @@ class RaggedPlan(BoundPlan):
         lookup: Lookup,
         network: BoundRun,
         *,
+        copies: list[Callable[[], object]],
         staged: list[StagedValues],
         used: UsedMemory | None,
     ) -> None:
@@ -197,11 +213,12 @@ class RaggedPlan(BoundPlan):
             plan: stages the keys.
             lookup: its segments lead to the vectors that the network reads.
             network: the bound network.
+            copies: see JoinedBatch.
             staged: the memory of the inputs that the network reads.
             used: the device's memory up to here is used (Device.used).
         """
         super().__init__(device, network, plan.outputs)
-        self._plan, self._lookup, self._staged, self._used = plan, lookup, staged, used
+        self._plan, self._lookup, self._copies, self._staged, self._used = plan, lookup, copies, staged, used
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -216,6 +233,7 @@ class RaggedPlan(BoundPlan):
         num_keys = self._plan.keys.stage(segments, batch)
         for staged in self._staged:
             staged.fill(batch)
+        batch.copies = self._copies
         num_unknown[:] = 0
         return Lookup(segments, num_keys, num_unknown, self._lookup.prepared)
 
@@ -273,10 +291,14 @@ class ExecutionPlans:
             network = self._dense.bind(plan.network_inputs(inputs), plan.outputs)
             if network is None:
                 return plan
+            copies = plan.pool_apart(segments, vectors)
             staged = [StagedValues((name,), array) for name, array in network.inputs.items()]
             lookup = Lookup(segments, plan.keys.num_keys, device.counts(len(segments)), plan.prepared_lookup)
             if self._lookups.is_ragged(batch):
-                return RaggedPlan(device, plan, lookup, network, staged=staged, used=device.used())
+                used = device.used()
+                return RaggedPlan(device, plan, lookup, network, copies=copies, staged=staged, used=used)
+            if copies:  # which the fast path does not make
+                return plan
             lookup.num_keys = plan.keys.stage(segments, trial)
             lookup.repeat = self._rows.repeated(lookup)
             lookup.places = lookup.find_places()

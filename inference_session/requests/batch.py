@@ -7,7 +7,7 @@ those of HugeCTR and HPS.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -70,6 +70,8 @@ class JoinedBatch:
         """CheckedRequest.shapes, which all requests have in common."""
         self.staged: list[StagedValues] = []
         """The memory that a look-up of the batch reads, kept alive until the batch is answered."""
+        self.copies: list[Callable[[], object]] = []
+        """Copy vectors of the look-up to where the network reads them, before it does."""
         self.output_rows: NDArray[np.int64] | None = None
         """The row of each sample in the outputs, where other rows lie between them. None: row i is that of sample i."""
         self._parts = parts

@@ -29,7 +29,7 @@ def test_joined_inputs_in_less_precision(precision: str, tmp_path: Path, bfloat1
     model = joined_model.write(tmp_path / "1", rng)
     config, path = SessionConfig(device="cpu", dense_precision=precision), model.directory / DENSE_FILE
     plain = create_engine(path, config, HOST)
-    joining = create_engine(path, config, HOST, (), joinable_inputs(model.spec))
+    joining = create_engine(path, config, HOST, (), joinable_inputs(model.spec, on_gpu=False))
     (joined,) = joining.joined_inputs
     inputs = {
         tensor.name: rng.standard_normal((7, *tensor.shape[1:])).astype(np.float32)

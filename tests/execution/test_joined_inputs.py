@@ -17,13 +17,13 @@ from inference_session import InferenceSession, Request
 from inference_session.dense_engine import OnnxEngine
 from inference_session.dense_engine.base import BoundRun, GivenColumns, JoinedInput
 from inference_session.dense_engine.joining import JoiningEngine
-from inference_session.device.base import Columns
-from inference_session.device.host import HostColumns, HostDevice, adjacent_columns
+from inference_session.device.host import HostDevice
 from inference_session.errors import InvalidRequestError
 from inference_session.execution.network import Network
 from inference_session.version_directory.manifest import write_manifest
 from tests.testing import joined_model
 from tests.testing.joined_model import Arrays, JoinedModel
+from tests.testing.launched_tables import CopiedColumns
 from tests.testing.onnx_models import assert_same, import_model, model_of, table
 
 SEEDS = range(24)
@@ -98,21 +98,6 @@ def test_no_memory_shows_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         for num_samples in (5, 1, 0, 9):
             inputs = model.inputs(num_samples, rng)
             assert_close(session.run(inputs), model.expected(inputs))
-
-
-class CopiedColumns(Columns):
-    """As a GPU has them: the host writes elsewhere."""
-
-    def __init__(self, matrix: NDArray[np.float32], first: int, widths: Sequence[int]) -> None:
-        block = np.full((len(matrix), sum(widths)), np.nan, np.float32)
-        self.arrays = adjacent_columns(block, widths)[:-1]
-        self.upload = self._upload = lambda: HostColumns(matrix, first, widths).fill(self.arrays)
-
-    def fill(self, arrays: Sequence[Any]) -> None:
-        """See Columns."""
-        for target, values in zip(self.arrays, arrays, strict=True):
-            target[...] = values
-        self._upload()
 
 
 class CopyingDevice(HostDevice):

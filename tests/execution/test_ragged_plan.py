@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from inference_session.dense_engine.base import BoundRun
+from inference_session.dense_engine.base import BoundRun, GivenColumns, JoinedInput
+from inference_session.dense_engine.joining import JoiningEngine
 from inference_session.device.arena import Arena
-from inference_session.device.host import HostDevice
+from inference_session.device.host import HostDevice, adjacent_columns
+from inference_session.execution.joined_lookups import with_joined_inputs
 from inference_session.execution.network import Network
 from inference_session.execution.plan import FreshPlan, RaggedPlan, RecordedPlan
 from inference_session.importers.hugectr.importer import import_hugectr
@@ -25,7 +27,7 @@ from inference_session.requests.outputs import Outputs
 from inference_session.rows.files import FileRows
 from inference_session.version_directory.version import VersionDirectory
 from tests.testing.hugectr_source import Source
-from tests.testing.launched_tables import Echo, LaunchedTables
+from tests.testing.launched_tables import CopiedColumns, Echo, LaunchedTables
 
 Inputs = dict[str, NDArray[Any]]
 SLOTS = (2, 3)
@@ -48,6 +50,9 @@ class RepeatingDevice(HostDevice):
         block, begin = self._arena.take(num_bytes)
         array: NDArray[Any] = block[begin : begin + num_bytes].view(dtype).reshape(shape)
         return array
+
+    def columns(self, matrix: Any, first: int, widths: Sequence[int]) -> Any:
+        return CopiedColumns(matrix, first, widths)
 
     def counts(self, num_counts: int) -> NDArray[np.int64]:
         counts = self.empty((num_counts,), np.int64)
@@ -83,22 +88,28 @@ class PlacedEcho(Echo):
         return run
 
 
+JOINED = JoinedInput("joined", ("wide", "deep"), 14, (GivenColumns("dense", 2),), 32)
+
+
 class Model:
     """A model of HugeCTR's on such a device; its network answers what it reads."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, *, joined: bool) -> None:
+        """`joined`: whether it reads a joined input."""
         (report,) = import_hugectr(source.ps_json(), source.folder / "repository")
         version = VersionDirectory.read(report.version_dir)
         spec, files = version.spec, version.open_tables()
         tables = LaunchedTables(files, num_threads=1)
         tables.device = RepeatingDevice()
         self.rows = FileRows(files, tables)
-        names = {"dense", *(lookup.dense_input for lookup in spec.lookups)}
-        self.dense = PlacedEcho(names, ("dense",))
-        self.dense.device = tables.device
+        names = {JOINED.name} if joined else {"dense", *(lookup.dense_input for lookup in spec.lookups)}
+        self.echo = PlacedEcho(names, () if joined else ("dense",))
+        self.echo.device = tables.device
+        dense = JoiningEngine(self.echo, (JOINED,), tables.device) if joined else self.echo
         kind = layout_of(spec)
         self.layout = kind(spec, Outputs(spec), network_inputs=frozenset({"dense"}), max_elements=1 << 20)
-        self.network = Network(spec, self.rows, self.dense, None, keys_follow_inputs=kind.keys_follow_inputs)
+        own = with_joined_inputs(spec, dense.joined_inputs)
+        self.network = Network(own, self.rows, dense, None, keys_follow_inputs=kind.keys_follow_inputs)
         self.outputs = tuple(sorted(names))
 
     def answer(self, requests: Sequence[Inputs]) -> tuple[type[Any], Inputs, list[int]]:
@@ -109,6 +120,10 @@ class Model:
             lookup = plan.fill(batch)
             self.rows.look_up(lookup)
             found = plan.run_network(batch)
+            if JOINED.name in found:
+                *parts, zeros = adjacent_columns(found[JOINED.name], (2, 12, 2))
+                found = dict(zip(("wide", "deep", "dense"), parts, strict=True))
+                assert not zeros.any()
             return type(plan), found, plan.num_unknown(lookup).tolist()
 
 
@@ -117,10 +132,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
     return Source(tmp_path_factory.mktemp("ragged") / "source", (400, 500))
 
 
-@pytest.fixture
-def model(source: Source, tmp_path: Path) -> Iterator[Model]:
+@pytest.fixture(params=[False, True], ids=["alone", "joined"])
+def model(request: pytest.FixtureRequest, source: Source, tmp_path: Path) -> Iterator[Model]:
     source.folder = source.folder.rename(tmp_path / "source")
-    model = Model(source)
+    model = Model(source, joined=request.param)
     yield model
     model.rows.close()
 
@@ -168,7 +183,7 @@ def test_batches_of_any_number_of_keys_share_one_binding_per_size(model: Model, 
             kinds.setdefault((sum(size), longest > 0), []).append(kind)
     for (_, is_ragged), seen in kinds.items():
         assert seen == [FreshPlan, *[RaggedPlan if is_ragged else RecordedPlan] * (len(seen) - 1)]
-    assert model.dense.num_bound == 4
+    assert model.echo.num_bound == 4
 
     empty = {**draw(rng, 4, 1)[0], "CATCOLUMN": np.zeros((1, 0), np.int64), "ROWINDEX": np.zeros((1, 22), np.int32)}
     assert check(model, source, [(empty, [[[]] * 8, [[]] * 12])]) is RaggedPlan

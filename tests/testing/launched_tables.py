@@ -1,4 +1,4 @@
-"""CPU tables that act as a device that repeats its launches, and a network bound to memory."""
+"""CPU tables and columns that act as those of a device that repeats its launches, and a network bound to memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from inference_session.dense_engine.base import BoundRun, DenseEngine
+from inference_session.device.base import Columns
+from inference_session.device.host import HostColumns, adjacent_columns
 from inference_session.kernels.records import Lookup
 from inference_session.tables.host_tables import HostTables
 
@@ -59,3 +62,18 @@ class Echo(DenseEngine):
 
     def close(self) -> None:
         """There is nothing to free."""
+
+
+class CopiedColumns(Columns):
+    """As a GPU has them: the host writes elsewhere."""
+
+    def __init__(self, matrix: NDArray[np.float32], first: int, widths: Sequence[int]) -> None:
+        block = np.full((len(matrix), sum(widths)), np.nan, np.float32)
+        self.arrays = adjacent_columns(block, widths)[:-1]
+        self.upload = self._upload = lambda: HostColumns(matrix, first, widths).fill(self.arrays)
+
+    def fill(self, arrays: Sequence[Any]) -> None:
+        """See Columns."""
+        for target, values in zip(self.arrays, arrays, strict=True):
+            target[...] = values
+        self._upload()
