@@ -10,8 +10,10 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 
-from inference_session.dense_engine import OnnxEngine
+from inference_session.dense_engine import DenseEngine, OnnxEngine
+from inference_session.dense_engine.joining import JoiningEngine
 from inference_session.execution.gathered_model import GatheredModel, gather_model
+from inference_session.execution.joined_lookups import with_joined_inputs
 from inference_session.execution.network import Network
 from inference_session.importers.hugectr.importer import import_hugectr
 from inference_session.kernels.cpu.gathering import COPY, FROM_UINT32, SAME, gather
@@ -31,8 +33,8 @@ from inference_session.requests.ranking_layout import RankingLayout
 from inference_session.rows.files import FileRows
 from inference_session.tables.table_file import TableFile, write_table
 from inference_session.version_directory.version import VersionDirectory
-from tests.testing.hugectr_source import Source
-from tests.testing.launched_tables import Echo, LaunchedTables
+from tests.testing.hugectr_source import JOINED, Source, joined_parts
+from tests.testing.launched_tables import CopyingDevice, Echo, LaunchedTables
 from tests.testing.onnx_models import model_of
 
 Inputs = dict[str, NDArray[Any]]
@@ -42,19 +44,28 @@ class Model:
     """A model on a device that repeats its launches, whose network answers what it reads."""
 
     def __init__(
-        self, spec: ModelSpec, files: list[TableFile], given: tuple[str, ...], keys: OnnxEngine | None = None
+        self,
+        spec: ModelSpec,
+        files: list[TableFile],
+        given: tuple[str, ...],
+        keys: OnnxEngine | None = None,
+        *,
+        joined: bool = False,
     ) -> None:
+        """`joined`: whether the network reads Source's joined input."""
         self.rows = FileRows(files, LaunchedTables(files, num_threads=1))
-        names = {*given, *(lookup.dense_input for lookup in spec.lookups)}
+        names = {JOINED.name} if joined else {*given, *(lookup.dense_input for lookup in spec.lookups)}
         self.outputs = tuple(sorted(names))
         kind = layout_of(spec)
         read = frozenset(given) | (keys.input_names if keys else set())
         computed = (TensorSpec(name, "float32", (-1,)) for name in self.outputs)
         outputs = Outputs(replace(spec, outputs=(*spec.outputs, *computed)))
         self.layout = kind(spec, outputs, network_inputs=read, max_elements=1 << 20)
-        dense = Echo(names, given)
-        self.network = Network(spec, self.rows, dense, keys, keys_follow_inputs=kind.keys_follow_inputs)
-        gathered = gather_model(spec, self.layout, self.network)
+        echo = Echo(names, () if joined else given)
+        dense: DenseEngine = JoiningEngine(echo, (JOINED,), CopyingDevice()) if joined else echo
+        own = with_joined_inputs(spec, dense.joined_inputs)
+        self.network = Network(own, self.rows, dense, keys, keys_follow_inputs=kind.keys_follow_inputs)
+        gathered = gather_model(own, self.layout, self.network)
         assert gathered is not None
         self.gathered: GatheredModel = gathered
         self.names = [tensor.name for tensor in spec.inputs]
@@ -72,7 +83,8 @@ class Model:
         if batch is None:
             return None
         batch.look_up()
-        return dict(zip(self.outputs, batch.run.run(), strict=True))
+        found = dict(zip(self.outputs, batch.run.run(), strict=True))
+        return joined_parts(found[JOINED.name]) if JOINED.name in found else found
 
 
 DENSE_INPUT = TensorSpec("dense", "float32", (-1, 2))
@@ -316,14 +328,16 @@ def test_other_arrays_are_left_to_the_other_way(native: Model, changed: dict[str
     assert native.answer([{**native_request(rng, 3, 4), **changed}]) is None
 
 
-@pytest.fixture(scope="module", params=["int64", "uint32"])
+@pytest.fixture(scope="module", params=[("int64", False), ("uint32", False), ("int64", True)], ids=str)
 def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Source]:
-    """A model of HugeCTR's with two tables of 2 and 3 slots."""
+    """A model of HugeCTR's with two tables of 2 and 3 slots; its network reads a joined input or not."""
+    key_type, joined = request.param
     source = Source(tmp_path_factory.mktemp("packed") / "source", (400, 500))
-    source.settings["supportlonglong"] = request.param == "int64"
+    source.settings["supportlonglong"] = key_type == "int64"
     (report,) = import_hugectr(source.ps_json(), source.folder / "repository")
     version = VersionDirectory.read(report.version_dir)
-    return Model(version.spec, version.open_tables(), (version.spec.layout_options["dense_input"],)), source
+    given = (version.spec.layout_options["dense_input"],)
+    return Model(version.spec, version.open_tables(), given, joined=joined), source
 
 
 def packed_request(model: Model, rng: np.random.Generator, samples: int) -> Inputs:

@@ -23,7 +23,7 @@ from inference_session.execution.network import Network
 from inference_session.version_directory.manifest import write_manifest
 from tests.testing import joined_model
 from tests.testing.joined_model import Arrays, JoinedModel
-from tests.testing.launched_tables import CopiedColumns
+from tests.testing.launched_tables import CopyingDevice
 from tests.testing.onnx_models import assert_same, import_model, model_of, table
 
 SEEDS = range(24)
@@ -98,14 +98,6 @@ def test_no_memory_shows_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         for num_samples in (5, 1, 0, 9):
             inputs = model.inputs(num_samples, rng)
             assert_close(session.run(inputs), model.expected(inputs))
-
-
-class CopyingDevice(HostDevice):
-    """A device whose matrices the host does not write."""
-
-    def columns(self, matrix: Any, first: int, widths: Sequence[int]) -> Any:
-        """See Device."""
-        return CopiedColumns(matrix, first, widths)
 
 
 JOINED = JoinedInput("joined", ("vectors",), 5, (GivenColumns("a", 2), GivenColumns("b", 3)), 16)

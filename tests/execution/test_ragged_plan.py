@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from inference_session.dense_engine.base import BoundRun, GivenColumns, JoinedInput
+from inference_session.dense_engine.base import BoundRun
 from inference_session.dense_engine.joining import JoiningEngine
 from inference_session.device.arena import Arena
-from inference_session.device.host import HostDevice, adjacent_columns
+from inference_session.device.host import HostDevice
 from inference_session.execution.joined_lookups import with_joined_inputs
 from inference_session.execution.network import Network
 from inference_session.execution.plan import FreshPlan, RaggedPlan, RecordedPlan
@@ -26,7 +26,7 @@ from inference_session.requests.layouts import layout_of
 from inference_session.requests.outputs import Outputs
 from inference_session.rows.files import FileRows
 from inference_session.version_directory.version import VersionDirectory
-from tests.testing.hugectr_source import Source
+from tests.testing.hugectr_source import JOINED, Source, joined_parts
 from tests.testing.launched_tables import CopiedColumns, Echo, LaunchedTables
 
 Inputs = dict[str, NDArray[Any]]
@@ -88,9 +88,6 @@ class PlacedEcho(Echo):
         return run
 
 
-JOINED = JoinedInput("joined", ("wide", "deep"), 14, (GivenColumns("dense", 2),), 32)
-
-
 class Model:
     """A model of HugeCTR's on such a device; its network answers what it reads."""
 
@@ -121,9 +118,7 @@ class Model:
             self.rows.look_up(lookup)
             found = plan.run_network(batch)
             if JOINED.name in found:
-                *parts, zeros = adjacent_columns(found[JOINED.name], (2, 12, 2))
-                found = dict(zip(("wide", "deep", "dense"), parts, strict=True))
-                assert not zeros.any()
+                found = joined_parts(found[JOINED.name])
             return type(plan), found, plan.num_unknown(lookup).tolist()
 
 

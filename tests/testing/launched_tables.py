@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from inference_session.dense_engine.base import BoundRun, DenseEngine
 from inference_session.device.base import Columns
-from inference_session.device.host import HostColumns, adjacent_columns
+from inference_session.device.host import HostColumns, HostDevice, adjacent_columns
 from inference_session.kernels.records import Lookup
 from inference_session.tables.host_tables import HostTables
 
@@ -77,3 +77,11 @@ class CopiedColumns(Columns):
         for target, values in zip(self.arrays, arrays, strict=True):
             target[...] = values
         self._upload()
+
+
+class CopyingDevice(HostDevice):
+    """A device whose matrices the host does not write."""
+
+    def columns(self, matrix: Any, first: int, widths: Sequence[int]) -> Any:
+        """See Device."""
+        return CopiedColumns(matrix, first, widths)
