@@ -241,14 +241,23 @@ def test_jax(tmp_path: Path, how: str) -> None:
     assert len(report.tables) == 1
 
 
-def test_keras(tmp_path: Path) -> None:
-    """A functional Keras model on the PyTorch backend."""
+@pytest.mark.parametrize(
+    ("layer", "options"),
+    [
+        ("GlobalAveragePooling1D", {}),
+        ("GRU", {"units": DIM}),
+        ("GRU", {"units": DIM, "reset_after": False}),
+        ("LSTM", {"units": DIM}),
+    ],
+)
+def test_keras(layer: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """A functional Keras model on the PyTorch backend, whose exporter unrolls recurrent layers."""
     pytest.importorskip("torch")
     os.environ["KERAS_BACKEND"] = "torch"
     keras = pytest.importorskip("keras")
     layers = keras.layers
     ids, numbers = keras.Input((3,), dtype="int32", name="ids"), keras.Input((4,), name="numbers")
-    pooled = layers.GlobalAveragePooling1D()(layers.Embedding(NUM_ROWS, DIM)(ids))
+    pooled = getattr(layers, layer)(**options)(layers.Embedding(NUM_ROWS, DIM)(ids))
     click = layers.Dense(1, activation="sigmoid", name="click")(layers.Concatenate()([pooled, numbers]))
     model = keras.Model([ids, numbers], click)
     arrays = [IDS.astype(np.int32), np.ones((4, 4), np.float32)]
@@ -260,4 +269,5 @@ def test_keras(tmp_path: Path) -> None:
 
     assert_same(report, path, dict(zip((i.name for i in report.spec.inputs), arrays, strict=True)))
     assert len(report.tables) == 1
+    assert report.spec.joinable
     assert report.spec.labels
