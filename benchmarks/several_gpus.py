@@ -46,7 +46,7 @@ from triton_backend.repository.model_config import ModelConfig
 
 NUM_GPUS = cupy.cuda.runtime.getDeviceCount()
 _CALLS, _ROUNDS = 5, 9
-_MOST_COPYING_ROUNDS, _COPYING_CALLS = 30, 128
+_MOST_COPYING_ROUNDS, _COPYING_CALLS = 20, 400
 _CLIENTS_PER_GPU = 12
 _NUM_CHECKED = 1 << 16
 """How many of a call's copied rows are compared."""

@@ -201,8 +201,7 @@ class CudaTables(DeviceTables):
             self._defaults[begin : begin + len(default)] = cupy.asarray(default)
             records[i] = table.record(self._defaults.data.ptr + 4 * begin)
         for t, copies in self._copies.items():
-            records[t]["sampled_address"] = copies.sampled_address
-            records[t]["num_sampled_address"] = copies.num_sampled_address
+            records[t]["samples_address"], records[t]["max_sampled"] = copies.samples_address, copies.max_sampled
         return records
 
 

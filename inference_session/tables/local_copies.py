@@ -1,7 +1,8 @@
 """Copies of a sharded table's hot rows in the memory of a GPU that would read them from another one.
 
 The look-up kernel reads copies first, and notes some of the keys whose rows it read from another GPU. Rows that are
-noted several times are copied. A copy that is not used gives way to others, so that they follow the traffic.
+noted several times are copied while there is room, and later those that are noted more often than a copy is read on
+average: they take the places of copies that are read least, so that copies follow the traffic.
 """
 
 from __future__ import annotations
@@ -20,19 +21,17 @@ from numpy.typing import NDArray
 from inference_session.device.cuda import CudaDevice
 from inference_session.errors import UnavailableError
 from inference_session.kernels.cuda import launch as gpu
-from inference_session.kernels.cuda.records import BUCKET_BYTES, EVENTS, MAX_SAMPLED, SLOTS, rows_by_slot, table_bytes
+from inference_session.kernels.cuda.records import BUCKET_BYTES, EVENTS, SAMPLES, SLOTS, rows_by_slot, table_bytes
+from inference_session.tables.hot_rows import LEAST_SAMPLED, Copies, hot_keys
 
-_LEAST_SAMPLED = MAX_SAMPLED // 8
-"""With fewer sampled keys, it is not known which are hot."""
-_LEAST_TIMES = 4
-"""How often a hot key is noted, and how many times as often as it would be if all rows were equally hot."""
-_LEAST_SHARE = 1 / 32
-"""The least share of hot rows among sampled keys for copies to gain something."""
+_FEWEST_SAMPLES, _MOST_SAMPLES = 1 << 17, 1 << 20
+"""Keys that there is room to note."""
+_SAMPLES_PART = 16
+"""Noted keys take one byte for this many bytes of copies: as many are noted for each row that can be copied."""
 _ROWS_AT_ONCE = 1 << 12
 """Rows copied while a request waits: well below a millisecond."""
 _PART = 16
 """Copies take at most one byte for this many bytes of a shard: skewed traffic asks mostly for few rows."""
-_NOTED_BYTES = 8 * (1 + MAX_SAMPLED)
 _INTERVAL_S = 1.0
 _MAX_LOAD = 0.02
 """The part of one core's time that may go into copying."""
@@ -41,8 +40,18 @@ _log = logging.getLogger(__name__)
 
 def bytes_to_copy(shard_bytes: int, row_bytes: int, spare: int) -> int:
     """Most memory for copies of a table: within `spare`; 0 where the table is too small to gain from copies."""
-    num_bytes = min(shard_bytes // _PART, spare) - _NOTED_BYTES
-    return num_bytes if num_bytes >= table_bytes(1, row_bytes) else 0
+    num_bytes = min(shard_bytes // _PART, spare)
+    return num_bytes if num_bytes >= samples_bytes(num_bytes) + table_bytes(1, row_bytes) else 0
+
+
+def _max_sampled(num_bytes: int) -> int:
+    """How many keys are noted for copies that take this much memory together with them."""
+    return min(max(num_bytes // _SAMPLES_PART // 8, _FEWEST_SAMPLES), _MOST_SAMPLES)
+
+
+def samples_bytes(num_bytes: int) -> int:
+    """Memory for noted keys, of this much for them and copies."""
+    return SAMPLES.itemsize + 8 * _max_sampled(num_bytes)
 
 
 class LocalCopies:
@@ -55,20 +64,23 @@ class LocalCopies:
             device: the GPU.
             dim: embedding_dim.
             num_rows: of the table, those on other GPUs.
-            num_bytes: most memory for copies; it is taken when the first rows are hot.
+            num_bytes: most memory, as `bytes_to_copy` says; that for copies is taken when the first rows are hot.
         """
         self._device, self._dim, self._num_rows = device, dim, num_rows
-        self._num_buckets = num_bytes // table_bytes(1, 4 * dim)
-        self._sampled = cupy.zeros(1 + MAX_SAMPLED, np.int64)
+        self.max_sampled = _max_sampled(num_bytes)
+        """Keys that there is room to note."""
+        self._num_buckets = (num_bytes - samples_bytes(num_bytes)) // table_bytes(1, 4 * dim)
+        self._keys = cupy.empty(self.max_sampled, np.int64)
+        self._samples = cupy.asarray(np.array([0, 0, self._keys.data.ptr]))
+        """A SAMPLES record."""
         self._events = cupy.zeros(len(EVENTS), np.uint64)
         self._memory: Any = None
-        self.num_sampled_address: int = self._sampled.data.ptr
-        self.sampled_address = self.num_sampled_address + 8
+        self.samples_address: int = self._samples.data.ptr
 
     @property
     def num_bytes(self) -> int:
         """Device memory taken."""
-        return int(self._sampled.nbytes + (self._memory.nbytes if self._memory is not None else 0))
+        return int(self._keys.nbytes + self._samples.nbytes + (self._memory.nbytes if self._memory is not None else 0))
 
     def hot_keys(self) -> NDArray[np.int64]:
         """Keys whose rows are to be copied, the hottest first; once enough keys were noted. More are noted after it.
@@ -77,16 +89,14 @@ class LocalCopies:
             UnavailableError: the device has failed.
         """
         with self._device.request():
-            if (noted := min(int(self._sampled[0]), MAX_SAMPLED)) < _LEAST_SAMPLED:
+            counted, copies_read, _ = self._samples.get().tolist()
+            if counted < LEAST_SAMPLED:
                 return np.empty(0, np.int64)
-            keys = self._sampled[1 : 1 + noted].get()
-            self._sampled[:1] = 0
-        distinct, counts = np.unique(keys, return_counts=True)
-        is_hot = counts >= _LEAST_TIMES * max(1.0, noted / self._num_rows)
-        if counts[is_hot].sum() < _LEAST_SHARE * noted:
-            return np.empty(0, np.int64)
-        hottest: NDArray[np.int64] = distinct[is_hot][np.argsort(-counts[is_hot], kind="stable")]
-        return hottest[: self._num_buckets * SLOTS]
+            keys: NDArray[np.int64] = self._keys[: min(counted, self.max_sampled)].get()
+            self._samples[:2] = 0
+            events = dict(zip(EVENTS, self._events.get().tolist(), strict=True))
+        num_copies = events["inserts"] - events["evictions"]
+        return hot_keys(keys, self._num_rows, Copies(self._num_buckets * SLOTS, num_copies, copies_read))
 
     def write(self, keys: Any, vectors: Any) -> None:
         """Copy rows, within a request of the device: int64 [n] and float32 [n, dim] on it."""

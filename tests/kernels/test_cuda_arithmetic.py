@@ -35,6 +35,7 @@ EVERY_CONSTANT = ["-DNUM_SHARDS=2", "-DROWS_CHANGE=1", "-DNARROW_ROWS=1", "-DNAR
 RECORDS = {
     "Index": gpu_layout.INDEX,
     "Rows": gpu_layout.ROWS,
+    "Samples": gpu_layout.SAMPLES,
     "Table": gpu_layout.GPU_TABLE,
     "Segment": SEGMENT,
     "Request": gpu_layout.REQUEST,

@@ -113,13 +113,14 @@ def without_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_copies, "_INTERVAL_S", 1e6)
 
 
-def skewed(file: TableFile, seed: int) -> Draw:
-    """Draws keys: nine in ten of few rows, the others of all rows, and unknown ones."""
+def skewed(file: TableFile, seed: int, *, exponent: float = 0.0, count: int = 1 << 16) -> Draw:
+    """Draws keys: nine in ten of few rows, the others of all rows, and unknown ones. Few rows by a power law."""
     rng = np.random.default_rng(seed)
-    hot = rng.choice(NUM_ROWS, NUM_HOT, replace=False)
+    hot, uses = rng.choice(NUM_ROWS, NUM_HOT, replace=False), np.arange(1, NUM_HOT + 1) ** -exponent
 
     def draw() -> NDArray[np.int64]:
-        numbers = np.where(rng.random(1 << 16) < 0.9, rng.choice(hot, 1 << 16), rng.integers(0, NUM_ROWS, 1 << 16))
+        of_few = rng.choice(hot, count, p=uses / uses.sum())
+        numbers = np.where(rng.random(count) < 0.9, of_few, rng.integers(0, NUM_ROWS, count))
         if file.spec.keys == "row_number":
             return np.where(rng.random(len(numbers)) < 0.1, numbers - NUM_ROWS, numbers)
         return np.where(rng.random(len(numbers)) < 0.01, 7, np.asarray(file.keys())[numbers])
@@ -154,10 +155,31 @@ def test_hot_rows_of_other_gpus_are_copied(large: TableFile) -> None:
         check(tables, large, draw, 40)
         again = [each.copy_hot_rows() for each in tables]
         assert all(count < NUM_HOT // 8 for count in again), again
+        check(tables, large, skewed(large, seed, count=1 << 18))  # tiles of 32 keys, of copies and of others
         pooled, _ = answers(tables[0], [large], [keys := draw()], PoolingCode.SUM)
         expected, _ = answers(HostTables([large], num_threads=1), [large], [keys], PoolingCode.SUM)
         np.testing.assert_allclose(pooled[0], expected[0], rtol=1e-5, atol=1e-5)
     assert all(each.placement.bytes > least for each, least in zip(tables, before, strict=True))
+    for each in tables:
+        each.close()
+
+
+@pytest.mark.usefixtures("without_thread")
+def test_copies_stay_where_there_is_no_room_for_all_hot_rows(large: TableFile) -> None:
+    """Rows that are read less than a copy on average take no place of another one."""
+    from inference_session.device.placement import bytes_on_each
+    from inference_session.kernels.cuda.records import SLOTS, table_bytes
+    from inference_session.tables.local_copies import samples_bytes
+    from inference_session.tables.placed_tables import open_cuda_tables
+
+    needed = bytes_on_each([large.spec], ["shards"], 2)
+    spare = samples_bytes(0) + table_bytes(1, large.spec.row_bytes)
+    tables = open_cuda_tables([large], devices_of(2), shard="rows", cache_bytes=needed + spare)
+    draw = skewed(large, 1, exponent=0.7)
+    check(tables, large, draw, 150)
+    assert all(SLOTS * 3 // 4 < each.copy_hot_rows() < SLOTS for each in tables)
+    check(tables, large, draw, 150)
+    assert [each.copy_hot_rows() for each in tables] == [0, 0]
     for each in tables:
         each.close()
 

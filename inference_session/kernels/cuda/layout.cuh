@@ -10,7 +10,6 @@ constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr int MAX_INLINE_SEGMENTS = 32;
 constexpr int MAX_BAGS_PER_TILE = 8;
 constexpr int MAX_SHARDS = 8;
-constexpr u64 MAX_SAMPLED = 1 << 17;
 constexpr int COUNT_STRIDE = 16;  // from one count in host memory to the next: so each has a line of its own
 constexpr u32 NOT_ORDERED = 0xffffffffu;
 
@@ -57,6 +56,13 @@ struct alignas(16) Rows {
   i64 wide;  // 1 where four elements of a row can be loaded at once, wherever they are
 };
 
+// What look-ups in a sharded table read, by samples.
+struct Samples {
+  u64 num_keys;     // noted in `keys`, or more; once that is full, nothing is counted
+  u64 copies_read;  // local copies of rows of other GPUs
+  i64* keys;        // of rows that were read from other GPUs
+};
+
 struct alignas(16) Table {
   Index cached;  // slot i of the index is row i of cached_rows
   Rows cached_rows;
@@ -69,8 +75,8 @@ struct alignas(16) Table {
   float* default_vector;  // the answer for an unknown key; null: leave the output as it is
   u64* events;
   u8* shards[MAX_SHARDS];  // where the base rows begin on each of NUM_SHARDS GPUs, in turn; null: all are in base_rows
-  i64* sampled;  // of sharded tables, some keys whose rows were read from other GPUs, MAX_SAMPLED at most; null: none are noted
-  u64* num_sampled;  // at least this many
+  Samples* samples;  // of sharded tables; null: none are taken
+  u64 max_sampled;   // keys that there is room for in these
 };
 
 struct Segment {

@@ -16,21 +16,30 @@ __device__ __forceinline__ bool is_marking(u32 tile, u32 seed) {
   return (tile * 2654435761u + seed * 2246822519u) >> (32 - TILES_PER_MARKING_BITS) == 0;
 }
 
-constexpr int SAMPLING_BITS = 6;  // of 2^this warps, one notes keys that it reads from other GPUs
+constexpr int SAMPLING_BITS = 6;  // of 2^this warps, one notes what it reads of a sharded table
 
 // By the clock, not by a seed: a look-up that is repeated has one seed.
 __device__ __forceinline__ bool is_sampling() { return (u32)clock() * 2654435761u >> (32 - SAMPLING_BITS) == 0; }
 
-__device__ __forceinline__ void sample(const Table& table, i64 key) {
-  if (table.sampled == nullptr || !is_sampling() || *(volatile u64*)table.num_sampled >= MAX_SAMPLED) return;
-  const u64 place = atomicAdd(table.num_sampled, 1ull);
-  if (place < MAX_SAMPLED) table.sampled[place] = key;
+__device__ __forceinline__ bool takes_samples(const Table& table) {
+  return table.samples != nullptr && *(volatile u64*)&table.samples->num_keys < table.max_sampled;
+}
+
+__device__ __forceinline__ void sample_remote(const Table& table, i64 key) {
+  if (!is_sampling() || !takes_samples(table)) return;
+  const u64 place = atomicAdd(&table.samples->num_keys, 1ull);
+  if (place < table.max_sampled) table.samples->keys[place] = key;
 }
 
 // A hot key's mark is found as it should be, and not written to again.
 __device__ __forceinline__ void leave_mark(const Index& index, i64 slot) {
   u8* mark = index.marks + slot / SLOTS * BUCKET_BYTES + slot % SLOTS;
   if (*mark != MAX_MARK) *mark = MAX_MARK;
+}
+
+__device__ __forceinline__ void sample_copy(const Table& table, i64 slot) {
+  leave_mark(table.cached, slot);
+  if (takes_samples(table)) atomicAdd(&table.samples->copies_read, 1ull);
 }
 
 // The one key that a row is kept under: row numbers that count from the end become those that count from the start.
@@ -53,7 +62,7 @@ __device__ __forceinline__ const u8* base_row(const Table& table, i64 key, i64 r
     if (table.shards[0] != nullptr) {
       vectors = table.shards[(u64)row % NUM_SHARDS];
       row = (u64)row / NUM_SHARDS;
-      if (vectors != table.base_rows.vectors) sample(table, key);
+      if (vectors != table.base_rows.vectors) sample_remote(table, key);
     }
   }
   return vectors + row * table.base_rows.row_bytes;
@@ -78,8 +87,10 @@ __device__ __forceinline__ Source find_source(const Table& table, i64 asked, boo
   if (slot < 0) return base_source(table, key, hashed, policy);
   if constexpr (ROWS_CHANGE) {
     if (is_deleted(table.cached, slot)) return {reinterpret_cast<const u8*>(table.default_vector), FLOAT32, false, false};
+  } else if constexpr (NUM_SHARDS > 1) {
+    if (is_sampling()) sample_copy(table, slot);
   } else {
-    if (NUM_SHARDS > 1 ? is_sampling() : marking) leave_mark(table.cached, slot);
+    if (marking) leave_mark(table.cached, slot);
   }
   return {table.cached_rows.vectors + slot * table.cached_rows.row_bytes, code_of(table.cached_rows), true, true};
 }
@@ -167,11 +178,13 @@ __device__ __forceinline__ bool copy_whole_tile(const Source& source, Output out
 
 // Copy rows of cached keys, then the others, closed up: these may come from host memory, where all of them are to be asked for
 // at once, and no cached row waits behind one. `stride`: from the vector of a lane to that of the next; 0: it differs.
-__device__ __forceinline__ void copy_sources(const Source& source, Output output, i64 stride, int dim, bool wide) {
+// `on_gpus`: all rows are in memory of GPUs; those of a whole tile are then copied as they come, which is faster.
+__device__ __forceinline__ void copy_sources(const Source& source, Output output, i64 stride, int dim, bool wide, bool on_gpus) {
   const u32 cached = __ballot_sync(ALL_LANES, output.vector != nullptr && source.cached);
   const u32 others = __ballot_sync(ALL_LANES, output.vector != nullptr && !source.cached);
   if ((cached | others) == 0) return;
-  const bool in_place = stride != 0 && wide && (cached == ALL_LANES || others == ALL_LANES);
+  const bool alike = cached == ALL_LANES || others == ALL_LANES || (on_gpus && (cached | others) == ALL_LANES);
+  const bool in_place = stride != 0 && wide && alike;
   if (in_place && copy_whole_tile(source, output, stride, dim)) return;
   const int from = in_order(cached, others), num_keys = __popc(cached | others);
   const u8* row = from_lane(source.row, from);
@@ -223,7 +236,8 @@ __device__ __forceinline__ void look_up_keys(const Request& request, const Segme
   if (missing_bits != nullptr && threadIdx.x % LANES == 0) *missing_bits = unknown;
   const bool to_copy = asked.is_one && (source.row != nullptr || request.fill);
   const Output output = {to_copy ? asked.output : nullptr, Output::is_narrowed(segment)};
-  copy_sources(source, output, asked.stride, (int)table.dim, is_wide(table, segment));
+  const bool on_gpus = NUM_SHARDS > 1 && table.shards[0] != nullptr;
+  copy_sources(source, output, asked.stride, (int)table.dim, is_wide(table, segment), on_gpus);
   unknown_count.report(request, s);
 }
 

@@ -27,8 +27,6 @@ COUNT_STRIDE = 16
 """From one count in host memory to the next, in elements: atomic operations in one line wait for each other."""
 MAX_SHARDS = 8
 """GPUs that the rows of one table may be divided among."""
-MAX_SAMPLED = 1 << 17
-"""Keys of rows on other GPUs that look-ups note, per table."""
 _ALIGNMENT = 256
 EVENTS = ("inserts", "updates", "evictions", "erases", "misses", "unknown", "refused")
 
@@ -47,10 +45,11 @@ GPU_TABLE = np.dtype(
         ("default_address", np.int64),
         ("events_address", np.int64),
         ("shard_addresses", np.int64, (MAX_SHARDS,)),
-        ("sampled_address", np.int64),
-        ("num_sampled_address", np.int64),
+        ("samples_address", np.int64),
+        ("max_sampled", np.int64),
     ]
 )
+SAMPLES = np.dtype([(name, np.int64) for name in ("num_keys", "copies_read", "keys_address")])
 REQUEST = np.dtype(
     [
         ("tables_address", np.int64),
