@@ -28,8 +28,8 @@ _FEWEST_SAMPLES, _MOST_SAMPLES = 1 << 17, 1 << 20
 """Keys that there is room to note."""
 _SAMPLES_PART = 16
 """Noted keys take one byte for this many bytes of copies: as many are noted for each row that can be copied."""
-_ROWS_AT_ONCE = 1 << 12
-"""Rows copied while a request waits: well below a millisecond."""
+_ROWS_AT_ONCE, _KEYS_AT_ONCE = 1 << 12, 1 << 17
+"""Rows that are copied, and noted keys that are read, while a request waits: well below a millisecond."""
 _PART = 16
 """Copies take at most one byte for this many bytes of a shard: skewed traffic asks mostly for few rows."""
 _INTERVAL_S = 1.0
@@ -90,13 +90,22 @@ class LocalCopies:
         """
         with self._device.request():
             counted, copies_read, _ = self._samples.get().tolist()
-            if counted < LEAST_SAMPLED:
-                return np.empty(0, np.int64)
-            keys: NDArray[np.int64] = self._keys[: min(counted, self.max_sampled)].get()
+        if counted < LEAST_SAMPLED:
+            return np.empty(0, np.int64)
+        sampled = self._noted_keys(min(counted, self.max_sampled))
+        with self._device.request():
             self._samples[:2] = 0
             events = dict(zip(EVENTS, self._events.get().tolist(), strict=True))
         num_copies = events["inserts"] - events["evictions"]
-        return hot_keys(keys, self._num_rows, Copies(self._num_buckets * SLOTS, num_copies, copies_read))
+        return hot_keys(sampled, self._num_rows, Copies(self._num_buckets * SLOTS, num_copies, copies_read))
+
+    def _noted_keys(self, count: int) -> NDArray[np.int64]:
+        """The first ones, which stay as they are until the counts are 0 again; between two pieces requests go on."""
+        pieces = []
+        for begin in range(0, count, _KEYS_AT_ONCE):
+            with self._device.request():
+                pieces.append(self._keys[begin : min(begin + _KEYS_AT_ONCE, count)].get())
+        return np.concatenate(pieces)
 
     def write(self, keys: Any, vectors: Any) -> None:
         """Copy rows, within a request of the device: int64 [n] and float32 [n, dim] on it."""
