@@ -604,14 +604,20 @@ def t8_on_gpus(num_gpus: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         for count in (1, num_gpus):
             jobs.run_ranks(_rank_steps, Path(name) / str(count), num_ranks=count, on_gpus=True)
-        alone, together = (float((Path(name) / str(count)).read_text()) for count in (1, num_gpus))
-    print(
-        f"T8  {num_gpus} GPUs, SGD, dim 128: {num_gpus / together / 1e3:.2f} M keys/ms, one GPU {1 / alone / 1e3:.2f} "
-        f"({1000 * together:.2f} and {1000 * alone:.2f} ms a step): {num_gpus * alone / together:.2f} times one"
-    )
+        alone, together = (
+            [float(word) for word in (Path(name) / str(count)).read_text().split()] for count in (1, num_gpus)
+        )
+    ways = ("one by one", "one behind the other")
+    for way, one, several in zip(ways, alone, together, strict=True):
+        print(
+            f"T8  {num_gpus} GPUs, SGD, dim 128, steps {way}: {num_gpus / several / 1e3:.2f} M keys/ms, one GPU "
+            f"{1 / one / 1e3:.2f} ({1000 * several:.2f} and {1000 * one:.2f} ms a step): "
+            f"{num_gpus * one / several:.2f} times one"
+        )
 
 
 def _rank_steps(rank: int, result: Path, num_rows: int = 10_000_000, rounds: int = 12) -> None:
+    """Write the seconds of a step: the median where the host waits for each, and the mean where it waits at the end."""
     torch.set_default_device("cuda")
     known = torch.arange(num_rows) * -0x61C8864680B583EB
     bags = training.HashEmbeddingBag(128, training.SGD(0.01), nn.init.zeros_, mode="sum")
@@ -619,8 +625,14 @@ def _rank_steps(rank: int, result: Path, num_rows: int = 10_000_000, rounds: int
         bags.put(training.Rows(keys, torch.zeros(len(keys), 128)))
     batches = [known[batch] for batch in _skewed_batches_on_gpu(rounds, num_rows, seed=rank)]
     times = [_step_on_gpu(bags, keys, None)[1] for keys in [*batches[:3], *batches]]
+    begin = time.perf_counter()
+    for keys in [*batches, *batches]:
+        vectors = bags(keys)
+        vectors.backward(torch.ones_like(vectors))
+    torch.cuda.synchronize()
+    mean = (time.perf_counter() - begin) / (2 * rounds)
     if rank == 0:
-        result.write_text(str(statistics.median(times[3:])))
+        result.write_text(f"{statistics.median(times[3:])} {mean}")
 
 
 def _ms(seconds: list[float]) -> str:

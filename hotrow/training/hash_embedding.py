@@ -87,23 +87,23 @@ class HashEmbeddingBag(HashTable):
         keys = self.checked(input)
         weights = _weights(per_sample_weights, input, self.mode)
         weights = None if weights is None else weights.to(self.device)
-        begins = self._begins(input, offsets).to(self.device)
+        begins, num_bags = self._begins(input, offsets)
         look_up = self.look_up(keys)
         padding = None if self.padding_idx is None else look_up.place_of(keys, self.padding_idx)
-        width = input.shape[1] if input.dim() == 2 else None
-        bags = Bags(begins, len(keys), self.mode, padding, width or None)
+        bags = Bags(begins, num_bags, len(keys), self.mode, padding)
         if self.mode == "max" or (weights is not None and weights.requires_grad):
             pooled = bags.pool(look_up.places, Vectors.apply(self._anchor(), look_up.of_distinct()), weights)
         else:
             pooled = Pooled.apply(self._anchor(), look_up, bags, weights)
         return pooled.to(self._dtype)
 
-    def _begins(self, keys: Tensor, offsets: Tensor | None) -> Tensor:
-        """int64 [bags + 1]"""
+    def _begins(self, keys: Tensor, offsets: Tensor | None) -> tuple[Tensor | int, int]:
+        """Where bags begin, int64 [bags + 1], or how many keys each has; and the number of bags."""
         if keys.dim() == 2:
             if offsets is not None:
                 raise ConfigurationError("keys of two dimensions are bags already; give no offsets with them")
-            return torch.arange(keys.shape[0] + 1, device=keys.device).mul_(keys.shape[1])
+            num_bags, width = keys.shape
+            return width or torch.zeros(num_bags + 1, dtype=torch.int64, device=self.device), num_bags
         if keys.dim() != 1 or offsets is None:
             raise ConfigurationError(f"keys of {keys.dim()} dimensions: give [bags, keys], or [keys] with offsets")
         if not isinstance(offsets, Tensor) or offsets.dim() != 1 or offsets.dtype not in (torch.int64, torch.int32):
@@ -117,7 +117,7 @@ class HashEmbeddingBag(HashTable):
                 f"offsets must begin with 0, never decrease, and not exceed {len(keys)}, the number of keys"
                 f"{', with which they end as include_last_offset is True' if self.include_last_offset else ''}"
             )
-        return begins
+        return begins.to(self.device), len(begins) - 1
 
 
 def _weights(weights: Tensor | None, keys: Tensor, mode: str) -> Tensor | None:

@@ -28,6 +28,15 @@ class LookUp:
     """int64 [n]: the number of each key among the distinct keys."""
     learn: Callable[[Tensor], None]
     """Takes the gradients of the distinct keys, [m, embedding_dim]."""
+    new_sums: Callable[[], Tensor] | None = None
+    """Makes the zeros to which gradients are added up, [m, embedding_dim]; None where they may be anywhere."""
+
+    def learn_sums(
+        self, places: Tensor, gradients: Tensor, sources: Tensor | int = 1, factors: Tensor | None = None
+    ) -> None:
+        """Learn the sums of the gradients of each distinct key; arguments as those of `add_up`."""
+        sums = None if self.new_sums is None else self.new_sums()
+        self.learn(add_up(self.num_keys, places, gradients, sources, factors, sums))
 
     def row_of_keys(self) -> Tensor:
         """int64 [n]: the row in `table` of each key."""
@@ -62,7 +71,7 @@ class Vectors(torch.autograd.Function):
         """Passes the sum of each distinct key's gradients to the learner."""
         look_up = ctx.look_up
         (places,) = ctx.saved_tensors  # raises where a graph that was not retained goes backward again
-        look_up.learn(add_up(look_up.num_keys, places, gradients))
+        look_up.learn_sums(places, gradients)
         return None, None
 
 
@@ -70,38 +79,39 @@ class Vectors(torch.autograd.Function):
 class Bags:
     """Which keys are together."""
 
-    begins: Tensor
-    """int64 [bags + 1]"""
+    begins: Tensor | int
+    """int64 [bags + 1]; or how many keys each bag has, at least 1."""
+    num_bags: int
     num_keys: int
     mode: str
     padding: int | None
     """The distinct key that takes no part."""
-    width: int | None = None
-    """The keys of each bag, where all have equally many, and some."""
 
     def pool(self, rows: Tensor, table: Tensor, weights: Tensor | None) -> Tensor:
         """[bags, embedding_dim] of rows [n] of a table; `padding` is a row of it."""
         if not self.num_keys:  # zeros that have gradients, as in other batches
             nothing = table[:0].sum() if weights is None else table[:0].sum() + weights.sum()
-            return nothing + table.new_zeros((len(self.begins) - 1, table.shape[1]))
+            return nothing + table.new_zeros((self.num_bags, table.shape[1]))
         options: dict[str, Any] = {"mode": self.mode, "per_sample_weights": weights, "include_last_offset": True}
-        return functional.embedding_bag(rows, table, self.begins, padding_idx=self.padding, **options)
+        begins = self.begins
+        if isinstance(begins, int):
+            begins = torch.arange(self.num_bags + 1, device=rows.device).mul_(begins)
+        return functional.embedding_bag(rows, table, begins, padding_idx=self.padding, **options)
 
     def pool_by_kernel(self, look_up: LookUp, weights: Tensor | None) -> Tensor:
         """As `pool`, not of maxima, where `device_rows` has kernels."""
         is_mean = self.mode == "mean"
         factors = self._present(look_up.places) if is_mean else self.factors(look_up.places, weights)
         factors = None if factors is None else factors.contiguous()
-        pooled = look_up.table.new_empty((len(self.begins) - 1, look_up.table.shape[1]))
-        begins = self.begins.contiguous()
+        pooled = look_up.table.new_empty((self.num_bags, look_up.table.shape[1]))
+        begins = self.begins if isinstance(self.begins, int) else self.begins.contiguous()
         device_rows.pool(pooled, begins, look_up.places, factors, look_up.table, look_up.rows, is_mean=is_mean)
         return pooled
 
-    def bag_of_keys(self) -> Tensor:
-        """int64 [n]"""
-        if self.width is not None:
-            keys = torch.arange(self.num_keys, device=self.begins.device)
-            return torch.div(keys, self.width, rounding_mode="floor")
+    def bag_of_keys(self) -> Tensor | int:
+        """int64 [n]; or how many keys each bag has."""
+        if isinstance(self.begins, int):
+            return self.begins
         counts = self.begins.diff()
         bags = torch.arange(len(counts), device=counts.device)
         return torch.repeat_interleave(bags, counts, output_size=self.num_keys)  # without it, the host awaits the GPU
@@ -110,9 +120,12 @@ class Bags:
         """float32 [n]: the part of each vector in its bag; None where all are 1. Not for maxima."""
         present = self._present(places)
         if self.mode == "mean":
-            bag_of_keys = self.bag_of_keys()
             counted = torch.ones(self.num_keys, device=places.device) if present is None else present
-            counts = counted.new_zeros(len(self.begins) - 1).index_add_(0, bag_of_keys, counted)
+            bag_of_keys = self.bag_of_keys()
+            if isinstance(bag_of_keys, int):
+                by_bag = counted.view(self.num_bags, bag_of_keys)
+                return (by_bag / by_bag.sum(1, keepdim=True).clamp(min=1)).view(-1)
+            counts = counted.new_zeros(self.num_bags).index_add_(0, bag_of_keys, counted)
             return counted / counts.clamp(min=1)[bag_of_keys]
         if weights is None or present is None:
             return present if weights is None else weights
@@ -143,5 +156,5 @@ class Pooled(torch.autograd.Function):
         look_up, bags = ctx.look_up, ctx.bags
         (places,) = ctx.saved_tensors
         factors = bags.factors(places, ctx.weights)
-        look_up.learn(add_up(look_up.num_keys, places, gradients, bags.bag_of_keys(), factors))
+        look_up.learn_sums(places, gradients, bags.bag_of_keys(), factors)
         return None, None, None, None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hotrow.training.kernels import device_rows
-from hotrow.training.key_index import create_index, distinct, mixed_bits
+from hotrow.training.key_index import add_some, create_index, distinct, mixed_bits, most_requested, requested
 from hotrow.training.row_access import add_up, gather, scatter
 from hotrow.training.row_optimizers import RowOptimizer, kernel_of
 
@@ -87,12 +87,31 @@ class HashRows:
     def find_or_add(self, keys: Tensor) -> Tensor:
         """int64 [n] to their rows, for a step of training; a key that has none gets one."""
         rows = self._added(keys)
+        self.note_use(rows, keys)
+        return rows
+
+    def find_or_add_requested(self, messages: Tensor, message_size: int, padding: int | None) -> tuple[Tensor, int]:
+        """As `find_or_add`, of the keys in messages, without `note_use`; and their `most_requested`.
+
+        What is no key, or is `padding`, gets row 0.
+        """
+        first = self.index.num_rows
+        if padding is None:
+            rows, most = self.index.find_or_add_requested(messages, message_size)
+        else:
+            most = most_requested(messages, message_size)
+            rows = add_some(self.index, messages, requested(messages, message_size) & (messages != padding))
+        self._begin_added(first)
+        return rows, most
+
+    def note_use(self, rows: Tensor, keys: Tensor) -> None:
+        """Note that a step of training reads rows, int64 [n], of keys, int64 [n]; row 0 stands for none."""
         if self.counts_use:
             self.last_used[rows] = self.steps
             self.times_used[rows] += 1
         for listener in self.listeners.values():
-            listener(keys, keys[:0])
-        return rows
+            read = keys[rows != 0]
+            listener(read, read[:0])
 
     def learn(self, rows: Tensor, gradients: Tensor, *, are_distinct: bool = False) -> None:
         """Apply the optimizer once to the sum of the gradients of each row.
@@ -213,11 +232,15 @@ class HashRows:
     def _added(self, keys: Tensor) -> Tensor:
         first = self.index.num_rows
         rows = self.index.find_or_add(keys)
+        self._begin_added(first)
+        return rows
+
+    def _begin_added(self, first: int) -> None:
+        """Make the rows that were added, from the given one on."""
         if self.index.num_rows > first:
             if len(self.index.keys) > len(self.vectors):
                 self._make_room(first)
             self._begin(first)
-        return rows
 
     def _make_room(self, num_used: int) -> None:
         def larger(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Literal, NamedTuple, NoReturn
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import torch
@@ -18,10 +18,11 @@ from torch.utils.hooks import RemovableHandle
 
 from hotrow.training.hash_look_up import LookUp
 from hotrow.training.hash_rows import INITIAL_ROWS, HashRows, Rows
-from hotrow.training.key_exchange import KeyExchange
-from hotrow.training.key_index import distinct, distinct_by_owner, owners
+from hotrow.training.key_exchange import KeyExchange, MessageExchange
+from hotrow.training.key_index import HEADER, distinct, distinct_by_owner, message_size_for, most_requested, owners
+from hotrow.training.peer_memory import PeerExchange, peer_memory
 from hotrow.training.row_access import gather
-from hotrow.training.row_optimizers import Adagrad, RowOptimizer
+from hotrow.training.row_optimizers import SGD, Adagrad, RowOptimizer
 from inference_session.errors import ConfigurationError
 
 _KEY_TYPES = {"int64": torch.int64, "uint32": torch.uint32}
@@ -68,9 +69,12 @@ class _Backward:
 
 
 _ONE_THREAD = threading.RLock()
-"""Held by whoever adds rows or changes them: several threads may train one model. Not held while ranks wait."""
+"""Held by whoever adds rows or changes them: several threads of one rank may train one model."""
 _BACKWARDS: WeakValueDictionary[tuple[int, int], _Backward] = WeakValueDictionary()
 """By the number of a backward that is under way, and the identity of its table. Autograd holds them until its end."""
+
+_MESSAGE_SIZES: WeakKeyDictionary[HashTable, int] = WeakKeyDictionary()
+"""Numbers in each message of a table's next look-up, the same on all ranks. Not in the table: one rank may copy it."""
 
 
 class HashTable(nn.Module):
@@ -226,19 +230,76 @@ class HashTable(nn.Module):
             with _ONE_THREAD:
                 rows = self._rows_of(found)
                 return LookUp(self._rows.vectors, rows, len(found), places, self._learner(rows, found))
-        found, places, counts = distinct_by_owner(keys, num_ranks)
-        exchange = KeyExchange(counts)
-        requested = exchange.to_owners(found[: exchange.num_keys])
+        return self._look_up_by_messages(keys, num_ranks) or self._look_up_by_counts(keys, num_ranks)
+
+    def _look_up_by_messages(self, keys: Tensor, num_ranks: int) -> LookUp | None:
+        """None if a message has too few slots, which all ranks find alike. Slots without a key have row 0."""
+        size = _MESSAGE_SIZES.setdefault(self, message_size_for(0))
+        exchange = self._exchange(keys, num_ranks, size)
         self._share_initial()
         with _ONE_THREAD:
-            rows = self._rows_of(requested)
-            learn, vectors = self._learner(rows, requested), self._rows.vectors
-        scale = 1 / num_ranks if self._is_averaged() else 1.0
+            rows, most = self._rows_of_requested(exchange.messages, size)
+            wanted = message_size_for(most)
+            if most > size - HEADER or 2 * wanted < size:
+                _MESSAGE_SIZES[self] = wanted
+            if most > size - HEADER:
+                return None
+            if self.training:
+                self._rows.note_use(rows, exchange.messages)
+            learn, vectors = self._learner(rows, exchange.messages), self._rows.vectors
+        send = self._sender(exchange, rows, learn, self._scale(num_ranks))
+        return LookUp(
+            exchange.answers(vectors, rows), None, len(exchange.messages), exchange.places, send, exchange.new_sums
+        )
+
+    def _exchange(self, keys: Tensor, num_ranks: int, message_size: int) -> MessageExchange:
+        num_slots, dim = num_ranks * message_size, self.embedding_dim
+        memory = peer_memory(num_slots, num_slots * dim, self.device)
+        if memory is None:
+            return MessageExchange(keys, num_ranks, message_size)
+        return PeerExchange(memory, keys, num_ranks, message_size, dim)
+
+    def _look_up_by_counts(self, keys: Tensor, num_ranks: int) -> LookUp:
+        """Waits once more: ranks first tell each other how many keys they request."""
+        found, places, counts = distinct_by_owner(keys, num_ranks)
+        exchange = KeyExchange(counts)
+        received = exchange.to_owners(found[: exchange.num_keys])
+        with _ONE_THREAD:
+            rows = self._rows_of(received)
+            learn, vectors = self._learner(rows, received), self._rows.vectors
+        scale = self._scale(num_ranks)
 
         def send(gradients: Tensor) -> None:
             learn(exchange.to_owners(gradients if scale == 1 else gradients.mul_(scale)))
 
         return LookUp(exchange.back(gather(vectors, rows)), None, exchange.num_keys, places, send)
+
+    def _sender(
+        self, exchange: MessageExchange, rows: Tensor, learn: Callable[[Tensor], None], scale: float
+    ) -> Callable[[Tensor], None]:
+        """Takes the gradients of a look-up's slots."""
+        generation, learn_nothing = self._rows.generation, self._learner(rows[:0], rows[:0])
+
+        def send(gradients: Tensor) -> None:
+            is_sum_of_steps = type(self.optimizer) is SGD and not self._is_scaled()
+            if isinstance(exchange, PeerExchange) and is_sum_of_steps and generation == self._rows.generation:
+                with _ONE_THREAD:
+                    exchange.learn(self._rows.vectors, rows, -self.optimizer.lr * scale)
+                learn_nothing(gradients[:0])
+            else:
+                learn(exchange.gradients(gradients if scale == 1 else gradients.mul_(scale), rows))
+
+        return send
+
+    def _scale(self, num_ranks: int) -> float:
+        return 1 / num_ranks if self._is_averaged() else 1.0
+
+    def _rows_of_requested(self, messages: Tensor, message_size: int) -> tuple[Tensor, int]:
+        """The rows of the slots of messages, and the most keys of any."""
+        if not self.training:  # finds rows also for slots of no key, which nobody reads
+            return self._rows.find(messages), most_requested(messages, message_size)
+        with torch.inference_mode(False):
+            return self._rows.find_or_add_requested(messages, message_size, self.padding_idx)
 
     def _rows_of(self, keys: Tensor) -> Tensor:
         if not self.training:
@@ -290,7 +351,8 @@ class HashTable(nn.Module):
     def learn(self, learning: Sequence[_PendingGradients]) -> None:
         """Apply the optimizer to what one backward found; autograd calls it."""
         rows = [
-            item.rows if item.generation == self._rows.generation else self._rows.find(item.keys) for item in learning
+            item.rows if item.generation == self._rows.generation else self._rows.find(item.keys).mul_(item.rows != 0)
+            for item in learning
         ]
         self._rows.steps += 1
         # Several ranks may request the same row; each rank requests each row of a look-up once.
@@ -302,8 +364,11 @@ class HashTable(nn.Module):
         if self.max_rows is not None:
             self._keep_to(-(-self.max_rows // _place().num_ranks))
 
+    def _is_scaled(self) -> bool:
+        return self.grad_scaler is not None and self.grad_scaler.is_enabled()
+
     def _unscaled(self, rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-        if self.grad_scaler is None or not self.grad_scaler.is_enabled():
+        if not self._is_scaled():
             return rows, gradients
         gradients = gradients / self.grad_scaler.get_scale()
         is_finite = gradients.isfinite().all(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isqrt
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -32,6 +33,9 @@ class KeyIndex(Protocol):
 
     def find_or_add(self, keys: Tensor) -> Tensor:
         """int64 [n], perhaps with duplicates, to their rows; keys without one get the next, in any order."""
+
+    def find_or_add_requested(self, messages: Tensor, message_size: int) -> tuple[Tensor, int]:
+        """As `find_or_add`, of the keys in messages, of which what is no key gets row 0; and their `most_requested`."""
 
     def keep(self, num_rows: int) -> None:
         """Forget all rows from the given one on. Keys of lower rows may have been overwritten before."""
@@ -69,6 +73,11 @@ class HashIndex:
                 return rows
             self._grow()
 
+    def find_or_add_requested(self, messages: Tensor, message_size: int) -> tuple[Tensor, int]:
+        """As the protocol says."""
+        rows = add_some(self, messages, requested(messages, message_size))
+        return rows, most_requested(messages, message_size)
+
     def keep(self, num_rows: int) -> None:
         """As the protocol says."""
         self.num_rows = num_rows
@@ -105,8 +114,8 @@ class DeviceIndex:
         self.num_rows = 1
         self.keys = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
         self._entries = self._free_entries(capacity + 1)
-        self._counted = torch.ones(1, dtype=torch.int64, device=device)
-        """`num_rows`, where kernels count it up."""
+        self._counted = torch.ones(2, dtype=torch.int64, device=device)
+        """`num_rows`, where kernels count it up; and the `most_requested` of the last messages."""
 
     def find(self, keys: Tensor) -> Tensor:
         """As the protocol says."""
@@ -121,24 +130,35 @@ class DeviceIndex:
         Raises:
             UnavailableError: 2^31 rows are in use.
         """
-        keys = keys.contiguous()
+        return self._find_or_add(keys.contiguous(), 0)[0]
+
+    def find_or_add_requested(self, messages: Tensor, message_size: int) -> tuple[Tensor, int]:
+        """As the protocol says. Waits for the number of rows.
+
+        Raises:
+            UnavailableError: 2^31 rows are in use.
+        """
+        return self._find_or_add(messages, message_size)
+
+    def _find_or_add(self, keys: Tensor, message_size: int) -> tuple[Tensor, int]:
         self._make_room_for_entries(len(keys))
         rows, places = torch.empty_like(keys), torch.empty_like(keys, dtype=torch.int32)
-        device_rows.claim(self._entries, self.keys, keys, self._counted, places, rows)
+        counted, most = self._counted.split(1)
+        device_rows.claim(self._entries, self.keys, keys, counted, places, rows, message_size, most)
         try:
-            found = int(self._counted)
+            found, most_of_any = self._counted.tolist()
             self._make_room_for_keys(found)
         except RuntimeError:  # out of memory: nothing was added
             self.keep(self.num_rows)
             raise
-        device_rows.publish(self._entries, self.keys, keys, places, rows, None, rows)
+        device_rows.publish(self._entries, self.keys, keys, places, rows, message_size)
         self.num_rows = found
-        return rows
+        return rows, most_of_any
 
     def keep(self, num_rows: int) -> None:
         """As the protocol says."""
         self.num_rows = num_rows
-        self._counted.fill_(num_rows)
+        self._counted[0] = num_rows
         self._entries.zero_()
         device_rows.index_rows(self._entries, self.keys, num_rows)
 
@@ -185,6 +205,11 @@ class SortedIndex:
             is_merged = 8 * (self.num_rows - self._num_older) > self._num_older + 8 * _MIN_CAPACITY
             self._set_levels(self.num_rows if is_merged else self._num_older)
         return rows[places]
+
+    def find_or_add_requested(self, messages: Tensor, message_size: int) -> tuple[Tensor, int]:
+        """As the protocol says."""
+        rows = add_some(self, messages, requested(messages, message_size))
+        return rows, most_requested(messages, message_size)
 
     def keep(self, num_rows: int) -> None:
         """As the protocol says."""
@@ -239,6 +264,47 @@ class Distinct(NamedTuple):
     """int64 [owners]: how many of them each owner has."""
 
 
+class Requests(NamedTuple):
+    """The distinct keys of a batch, in messages to their owners.
+
+    A message has how many keys there are, the most of any message of the same sender, and the keys; what follows behind
+    them has no meaning. If there are more keys than slots, it has some of them.
+    """
+
+    messages: Tensor
+    """int64 [owners * message_size]"""
+    places: Tensor
+    """int64 [n]: where each key of the batch is among all slots; no meaning where these are too few."""
+
+
+HEADER = 2
+"""Numbers of a message in front of its keys."""
+
+
+def message_size_for(num_keys: int) -> int:
+    """Of messages with some room: in other batches there may be a few more keys."""
+    return HEADER + 16 + num_keys + num_keys // 16 + 4 * isqrt(num_keys)
+
+
+def requested(messages: Tensor, message_size: int) -> Tensor:
+    """Where keys are in messages: bool [messages * message_size]."""
+    shaped = messages.reshape(-1, message_size)
+    slots = torch.arange(-HEADER, message_size - HEADER, device=messages.device)
+    return ((slots >= 0) & (slots < shaped[:, :1])).reshape(-1)
+
+
+def most_requested(messages: Tensor, message_size: int) -> int:
+    """The most keys that any rank requests from any other, the same on all ranks. Waits for the messages."""
+    return int(messages[1::message_size].max())
+
+
+def add_some(index: KeyIndex, keys: Tensor, which: Tensor) -> Tensor:
+    """As `find_or_add` of some of the keys, by a mask [n]; others get row 0."""
+    rows = torch.zeros_like(keys)
+    rows[which] = index.find_or_add(keys[which])
+    return rows
+
+
 def owners(keys: Tensor, num_owners: int) -> Tensor:
     """The owner of each key: key % num_owners, also for negative keys."""
     return torch.remainder(keys, num_owners)
@@ -255,7 +321,7 @@ def mixed_bits(keys: Tensor) -> Tensor:
 def distinct(keys: Tensor) -> tuple[Tensor, Tensor]:
     """int64 [n] to each of them once, int64 [m], and where each of the n stands there, int64 [n]."""
     if device_rows.can_run(keys.device):
-        found = _distinct_on_device(keys, 1)
+        found = number_by_owner(keys, torch.empty_like(keys), 1)
         return found.keys[: int(found.counts)], found.places
     if keys.device.type != "cpu":
         found, places = torch.unique(keys, return_inverse=True)
@@ -280,7 +346,7 @@ def distinct_in_common(keys: Tensor) -> tuple[Tensor, Tensor]:
 def distinct_by_owner(keys: Tensor, num_owners: int) -> Distinct:
     """As `distinct`, ordered by owners. Waits for no device where kernels run."""
     if device_rows.can_run(keys.device):
-        return _distinct_on_device(keys, num_owners)
+        return number_by_owner(keys, torch.empty_like(keys), num_owners)
     found, places = distinct(keys)
     owner = owners(found, num_owners)
     order = torch.argsort(owner.to(torch.int32), stable=True)
@@ -289,11 +355,34 @@ def distinct_by_owner(keys: Tensor, num_owners: int) -> Distinct:
     return Distinct(found[order], moved_to[places], torch.bincount(owner, minlength=num_owners))
 
 
-def _distinct_on_device(keys: Tensor, num_owners: int) -> Distinct:
+def requests_by_owner(keys: Tensor, num_owners: int, message_size: int) -> Requests:
+    """The distinct keys of a batch in messages of one size. Waits for no device where kernels run."""
+    if device_rows.can_run(keys.device):
+        messages = keys.new_empty(num_owners * message_size)
+        return Requests(messages, number_by_owner(keys, messages, num_owners, message_size).places)
+    found, places, counts = distinct_by_owner(keys, num_owners)
+    owner = owners(found, num_owners)
+    numbers = torch.arange(len(found), device=found.device) - (counts.cumsum(0) - counts)[owner]
+    slots = owner * message_size + numbers + HEADER
+    fits = numbers < message_size - HEADER
+    messages = keys.new_zeros(num_owners * message_size)
+    messages[slots[fits]] = found[fits]
+    messages[::message_size], messages[1::message_size] = counts, counts.max()
+    return Requests(messages, slots[places])
+
+
+def number_by_owner(
+    keys: Tensor, found: Tensor, num_owners: int, message_size: int = 0, outputs: Tensor | None = None, rank: int = 0
+) -> Distinct:
+    """By kernels, the distinct keys of a batch to `found`, or in messages there or to `outputs`.
+
+    `places` are those in `found`; with messages, those among all slots. See `device_rows.number_by_owner`.
+    """
     keys = keys.contiguous()
-    entries = _free_entries(len(keys) + 1, keys.device)
-    found, claimed, numbers = torch.empty_like(keys), torch.empty_like(keys), torch.empty_like(keys)
+    entries = _free_entries(len(keys), keys.device)
+    claimed, numbers = torch.empty_like(keys), torch.empty_like(keys)
     places, counts = torch.empty_like(keys, dtype=torch.int32), keys.new_zeros(num_owners)
     device_rows.claim(entries, found, keys, counts, places, claimed)
-    device_rows.publish(entries, found, keys, places, claimed, counts, numbers)
+    arguments = keys, places, claimed, counts, numbers, message_size, outputs, rank
+    device_rows.number_by_owner(entries, found, *arguments)
     return Distinct(found, numbers, counts)

@@ -34,29 +34,40 @@ def scatter(table: Tensor, rows: Tensor, vectors: Tensor) -> None:
 
 
 def add_up(
-    num_rows: int, rows: Tensor, vectors: Tensor, sources: Tensor | None = None, factors: Tensor | None = None
+    num_rows: int,
+    rows: Tensor,
+    vectors: Tensor,
+    sources: Tensor | int = 1,
+    factors: Tensor | None = None,
+    sums: Tensor | None = None,
 ) -> Tensor:
     """The sums of the vectors of each row, float32 [num_rows, dim]; zeros where a row is not named.
 
     Args:
         rows: int64 [n], to which row a vector is added.
-        vectors: [n, dim]; of any number where there are sources.
-        sources: int64 [n], which vector it is.
+        vectors: [any, dim].
+        sources: int64 [n], which vector it is; or how many rows that follow each other get the same.
         factors: float32 [n], of each vector.
+        sums: zeros, float32 [num_rows, dim], that get and are the answer; new ones if None.
     """
     vectors = vectors.to(torch.float32).contiguous()
     factors = None if factors is None else factors.to(torch.float32).contiguous()
-    sums = vectors.new_zeros((num_rows, vectors.shape[1]))
-    if _is_here(vectors):
-        places = rows.numpy() if sources is None else sources.numpy()
-        scales = _NO_FACTORS if factors is None else factors.numpy()
-        of_bags = sources is not None
-        compiled.add_up(_array(sums), rows.numpy(), _array(vectors), of_bags, places, scales)
-        return sums
-    if device_rows.can_run(vectors.device):
+    if sums is None:
+        sums = vectors.new_zeros((num_rows, vectors.shape[1]))
+    if device_rows.can_run(vectors.device) and not _is_here(vectors):
         device_rows.add_up(sums, rows, vectors, sources, factors)
         return sums
-    added = vectors if sources is None else vectors[sources]
+    if isinstance(sources, int) and sources > 1:
+        sources = torch.arange(len(rows), device=rows.device).div_(sources, rounding_mode="floor")
+    if _is_here(vectors):
+        places, scales = (
+            rows if isinstance(sources, int) else sources,
+            _NO_FACTORS if factors is None else factors.numpy(),
+        )
+        of_bags = not isinstance(sources, int)
+        compiled.add_up(_array(sums), rows.numpy(), _array(vectors), of_bags, places.numpy(), scales)
+        return sums
+    added = vectors if isinstance(sources, int) else vectors[sources]
     return sums.index_add_(0, rows, added if factors is None else added * factors[:, None])
 
 

@@ -49,36 +49,66 @@ def find_rows(entries: Tensor, table_keys: Tensor, keys: Tensor, rows: Tensor) -
     _run_flat("find_rows", len(keys), entries, _mask(entries), table_keys, keys, len(keys), rows)
 
 
-def claim(entries: Tensor, table_keys: Tensor, keys: Tensor, counts: Tensor, places: Tensor, rows: Tensor) -> None:
-    """Claim an entry for each key that has none, and a row; `publish` has to follow.
-
-    Args:
-        entries: as in `find_rows`; at least half of them stay free.
-        counts: int64 [owners], rows in use of each owner, which this counts up; key % owners owns a key.
-        places: int32 [n], where to write the entry of each key.
-        rows: int64 [n], where to write the rows that are new, counted for each owner on its own.
-    """
-    entry_mask = _mask(entries)
-    _run_flat("claim", len(keys), entries, entry_mask, table_keys, keys, len(keys), counts, len(counts), places, rows)
-
-
-def publish(
+def claim(
     entries: Tensor,
     table_keys: Tensor,
     keys: Tensor,
+    counts: Tensor,
     places: Tensor,
-    claimed: Tensor,
-    counts: Tensor | None,
     rows: Tensor,
+    message_size: int = 0,
+    most: Tensor | None = None,
+) -> None:
+    """Claim an entry for each key that has none, and a row; `publish` or `number_by_owner` has to follow.
+
+    Args:
+        entries: as in `find_rows`; at least half of them stay free.
+        keys: int64 [n], all of them keys if `message_size` is 0; else messages of that size.
+        counts: int64 [owners], rows in use of each owner, which this counts up; key % owners owns a key.
+        places: int32 [n], where to write the entry of each key.
+        rows: int64 [n], where to write the rows that are new, counted for each owner on its own.
+        most: int64 [1], for the most keys of all messages that their senders have sent.
+    """
+    arguments = table_keys, keys, len(keys), message_size, most, counts, len(counts), places, rows
+    _run_flat("claim", len(keys), entries, _mask(entries), *arguments)
+
+
+def publish(
+    entries: Tensor, table_keys: Tensor, keys: Tensor, places: Tensor, rows: Tensor, message_size: int = 0
 ) -> None:
     """Write claimed rows to their entries, their keys to `table_keys`, and the row of each key to `rows`.
 
     Args:
-        claimed: int64 [n], the rows that `claim` wrote; may be `rows` where `counts` is None.
-        counts: as in `claim`: rows of an owner then follow those of the owners before it. None for a single owner.
+        rows: int64 [n], with the rows that `claim` wrote; 0 is written for what is no key of a message.
     """
-    num_owners = 1 if counts is None else len(counts)
-    _run_flat("publish", len(keys), entries, table_keys, keys, len(keys), places, claimed, counts, num_owners, rows)
+    _run_flat("publish", len(keys), entries, table_keys, keys, len(keys), message_size, places, rows, rows)
+
+
+def number_by_owner(
+    entries: Tensor,
+    found: Tensor,
+    keys: Tensor,
+    places: Tensor,
+    claimed: Tensor,
+    counts: Tensor,
+    numbers: Tensor,
+    message_size: int = 0,
+    outputs: Tensor | None = None,
+    rank: int = 0,
+) -> None:
+    """Write each distinct key to `found`, int64, and where each of the keys stands there to `numbers`, int64 [n].
+
+    Args:
+        claimed: int64 [n], the rows that `claim` wrote.
+        counts: int64 [owners], as `claim` left them.
+        message_size: 0 for keys that follow each other; else each owner's are in a message of that size, as far as it
+            has slots.
+        outputs: int64 [owners], where each owner has the messages of all ranks; the keys then go there.
+        rank: that of this process.
+    """
+    num_threads = max(len(keys), len(counts))  # also without keys, messages say how many they have
+    arguments = found, outputs, rank, message_size, keys, len(keys), places, claimed, counts, len(counts), numbers
+    _run_flat("number_by_owner", num_threads, entries, *arguments)
 
 
 def index_rows(entries: Tensor, table_keys: Tensor, num_rows: int) -> None:
@@ -92,17 +122,45 @@ def gather(table: Tensor, rows: Tensor, output: Tensor) -> None:
     _run_rows("gather_rows", -(-len(rows) // _AT_ONCE), dim, table, dim, rows, len(rows), output)
 
 
-def add_up(sums: Tensor, rows: Tensor, vectors: Tensor, sources: Tensor | None, factors: Tensor | None) -> None:
+def exchange(
+    way: str,
+    table: Tensor,
+    rows: Tensor,
+    messages: Tensor,
+    message_size: int,
+    rank: int,
+    peers: Tensor,
+    rate: float = 0.0,
+) -> None:
+    """Write vectors of the keys in messages to the memory of the ranks that sent these, or read them there.
+
+    Args:
+        way: "send_rows" writes rows of the table there; "fetch_rows" writes to the table, [n, dim], what is there, by
+            slots; "learn_rows" adds that to rows of the table, but to row 0, times `rate`.
+        table: float32 [any, dim].
+        rows: int64 [n], of the slots of messages. Slots without a key are left out.
+        messages: int64 [n], in the order of ranks.
+        rank: that of this process.
+        peers: int64 [ranks], where each rank has the vectors of its slots, [n, dim].
+    """
+    dim = table.shape[1]
+    arguments = table, dim, rows, messages, message_size, len(peers), rank, peers, rate
+    _run_rows(way, -(-len(messages) // _AT_ONCE), dim, *arguments)
+
+
+def add_up(sums: Tensor, rows: Tensor, vectors: Tensor, sources: Tensor | int, factors: Tensor | None) -> None:
     """Add vectors to the rows of `sums` that `rows` names; as `row_access.add_up`."""
     if vectors.data_ptr() % _VECTOR_BYTES:  # a part of another tensor
         vectors = vectors.clone()
     dim = sums.shape[1]
-    _run("add_up", -(-len(rows) // _THREADS), _shape(dim), sums, dim, rows, len(rows), vectors, sources, factors)
+    given, width = (None, sources) if isinstance(sources, int) else (sources, 0)
+    arguments = sums, dim, rows, len(rows), vectors, given, width, factors
+    _run("add_up", -(-len(rows) // _THREADS), _shape(dim), *arguments)
 
 
 def pool(
     sums: Tensor,
-    begins: Tensor,
+    begins: Tensor | int,
     places: Tensor,
     factors: Tensor | None,
     table: Tensor,
@@ -113,14 +171,16 @@ def pool(
     """Write the sums or means of bags, float32 [bags, dim].
 
     Args:
-        begins: int64 [bags + 1], of the keys of each bag.
+        begins: int64 [bags + 1], of the keys of each bag; or how many keys each has.
         places: int64 [n], the number of each key among the distinct keys.
         factors: float32 [n], of each key's vector; None where all are 1. Means are divided by their sum in the bag.
         table: float32 [any, dim].
         rows: int64, the row in `table` of each distinct key; None where that is its number.
     """
     num_bags, dim = sums.shape
-    _run_rows("pool", num_bags, dim, sums, dim, begins, num_bags, places, factors, table, rows, int(is_mean))
+    given, width = (None, begins) if isinstance(begins, int) else (begins, 0)
+    arguments = sums, dim, given, width, num_bags, places, factors, table, rows, int(is_mean)
+    _run_rows("pool", num_bags, dim, *arguments)
 
 
 def join(rows: Tensor, gradients: Tensor, num_rows: int) -> Tensor:

@@ -34,14 +34,30 @@ __device__ __forceinline__ i64 owner_of(i64 key, i64 num_owners) {
   return rest < 0 ? rest + num_owners : rest;
 }
 
+// Keys that a rank requests from another may come in a message: how many there are, the most of any message of the same sender,
+// and the keys; the slots behind them mean nothing. If there are more keys than slots, the message holds some of them.
+constexpr i64 HEADER = 2;
+
+// Whether keys[i] is a key. Without messages, of size 0, all are.
+__device__ __forceinline__ bool is_key(const i64* keys, i64 i, i64 message_size) {
+  if (message_size == 0) return true;
+  const i64 slot = i % message_size;
+  return slot >= HEADER && slot - HEADER < __ldg(keys + (i - slot));
+}
+
 // Finds the entry of each key, or claims one; rows[i] is the new row of a key that claimed one, which counts[owner] counts. Keys
-// may come more than once.
-extern "C" __global__ void claim(u64* entries, u64 mask, const i64* table_keys, const i64* keys, i64 n, u64* counts,
-                                 i64 num_owners, u32* places, i64* rows) {
+// may come more than once. Of messages, `most` gets the most keys that any rank requests from any other.
+extern "C" __global__ void claim(u64* entries, u64 mask, const i64* table_keys, const i64* keys, i64 n, i64 message_size,
+                                 i64* most, u64* counts, i64 num_owners, u32* places, i64* rows) {
   const i64 i = thread_number();
+  if (message_size != 0 && i == 0) {
+    i64 found = 0;
+    for (i64 begin = 0; begin < n; begin += message_size) found = max(found, __ldg(keys + begin + 1));
+    *most = found;
+  }
   bool is_new = false;
   i64 owner = 0;
-  if (i < n) {
+  if (i < n && is_key(keys, i, message_size)) {
     const i64 key = keys[i];
     const u64 hashed = hash_key(key);
     const u64 wanted = (hashed & TAG) | PENDING | (u64)i;
@@ -71,26 +87,57 @@ extern "C" __global__ void claim(u64* entries, u64 mask, const i64* table_keys, 
 }
 
 // The thread that claimed an entry writes its row and key there. All others read the row, from the entry or from that thread.
-// counts: null where claimed rows are final; else rows of each owner begin behind those of the owners before it.
-extern "C" __global__ void publish(u64* entries, i64* table_keys, const i64* keys, i64 n, const u32* places, const i64* claimed,
-                                   const i64* counts, i64 num_owners, i64* rows) {
+// What is no key of a message gets row 0.
+extern "C" __global__ void publish(u64* entries, i64* table_keys, const i64* keys, i64 n, i64 message_size, const u32* places,
+                                   const i64* claimed, i64* rows) {
   const i64 i = thread_number();
   if (i >= n) return;
+  if (!is_key(keys, i, message_size)) {
+    rows[i] = 0;
+    return;
+  }
   const u64 entry = __ldcg(entries + places[i]);
   const u64 number = entry & NUMBER;
   if (!(entry & PENDING)) {
     rows[i] = (i64)number;
     return;
   }
-  i64 row = __ldcg(claimed + number);
-  if (counts != nullptr) {
-    const i64 owner = owner_of(keys[i], num_owners);
-    for (i64 before = 0; before < owner; ++before) row += __ldg(counts + before);
-  }
+  const i64 row = __ldcg(claimed + number);
   rows[i] = row;
   if (number != (u64)i) return;
   table_keys[row] = keys[i];
   entries[places[i]] = (entry & TAG) | (u64)row;
+}
+
+// As `publish`, for rows that were counted for each owner on its own, and for an index that is not used again. The distinct keys
+// follow each other, ordered by owners; with messages, they go to these, one for each owner: where `outputs` says, the address of
+// the messages that an owner gets from all ranks; else to `found`, by owners.
+extern "C" __global__ void number_by_owner(const u64* entries, i64* found, const u64* outputs, i64 rank, i64 message_size,
+                                           const i64* keys, i64 n, const u32* places, const i64* claimed, const i64* counts,
+                                           i64 num_owners, i64* numbers) {
+  const i64 i = thread_number();
+  const auto message_to = [&](i64 owner) {
+    return outputs == nullptr ? found + owner * message_size : (i64*)__ldg(outputs + owner) + rank * message_size;
+  };
+  if (message_size != 0 && i < num_owners) {
+    i64 most = 0;
+    for (i64 owner = 0; owner < num_owners; ++owner) most = max(most, __ldg(counts + owner));
+    message_to(i)[0] = __ldg(counts + i);
+    message_to(i)[1] = most;
+  }
+  if (i >= n) return;
+  const u64 claimer = __ldg(entries + places[i]) & NUMBER;
+  const i64 owner = owner_of(keys[i], num_owners), of_owner = __ldg(claimed + claimer);
+  if (message_size != 0) {
+    const i64 slot = of_owner + HEADER;
+    numbers[i] = owner * message_size + slot;
+    if (claimer == (u64)i && slot < message_size) message_to(owner)[slot] = keys[i];
+    return;
+  }
+  i64 number = of_owner;
+  for (i64 before = 0; before < owner; ++before) number += __ldg(counts + before);
+  numbers[i] = number;
+  if (claimer == (u64)i) found[number] = keys[i];
 }
 
 // Puts rows from 1 to num_rows - 1 into an index that has none of them.
@@ -121,10 +168,10 @@ __device__ __forceinline__ i64 row_number() { return (i64)blockIdx.x * blockDim.
 
 constexpr u32 TILE = 256, NO_KEY = 0xffffffff;  // keys that a block adds up, as many as it has threads
 
-// Adds a vector to the row of `sums` that each key names: sources[i] of `vectors`, or the i-th. A block adds up the vectors of the
+// Adds a vector to the row of `sums` that each key names: sources[i] of `vectors`, or number i / width. A block adds up the vectors of the
 // same row before it adds them to the sum: with skewed keys, a few sums would get most of the additions, one after the other.
 extern "C" __global__ void add_up(float* sums, i64 dim, const i64* rows, i64 n, const float* vectors,
-                                  const i64* sources, const float* factors) {
+                                  const i64* sources, i64 width, const float* factors) {
   __shared__ u32 row_of[TILE], next_of[TILE], leaders[TILE], num_leaders;
   const u32 thread = threadIdx.y * blockDim.x + threadIdx.x;
   const i64 begin = (i64)blockIdx.x * TILE, i = begin + thread;
@@ -150,7 +197,7 @@ extern "C" __global__ void add_up(float* sums, i64 dim, const i64* rows, i64 n, 
     for (i64 d = step * threadIdx.x; d < dim; d += step * blockDim.x) {
       float4 total = {0.0f, 0.0f, 0.0f, 0.0f};
       for (u32 key = leaders[k]; key != NO_KEY; key = next_of[key]) {
-        const float* vector = vectors + (sources == nullptr ? begin + key : sources[begin + key]) * dim + d;
+        const float* vector = vectors + (sources == nullptr ? (begin + key) / width : sources[begin + key]) * dim + d;
         const float factor = factors == nullptr ? 1.0f : factors[begin + key];
         const float4 value = step == 4 ? __ldg((const float4*)vector) : float4{*vector, 0.0f, 0.0f, 0.0f};
         total = {total.x + factor * value.x, total.y + factor * value.y, total.z + factor * value.z,
@@ -194,14 +241,65 @@ extern "C" __global__ void gather_rows(const float* table, i64 dim, const i64* r
   }
 }
 
+// What goes between a row of a table here and the vector of its key in the memory of the rank that asked for it.
+enum class Way { SEND, FETCH, LEARN };
+
+// For each key in messages, which follow each other in the order of the ranks that sent them: place is its slot among all of them,
+// rows[place] its row, and peers[other] + (rank * message_size + its slot in the message) its vector on the rank that sent it.
+// SEND: table[row] goes there. FETCH: to table[place] goes what is there. LEARN: table[row] gets rate times what is there added.
+// Neighbouring rows are of different ranks, so that all links are busy.
+template <Way WAY, int N>
+__device__ void exchange(float* table, i64 dim, const i64* rows, const i64* messages, i64 message_size, i64 num_ranks, i64 rank,
+                         const u64* peers, float rate) {
+  const i64 begin = (i64)blockIdx.x * blockDim.y * AT_ONCE + threadIdx.y;
+  for (i64 d = N * threadIdx.x; d < dim; d += N * blockDim.x) {
+    Elements<N> vectors[AT_ONCE];
+    float* targets[AT_ONCE];
+    for (int k = 0; k < AT_ONCE; ++k) {
+      const i64 i = begin + k * blockDim.y, other = (i + rank) % num_ranks, slot = i / num_ranks;
+      const i64 place = other * message_size + slot;
+      targets[k] = nullptr;
+      if (slot >= message_size || !is_key(messages, place, message_size)) continue;
+      float* there = (float*)__ldg(peers + other) + (rank * message_size + slot) * dim + d;
+      float* here = table + (WAY == Way::FETCH ? place : __ldg(rows + place)) * dim + d;
+      if (WAY == Way::LEARN && here == table + d) continue;  // row 0
+      targets[k] = WAY == Way::SEND ? there : here;
+      vectors[k] = *(const Elements<N>*)(WAY == Way::SEND ? here : there);
+    }
+    for (int k = 0; k < AT_ONCE; ++k) {
+      if (targets[k] == nullptr) continue;
+      if (WAY != Way::LEARN) {
+        *(Elements<N>*)targets[k] = vectors[k];
+      } else if (N == 4) {
+        const float* value = vectors[k].values;
+        add_four(targets[k], {rate * value[0], rate * value[1 % N], rate * value[2 % N], rate * value[3 % N]});
+      } else {
+        atomicAdd(targets[k], rate * vectors[k].values[0]);
+      }
+    }
+  }
+}
+
+#define EXCHANGE(name, way)                                                                                                    \
+  extern "C" __global__ void name(float* table, i64 dim, const i64* rows, const i64* messages, i64 message_size,               \
+                                  i64 num_ranks, i64 rank, const u64* peers, float rate) {                                     \
+    if (dim % 4 == 0) exchange<way, 4>(table, dim, rows, messages, message_size, num_ranks, rank, peers, rate);                \
+    else exchange<way, 1>(table, dim, rows, messages, message_size, num_ranks, rank, peers, rate);                             \
+  }
+
+EXCHANGE(send_rows, Way::SEND)
+EXCHANGE(fetch_rows, Way::FETCH)
+EXCHANGE(learn_rows, Way::LEARN)
+
 // Sums of the vectors of bags, [num_bags, dim], each vector times its factor; divided by the sum of the factors for means.
 // places[i] is the number of a key of a bag among the distinct keys; rows[number] is its row in `table`, or the number itself.
 template <int N>
-__device__ void pool_bag(float* sums, i64 dim, const i64* begins, i64 num_bags, const i64* places, const float* factors,
-                         const float* table, const i64* rows, bool is_mean) {
+__device__ void pool_bag(float* sums, i64 dim, const i64* begins, i64 width, i64 num_bags, const i64* places,
+                         const float* factors, const float* table, const i64* rows, bool is_mean) {
   const i64 bag = row_number();
   if (bag >= num_bags) return;
-  const i64 begin = begins[bag], end = begins[bag + 1];
+  const i64 begin = begins == nullptr ? bag * width : begins[bag];
+  const i64 end = begins == nullptr ? begin + width : begins[bag + 1];
   for (i64 d = N * threadIdx.x; d < dim; d += N * blockDim.x) {
     Elements<N> total = {};
     float all_scales = 0.0f;
@@ -226,12 +324,13 @@ __device__ void pool_bag(float* sums, i64 dim, const i64* begins, i64 num_bags, 
   }
 }
 
-extern "C" __global__ void pool(float* sums, i64 dim, const i64* begins, i64 num_bags, const i64* places,
+// Bags begin at `begins`, or have `width` keys each.
+extern "C" __global__ void pool(float* sums, i64 dim, const i64* begins, i64 width, i64 num_bags, const i64* places,
                                 const float* factors, const float* table, const i64* rows, i64 is_mean) {
   if (dim % 4 == 0) {
-    pool_bag<4>(sums, dim, begins, num_bags, places, factors, table, rows, is_mean);
+    pool_bag<4>(sums, dim, begins, width, num_bags, places, factors, table, rows, is_mean);
   } else {
-    pool_bag<1>(sums, dim, begins, num_bags, places, factors, table, rows, is_mean);
+    pool_bag<1>(sums, dim, begins, width, num_bags, places, factors, table, rows, is_mean);
   }
 }
 

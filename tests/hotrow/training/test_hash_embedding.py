@@ -19,7 +19,16 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 
 from hotrow import training  # noqa: E402
 from hotrow.training import hash_table  # noqa: E402
-from hotrow.training.key_index import DeviceIndex, HashIndex, SortedIndex, distinct, distinct_in_common  # noqa: E402
+from hotrow.training.key_index import (  # noqa: E402
+    HEADER,
+    DeviceIndex,
+    HashIndex,
+    SortedIndex,
+    distinct,
+    distinct_in_common,
+    requested,
+    requests_by_owner,
+)
 from inference_session.errors import ConfigurationError  # noqa: E402
 
 pytestmark = [pytest.mark.training, pytest.mark.filterwarnings("ignore")]
@@ -244,6 +253,33 @@ def test_skewed_batches_of_many_keys(device: str) -> None:
         assert torch.equal(index.find(keys), rows)
     assert len(torch.unique(index.keys[1 : index.num_rows])) == index.num_rows - 1
     assert int(index.find(torch.randint(*INT64, (1000,))).count_nonzero()) == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(batch=st.lists(KEYS, max_size=60), num_owners=st.integers(1, 5), num_slots=st.integers(1, 30))
+def test_a_message_has_the_distinct_keys_of_its_owner(
+    device: str, batch: list[int], num_owners: int, num_slots: int
+) -> None:
+    """Or some of them, where it has too few slots; their rows are those that the index has."""
+    size, keys = HEADER + num_slots, _int64(batch).to(device)
+    messages, places = requests_by_owner(keys, num_owners, size)
+    wanted = [{key for key in batch if key % num_owners == owner} for owner in range(num_owners)]
+    most = max(map(len, wanted))
+    for owner, message in enumerate(messages.view(num_owners, size).tolist()):
+        assert message[:HEADER] == [len(wanted[owner]), most]
+        held = message[HEADER : HEADER + len(wanted[owner])]
+        assert len({*held}) == len(held) == min(len(wanted[owner]), num_slots)
+        assert {*held} <= wanted[owner]
+    if most <= num_slots:
+        assert torch.equal(messages[places], keys)
+    index: Any = HashIndex(1) if device == "cpu" else DeviceIndex(torch.device(device), 1)
+    rows, found = index.find_or_add_requested(messages, size)
+    held = requested(messages, size)
+    assert found == most
+    assert torch.equal(rows[held], index.find(messages[held]))
+    assert bool((rows[held] > 0).all())
+    assert not rows[~held].any()
+    assert index.num_rows == int(held.sum()) + 1
 
 
 def test_all_processes_order_the_distinct_keys_of_a_batch_alike(device: str) -> None:

@@ -14,6 +14,7 @@ from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from hotrow import training  # noqa: E402
+from hotrow.training import peer_memory  # noqa: E402
 from tests.testing import training_jobs as jobs  # noqa: E402
 
 pytestmark = [pytest.mark.training, pytest.mark.filterwarnings("ignore")]
@@ -92,6 +93,69 @@ def test_several_ranks_train_as_one(tmp_path: Path, num_ranks: int, device: str)
     limit = 1e-6 if device == "cpu" else 1e-5
     torch.testing.assert_close(found, _answers(alone), atol=limit, rtol=limit)
     assert not found[-1, 1:].any()
+
+
+SIZES = [8, 0, 40, 1000, 40, 1, 300, 1000]
+"""Samples of batches of which some have more keys for a rank than the batches before."""
+
+
+def _tables(device: str) -> Any:
+    """Each optimizer, and each way to pool; epsilons are large, so that rounded sums of gradients change little."""
+    options: dict[str, Any] = {"initializer": partial(nn.init.uniform_, a=-1, b=1), "device": device}
+    torch.manual_seed(0)
+    return nn.ModuleList(
+        [
+            training.HashEmbedding(8, training.Adagrad(0.1, eps=0.1), padding_idx=3, **options),
+            training.HashEmbeddingBag(3, training.SGD(0.001), mode="sum", max_rows=10**6, **options),
+            training.HashEmbeddingBag(8, training.Adam(0.1, eps=0.1), mode="mean", **options),
+            training.HashEmbeddingBag(4, training.SGD(0.001), mode="max", **options),
+        ]
+    )
+
+
+def _keys(step: int) -> tuple[Any, Any]:
+    """Skewed keys and weights, both [samples, 5]."""
+    random = torch.Generator().manual_seed(step)
+    keys = (torch.rand((SIZES[step], 5), generator=random) ** 3 * 2000).long() * 7919 - 500
+    keys[::7] = 3
+    return keys, torch.rand(keys.shape, generator=random)
+
+
+def _learn_sizes(tables: Any, rank: int, num_ranks: int, device: str) -> Any:
+    """Learn all batches, two look-ups of a table in some; then the vectors of all keys."""
+    single, weighted, mean, largest = tables
+    for step in range(len(SIZES)):
+        keys, weights = (part[rank::num_ranks].to(device) for part in _keys(step))
+        weights.requires_grad_()
+        parts = [single(keys) * 0.3, single(keys[:, :2]), weighted(keys, None, weights), weighted(keys[:, 2:])]
+        parts += [mean(keys[:, 1:]), largest(keys)]
+        torch.stack([(part**2).sum() for part in parts]).sum().backward()
+    every = torch.unique(torch.cat([_keys(step)[0].reshape(-1) for step in range(len(SIZES))])).to(device)
+    with torch.no_grad():
+        tables.eval()
+        return [single(every).cpu(), *(table(every[:, None]).cpu() for table in (weighted, mean, largest))]
+
+
+def _job_of_sizes(rank: int, folder: Path, num_ranks: int, device: str, is_linked: bool) -> None:
+    if not is_linked:
+        peer_memory._are_linked = lambda device: False
+    found = _learn_sizes(_tables(device), rank, num_ranks, device)
+    torch.save(found, folder / f"{rank}.pt")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_batches_of_any_size_are_learned_as_by_one(tmp_path: Path, num_ranks: int, device: str) -> None:
+    """Messages are at times too small. GPUs write each other's memory where they can, and use collectives elsewhere."""
+    is_cpu = device == "cpu"
+    if not is_cpu and torch.cuda.device_count() < num_ranks:
+        pytest.skip(f"PyTorch finds fewer than {num_ranks} GPUs")
+    expected = _learn_sizes(_tables("cpu"), 0, 1, "cpu")
+    for is_linked in (False,) if is_cpu else (True, False):
+        jobs.run_ranks(_job_of_sizes, tmp_path, num_ranks, device, is_linked, num_ranks=num_ranks, on_gpus=not is_cpu)
+
+        for rank in range(num_ranks):
+            for found, right in zip(torch.load(tmp_path / f"{rank}.pt"), expected, strict=True):
+                torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-5)
 
 
 def _add_up(rank: int, device: str) -> None:

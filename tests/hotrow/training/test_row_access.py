@@ -38,6 +38,8 @@ def test_vectors_are_added_up_as_by_operators(device: str) -> None:
     expected = torch.zeros(9, 7, device=device).index_add_(0, rows, vectors[sources] * factors[:, None])
 
     assert torch.allclose(add_up(9, rows, vectors, sources, factors), expected, atol=1e-5)
+    by_fives = add_up(9, rows, vectors, 5, factors)
+    assert torch.allclose(by_fives, add_up(9, rows, vectors, torch.arange(50, device=device) // 5, factors), atol=1e-5)
     part = torch.randn(1 + 50 * 8, device=device)[1:].view(50, 8)
     assert torch.allclose(add_up(9, rows, part), torch.zeros(9, 8, device=device).index_add_(0, rows, part), atol=1e-5)
     assert torch.allclose(

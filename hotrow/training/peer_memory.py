@@ -1,0 +1,156 @@
+"""Memory of this rank's GPU that the other ranks' GPUs write, where all of them are in one host and linked.
+
+A collective would first copy rows into one piece, and then to the other GPUs; a kernel writes them there at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hotrow.training.kernels import device_rows
+from hotrow.training.key_exchange import MessageExchange
+from hotrow.training.key_index import number_by_owner
+from hotrow.training.ranks import Ranks
+
+_ALIGNMENT = 64
+"""Floats."""
+_LOG = logging.getLogger(__name__)
+
+
+class PeerMemory:
+    """Memory on the GPU of each rank, which all ranks write and read; `barrier` orders what they do."""
+
+    def __init__(self, num_slots: int, num_floats: int, device: torch.device) -> None:
+        """All ranks create it at the same time, of the same size."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        begin = -(-2 * num_slots // _ALIGNMENT) * _ALIGNMENT
+        whole = symmetric.empty(begin + num_floats, dtype=torch.float32, device=device)
+        self._handle: Any = symmetric.rendezvous(whole, dist.group.WORLD)
+        addresses = [int(address) for address in self._handle.buffer_ptrs]
+        self.set_parts(whole[: 2 * num_slots].view(torch.int64), whole[begin:], addresses, 4 * begin)
+
+    def set_parts(self, slots: Tensor, floats: Tensor, addresses: list[int], begin: int) -> None:
+        """The parts of this rank, the addresses of those of all ranks, and the byte where `floats` begin there."""
+        self.slots, self.floats = slots, floats
+        self.of_slots = torch.tensor(addresses, dtype=torch.int64, device=floats.device)
+        """int64 [ranks]: where the slots of each rank are."""
+        self.of_floats = self.of_slots + begin
+        """int64 [ranks]: where the floats of each rank are."""
+        self.is_read = False
+        """Whether other ranks may still read the floats."""
+
+    def barrier(self) -> None:
+        """What any rank has written before is there for all ranks afterwards. Waits on the GPU, not on the host."""
+        self._handle.barrier(channel=0)
+        self.is_read = False
+
+
+class PeerExchange(MessageExchange):
+    """As `MessageExchange`, by the memory of the ranks' GPUs.
+
+    The memory is that of all look-ups: each part of one is done before the next part begins on any rank.
+    """
+
+    def __init__(self, memory: PeerMemory, keys: Tensor, num_ranks: int, message_size: int, dim: int) -> None:
+        """`keys`: int64 [n], of this rank's batch."""
+        self._memory, self._message_size, self._rank = memory, message_size, dist.get_rank()
+        num_slots = num_ranks * message_size
+        self._slots, self._floats = memory.slots[:num_slots], memory.floats[: num_slots * dim].view(num_slots, dim)
+        self.new_sums = self._zeros
+        super().__init__(keys, num_ranks, message_size)
+
+    def _exchange_messages(self, keys: Tensor, num_ranks: int, message_size: int) -> tuple[Tensor, Tensor]:
+        # All ranks have copied the messages of the look-up before: all have come to a barrier since then.
+        outputs = self._memory.of_slots
+        places = number_by_owner(keys, self._slots, num_ranks, message_size, outputs, self._rank).places
+        self._memory.barrier()
+        return self._slots.clone(), places
+
+    def answers(self, table: Tensor, rows: Tensor) -> Tensor:
+        """As `MessageExchange` says."""
+        self._exchange("send_rows", table, rows)  # all ranks have read what was there before they sent messages
+        self._memory.barrier()
+        return self._floats
+
+    def gradients(self, sums: Tensor, rows: Tensor) -> Tensor:
+        """As `MessageExchange` says, of the `new_sums` of all ranks; those of slots without a key mean nothing."""
+        self._memory.barrier()
+        gradients = torch.empty_like(self._floats)
+        self._exchange("fetch_rows", gradients, rows)
+        self._memory.is_read = True
+        return gradients
+
+    def learn(self, table: Tensor, rows: Tensor, rate: float) -> None:
+        """Add the gradients in the `new_sums` of all ranks to rows of a table, times a rate."""
+        self._memory.barrier()
+        self._exchange("learn_rows", table, rows, rate)
+        self._memory.is_read = True
+
+    def _zeros(self) -> Tensor:
+        if self._memory.is_read:
+            self._memory.barrier()
+        return self._floats.zero_()
+
+    def _exchange(self, way: str, table: Tensor, rows: Tensor, rate: float = 0.0) -> None:
+        peers = self._memory.of_floats
+        device_rows.exchange(way, table, rows, self.messages, self._message_size, self._rank, peers, rate)
+
+
+_MEMORY: dict[tuple[Any, torch.device], PeerMemory | None] = {}
+"""By the group of all ranks, so that what an earlier group has left behind is not used, and by device."""
+
+
+def peer_memory(num_slots: int, num_floats: int, device: torch.device) -> PeerMemory | None:
+    """The memory of this job, with some room; None where GPUs cannot write each other's memory. All ranks call it."""
+    if not device_rows.can_run(device):
+        return None
+    place: tuple[Any, torch.device] = dist.group.WORLD, device
+    if place not in _MEMORY:
+        for other in [other for other in _MEMORY if other[0] is not place[0]]:
+            del _MEMORY[other]
+        _MEMORY[place] = _created(num_slots, num_floats, device) if _are_linked(device) else None
+    memory = _MEMORY[place]
+    if memory is not None and (num_slots > len(memory.slots) or num_floats > len(memory.floats)):
+        torch.cuda.synchronize(device)  # before the memory goes that kernels may still use
+        num_slots, num_floats = max(num_slots, len(memory.slots)), max(num_floats, len(memory.floats))
+        memory = _MEMORY[place] = _created(num_slots, num_floats, device)
+    return memory
+
+
+def _created(num_slots: int, num_floats: int, device: torch.device) -> PeerMemory | None:
+    """None where a rank cannot have it, for lack of memory, of permissions, or of that part of torch."""
+    memory = None
+    try:
+        memory = PeerMemory(num_slots + num_slots // 4, num_floats + num_floats // 4, device)
+    except (ImportError, AttributeError, RuntimeError) as error:
+        _LOG.warning("hash embeddings use collectives, as GPUs cannot share memory: %s", error)
+    return memory if all(Ranks().gather(memory is not None)) else None
+
+
+def _are_linked(device: torch.device) -> bool:
+    """Whether the GPUs of all ranks are in one host, and can access each other. All ranks call it."""
+    found = Ranks().gather((_host(), _is_linked(device)))
+    return len({host for host, _ in found}) == 1 and all(is_linked for _, is_linked in found)
+
+
+def _host() -> tuple[str, str]:
+    """The same for processes of one host, and only for those, also in containers."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text(encoding="ascii") if boot.exists() else "", socket.gethostname()
+
+
+def _is_linked(device: torch.device) -> bool:
+    """Whether this rank's GPU can access those of all ranks."""
+    own = torch.cuda.current_device() if device.index is None else device.index
+    others = [other for other in range(torch.cuda.device_count()) if other != own]
+    return len(others) + 1 >= dist.get_world_size() and all(
+        torch.cuda.can_device_access_peer(own, other) for other in others
+    )
