@@ -46,7 +46,8 @@ def hot_keys(sampled: NDArray[np.int64], num_rows: int, copies: Copies) -> NDArr
     distinct, counts = np.unique(sampled, return_counts=True)
     hottest = np.argsort(-counts, kind="stable")
     keys, counts = distinct[hottest], counts[hottest]
-    gains = counts > copies.num_reads / max(copies.num_copies, 1)
+    mean_reads = copies.num_reads / copies.num_copies if copies.num_copies else math.inf
+    gains = counts > mean_reads
     gains[: max(int(_FULL * copies.num_slots) - copies.num_copies, 0)] = True
     is_hot = gains & (counts >= least_times(len(sampled) / num_rows))
     if counts[is_hot].sum() < _LEAST_SHARE * len(sampled):

@@ -32,7 +32,7 @@ def test_hot_keys_are_those_of_plain_counting(num_distinct: int, copies: Copies,
     ordered = sorted(counts, key=lambda key: (-counts[key], key))
     room = max(int(copies.num_slots * 15 / 16) - copies.num_copies, 0)
     often = least_times(len(sampled) / num_rows)
-    mean = copies.num_reads / max(copies.num_copies, 1)
+    mean = copies.num_reads / copies.num_copies if copies.num_copies else math.inf
     expected = [k for i, k in enumerate(ordered) if counts[k] >= often and (i < room or counts[k] > mean)]
     if sum(counts[key] for key in expected) < len(sampled) / 32:
         expected = []
@@ -44,6 +44,12 @@ def test_few_samples_say_nothing() -> None:
     sampled = np.zeros(LEAST_SAMPLED, np.int64)
     assert hot_keys(sampled, NUM_ROWS, Copies(10, 0, 0)).tolist() == [0]
     assert hot_keys(sampled[1:], NUM_ROWS, Copies(10, 0, 0)).tolist() == []
+
+
+def test_the_first_copies_take_no_places_of_one_another() -> None:
+    """They fill 15/16 of the slots, though more rows are hot."""
+    sampled = np.arange(70).repeat(300)
+    assert hot_keys(sampled, NUM_ROWS, Copies(62, 0, 0)).tolist() == [*range(58)]
 
 
 @pytest.mark.parametrize("mean", [0.0, 1e-3, 0.01, 0.02, 0.1, 0.7, 3.0, 40.0, 99.0, 101.0, 3000.0])
