@@ -25,6 +25,8 @@ def raise_after_imports() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    if number == signal.SIGHUP:  # a closed terminal sends it twice, by the shell and by the kernel
+        signal.signal(number, signal.SIG_IGN)
     if _is_importing(frame):
         signal.signal(signal.SIGALRM, _interrupt)
         signal.setitimer(signal.ITIMER_REAL, _RETRY_S)
