@@ -8,6 +8,7 @@ past its stream.
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from typing import Any
 
@@ -20,6 +21,15 @@ def keep_during_collections() -> None:
     """Let no thread's CUDA context change by a collection of garbage, from now on. May be called often."""
     if _keep not in gc.callbacks:
         gc.callbacks.append(_keep)
+
+
+def _stop() -> None:
+    """In a forked process the driver answers nothing but errors, and Python would print one at each collection."""
+    if _keep in gc.callbacks:
+        gc.callbacks.remove(_keep)
+
+
+os.register_at_fork(after_in_child=_stop)
 
 
 def _keep(phase: str, info: dict[str, Any]) -> None:  # noqa: ARG001  the form of `gc.callbacks`
