@@ -93,26 +93,30 @@ class _LookUp:
     top: str
     combiner: str
     """As the caller said."""
+    is_flat: bool = False
+    """Whether its output has two dimensions, as in release 3.7."""
 
     def num_vectors(self, data: Input) -> int:
         """How many vectors are side by side in its output."""
         return self._sparse(data).nnz_per_slot[0] if self.combiner == "concat" else 1
 
     def layers(self, data: Input) -> tuple[SparseEmbedding, list[DenseLayer]]:
-        """The embedding layer, and the dense layers, with the same output, [samples, 1, ev_size * num_vectors]."""
+        """The embedding layer, and the dense layers, with the same output: [samples, 1, ev_size * num_vectors], or
+        without the dimension of one.
+        """
         self._check_slots(data)
         count, combiner = self.num_vectors(data), _COMBINERS[self.combiner]
-        by_key = self.top if count == 1 else f"{self.top}_keys"
+        is_same = count == 1 and not self.is_flat
+        by_key = self.top if is_same else f"{self.top}_keys"
         embedding = SparseEmbedding(
             Embedding_t.DistributedSlotSparseEmbeddingHash, 0, self.table.ev_size,
             "sum" if combiner == "concat" else combiner, by_key, self.bottom,
             optimizer=self.table.optimizer, table=self.table.name,
         )  # fmt: skip
-        if count == 1:
+        if is_same:
             return embedding, []
-        return embedding, [
-            DenseLayer(Layer_t.Reshape, [by_key], [self.top], time_step=1, leading_dim=count * self.table.ev_size)
-        ]
+        width, steps = count * self.table.ev_size, 0 if self.is_flat else 1
+        return embedding, [DenseLayer(Layer_t.Reshape, [by_key], [self.top], time_step=steps, leading_dim=width)]
 
     def _sparse(self, data: Input) -> DataReaderSparseParam:
         sparse = {item.top_name: item for item in data.data_reader_sparse_param_array}
@@ -149,8 +153,6 @@ class EmbeddingCollectionConfig:
         self._look_ups: list[_LookUp] = []
         self._joined_top = ""
         """The one tensor with the outputs of all look-ups, where the caller gave lists; else empty."""
-        self._flattening: list[DenseLayer] = []
-        """They give look-ups of release 3.7 their two dimensions."""
 
     def embedding_lookup(
         self,
@@ -165,9 +167,7 @@ class EmbeddingCollectionConfig:
             ConfigurationError: a combiner, or lists of different lengths, or lists after another look-up.
         """
         if isinstance(table_config, EmbeddingTableConfig):
-            if self._joined_top:
-                raise ConfigurationError(f"embedding_lookup: {self._joined_top!r} has all outputs of this collection")
-            self._add(table_config, str(bottom_name), top_name, str(combiner))
+            self._add_one(table_config, str(bottom_name), top_name, str(combiner))
             return
         tables, bottoms, combiners = list(table_config), list(bottom_name), list(combiner)
         if isinstance(bottom_name, str) or isinstance(combiner, str):
@@ -227,7 +227,7 @@ class EmbeddingCollectionConfig:
         found = [look_up.layers(data) for look_up in self._look_ups]
         embeddings, layers = [embedding for embedding, _ in found], [layer for _, each in found for layer in each]
         if not self._joined_top:
-            return embeddings, [*layers, *self._flattening]
+            return embeddings, layers
         tops, side_by_side = [look_up.top for look_up in self._look_ups], f"{self._joined_top}_look_ups"
         width = sum(look_up.table.ev_size * look_up.num_vectors(data) for look_up in self._look_ups)
         return embeddings, [
@@ -236,7 +236,14 @@ class EmbeddingCollectionConfig:
             DenseLayer(Layer_t.Reshape, [side_by_side], [self._joined_top], leading_dim=width),
         ]
 
-    def _add(self, table: EmbeddingTableConfig, bottom: str, top: str, combiner: str) -> None:
+    def _add_one(
+        self, table: EmbeddingTableConfig, bottom: str, top: str, combiner: str, *, is_flat: bool = False
+    ) -> None:
+        if self._joined_top:
+            raise ConfigurationError(f"embedding_lookup: {self._joined_top!r} has all outputs of this collection")
+        self._add(table, bottom, top, combiner, is_flat=is_flat)
+
+    def _add(self, table: EmbeddingTableConfig, bottom: str, top: str, combiner: str, *, is_flat: bool = False) -> None:
         if combiner not in _COMBINERS:
             raise ConfigurationError(
                 f"embedding_lookup (top_name {top!r}): combiner is {combiner!r}; allowed: {sorted(_COMBINERS)}"
@@ -244,7 +251,7 @@ class EmbeddingCollectionConfig:
         same = [look_up.table for look_up in self._look_ups if look_up.table.name == table.name]
         if same and same[0] != table:
             raise ConfigurationError(f"embedding_lookup (top_name {top!r}): two tables have the name {table.name!r}")
-        self._look_ups.append(_LookUp(table, bottom, top, combiner))
+        self._look_ups.append(_LookUp(table, bottom, top, combiner, is_flat))
 
 
 class EmbeddingPlanner(EmbeddingCollectionConfig):
@@ -259,7 +266,7 @@ class EmbeddingPlanner(EmbeddingCollectionConfig):
         *,
         emb_table: EmbeddingTablePlaceHolder | None = None,
     ) -> None:
-        """As in `EmbeddingCollectionConfig`; with a table of release 3.7, the top is [samples, ev_size].
+        """As in `EmbeddingCollectionConfig`; with a table of release 3.7, the top has no dimension of one.
 
         Raises:
             ConfigurationError: as there.
@@ -267,11 +274,8 @@ class EmbeddingPlanner(EmbeddingCollectionConfig):
         table = table_config if emb_table is None else emb_table
         if not isinstance(table, EmbeddingTablePlaceHolder):
             super().embedding_lookup(table, bottom_name, top_name, combiner)
-            return
-        super().embedding_lookup(table.config, bottom_name, f"{top_name}_look_up", combiner)
-        self._flattening.append(
-            DenseLayer(Layer_t.Reshape, [f"{top_name}_look_up"], [top_name], leading_dim=table.ev_size)
-        )
+        else:
+            self._add_one(table.config, str(bottom_name), top_name, str(combiner), is_flat=True)
 
     def create_embedding_collection(self, *_plan: Any, **_named: Any) -> EmbeddingCollectionConfig:
         """The collection of its look-ups. A plan, which says where HugeCTR keeps rows, has no effect."""

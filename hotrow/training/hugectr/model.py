@@ -465,14 +465,18 @@ class Model:
             raise ConfigurationError(
                 f"Model.add: the model has a table {layer.table_name!r} already; give each table its own name"
             )
+        if not layer.table:  # else a layer that a collection was saved as
+            _check_readers(_inputs_of_slots(self._design.data), [layer])
         self._design.embeddings.append(layer)
 
     def _add_collection(self, collection: EmbeddingCollectionConfig) -> None:
         present = {embedding.table_name for embedding in self._design.embeddings}
         if again := sorted(present & {*collection.table_names}):
             raise ConfigurationError(f"Model.add: the model has tables {again} already; give each table its own name")
-        self._design.data = collection.data(self._data())
-        embeddings, layers = collection.layers(self._data())
+        before, after = self._data(), collection.data(self._data())
+        embeddings, layers = collection.layers(after)
+        _check_readers(_inputs_of_slots(after) - _inputs_of_slots(before), self._design.embeddings)
+        self._design.data = after
         self._design.embeddings += embeddings
         self._design.layers += layers
 
@@ -591,3 +595,18 @@ class Model:
 def _on_hdfs(params: DataSourceParams | None, name: str) -> Any:
     """The files of that name in parameters that are for HDFS; else nothing."""
     return getattr(params, name) if params is not None and params.is_hdfs else None
+
+
+def _inputs_of_slots(data: Input | None) -> set[str]:
+    """The sparse inputs whose keys are slots, for look-ups with `concat`."""
+    return {item.top_name for item in data.data_reader_sparse_param_array if item.keys_are_slots} if data else set()
+
+
+def _check_readers(of_slots: set[str], embeddings: Sequence[SparseEmbedding]) -> None:
+    """Refuse other look-ups in such inputs: their bags would be others."""
+    for each in embeddings:
+        if each.bottom_name in of_slots:
+            raise UnsupportedModelError(
+                f"Model.add: {each.sparse_embedding_name!r} and a look-up with 'concat' read {each.bottom_name!r}, "
+                "which is not supported; give one of them a sparse input of its own"
+            )

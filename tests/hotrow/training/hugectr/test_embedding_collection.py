@@ -233,6 +233,20 @@ def test_a_planner_of_earlier_releases_makes_the_same_collection(
     assert documents[0] == documents[1]
 
 
+def test_concat_of_release_3_7_has_two_dimensions() -> None:
+    """The vectors of all keys of a sample are one row."""
+    model, planner = bare_model(), hugectr.EmbeddingPlanner()
+    model.add(data_layer())
+    user = hugectr.EmbeddingTablePlaceHolder(0, 100, DIM, 0, 100)
+    planner.embedding_lookup(user, "clicked", "vectors", "concat")
+    model.add(planner.create_embedding_collection("plan.json"))
+    layer(model, Layer_t.Concat, "vectors dense", "joined")
+    layer(model, Layer_t.InnerProduct, "joined", "logit", num_output=1)
+    binary(model, "logit")
+    model.compile()
+    assert model.trainer.network.translated.tensors["vectors"].dims == (3 * DIM,)
+
+
 def side_by_side_model(*, are_apart: bool) -> Model:
     """Three keys of `clicked` side by side; or each in an input of its own."""
     model, made = bare_model(hugectr.DataReaderType_t.Norm), EmbeddingCollectionConfig()
@@ -338,6 +352,45 @@ def two_combiners() -> None:
     model.add(made)
 
 
+def looked_up_by_concat() -> EmbeddingCollectionConfig:
+    made = EmbeddingCollectionConfig()
+    made.embedding_lookup(EmbeddingTableConfig("side by side", 100, DIM), "clicked", "b", "concat")
+    return made
+
+
+def summed() -> EmbeddingCollectionConfig:
+    made = EmbeddingCollectionConfig()
+    made.embedding_lookup(USER, "clicked", "a", "sum")
+    return made
+
+
+def pooled() -> hugectr.SparseEmbedding:
+    return hugectr.SparseEmbedding(
+        hugectr.Embedding_t.DistributedSlotSparseEmbeddingHash, 0, DIM, "sum", "a", "clicked"
+    )
+
+
+def added(*makes: Callable[[], Any]) -> None:
+    model = bare_model()
+    model.add(data_layer())
+    for make in makes:
+        model.add(make())
+
+
+@pytest.mark.parametrize("other", [summed, pooled])
+def test_what_is_refused_changes_no_input(other: Callable[[], Any]) -> None:
+    model = bare_model()
+    model.add(data_layer())
+    model.add(other())
+    with pytest.raises(UnsupportedModelError, match="'a' and a look-up with 'concat' read 'clicked'"):
+        model.add(looked_up_by_concat())
+    layer(model, Layer_t.Reshape, "a", "flat", leading_dim=DIM)
+    layer(model, Layer_t.Concat, "flat dense", "joined")
+    layer(model, Layer_t.InnerProduct, "joined", "logit", num_output=1)
+    binary(model, "logit")
+    model.compile()
+
+
 def embedding_named_as_a_table() -> None:
     model = bare_model()
     model.add(data_layer())
@@ -361,6 +414,8 @@ def looked_up(bottom: str = "clicked", combiner: str = "sum", *, slots: int = 1)
         (lambda: looked_up("unknown"), r"top_name 'top'\): no sparse input 'unknown'"),
         (lambda: looked_up(slots=2), "'clicked' has 2 slots; .* have slot_num 1"),
         (two_combiners, r"top_name 'b'\): 'sum' of 'clicked', which another .* reads with 'concat', is not supported"),
+        (lambda: added(looked_up_by_concat, pooled), "'a' and a look-up with 'concat' read 'clicked'"),
+        (lambda: added(looked_up_by_concat, summed), "'sum' of 'clicked', which another .* reads with 'concat'"),
         (lambda: looked_up(combiner="max"), r"combiner is 'max'; allowed: \['average', 'concat', 'mean', 'sum'\]"),
         (looked_up, r"the model has tables \['user'\] already"),
         (embedding_named_as_a_table, "the model has a table 'item' already"),
