@@ -31,6 +31,7 @@ from hotrow.training.inputs import (
 from hotrow.training.tables import Table
 from inference_session.errors import ConfigurationError, UnsupportedModelError
 from inference_session.importers.onnx.graph import all_nodes, rename
+from inference_session.importers.onnx.weights import refer_to
 
 _DOMAIN = "hotrow.training"
 _SIZES_HINT = (
@@ -305,10 +306,7 @@ def _opsets(model: ModelProto) -> list[Any]:
 def external_tensor(name: str, file: TableFile) -> TensorProto:
     dims = [file.num_rows, file.table.embedding_dim]
     tensor = TensorProto(name=name, data_type=_ELEM_TYPES[file.table.file_type], dims=dims)
-    tensor.data_location = TensorProto.EXTERNAL
-    num_bytes = file.num_rows * file.table.row_bytes
-    for key, value in (("location", file.location), ("offset", "0"), ("length", str(num_bytes))):
-        tensor.external_data.add(key=key, value=value)
+    refer_to(tensor, file.location, file.num_rows * file.table.row_bytes)
     return tensor
 
 

@@ -21,7 +21,7 @@ from onnx.external_data_helper import uses_external_data
 from onnx.shape_inference import InferenceError
 
 from inference_session.dense_engine.base import GivenColumns, JoinableInputs, JoinedInput
-from inference_session.dense_engine.parts import names_read
+from inference_session.dense_engine.parts import needed_nodes
 from inference_session.dense_engine.products import Product, Products
 
 _NAME = "hotrow_joined"
@@ -198,17 +198,12 @@ def _sizes(value: ValueInfoProto) -> Sequence[int]:
 def _drop_unread(model: ModelProto) -> None:
     """Remove nodes and constants whose values nothing reads any more."""
     graph = model.graph
-    read = {value.name for value in graph.output}
-    kept = []
-    for node in reversed(graph.node):
-        if read.intersection(node.output):
-            kept.append(node)
-            read |= names_read(node)
+    kept, read = needed_nodes(graph, graph.output)
     values = read | {name for node in kept for name in node.output}
     tensors = [tensor for tensor in graph.initializer if tensor.name in read]
     infos = [info for info in graph.value_info if info.name in values]
     for repeated in (graph.node, graph.initializer, graph.value_info):
         del repeated[:]
-    graph.node.extend(reversed(kept))
+    graph.node.extend(kept)
     graph.initializer.extend(tensors)
     graph.value_info.extend(infos)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, ValueInfoProto
 
@@ -13,20 +13,27 @@ def part_of(
     """The network that computes these outputs from given values; it keeps only those of `inputs` that it reads."""
     part = ModelProto()
     part.CopyFrom(model)
-    wanted, nodes = {value.name for value in outputs}.difference(given), list[NodeProto]()
-    for node in reversed(model.graph.node):
-        if wanted.intersection(node.output):
-            nodes.append(node)
-            wanted |= names_read(node).difference(given)
-    read = wanted | {name for node in nodes for name in names_read(node)}
+    nodes, read = needed_nodes(model.graph, outputs, given)
     graph = part.graph
     for repeated in (graph.node, graph.input, graph.output, graph.initializer, graph.value_info):
         del repeated[:]
-    graph.node.extend(reversed(nodes))
+    graph.node.extend(nodes)
     graph.input.extend(value for value in inputs if value.name in read)
     graph.output.extend(outputs)
     graph.initializer.extend(tensor for tensor in model.graph.initializer if tensor.name in read)
     return part
+
+
+def needed_nodes(
+    graph: GraphProto, outputs: Iterable[ValueInfoProto], given: Collection[str] = ()
+) -> tuple[list[NodeProto], set[str]]:
+    """The nodes that compute these outputs from given values, and all values that are read then, outputs included."""
+    nodes, read = list[NodeProto](), {value.name for value in outputs}
+    for node in reversed(graph.node):
+        if read.intersection(node.output).difference(given):
+            nodes.append(node)
+            read |= names_read(node)
+    return nodes[::-1], read
 
 
 def names_read(node: NodeProto) -> set[str]:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 
+from inference_session.dense_engine.parts import part_of
 from inference_session.importers.onnx.bags import pool_bags
 from inference_session.importers.onnx.canonical import CanonicalModel
 from inference_session.importers.onnx.columns import read_columns
 from inference_session.importers.onnx.empty_lists import correct_empty_sums
-from inference_session.importers.onnx.graph import needed_nodes, reads, sink_constants
+from inference_session.importers.onnx.graph import reads, sink_constants
 from inference_session.importers.onnx.hoisting import Hoister
 from inference_session.importers.onnx.joining import join_lookups, vectors_per_sample
 from inference_session.importers.onnx.lookups import Lookup, Surgery, skip_same_casts, take_lookups
@@ -146,19 +147,8 @@ def _output(surgery: Surgery, name: str, *, is_factor: bool) -> ValueInfoProto:
 
 def _network(surgery: Surgery, inputs: list[ValueInfoProto], outputs: list[ValueInfoProto]) -> ModelProto:
     """The part of a model that its outputs need, with the inputs that it reads."""
-    model, part = surgery.model, ModelProto()
-    part.CopyFrom(model)
-    graph = part.graph
-    nodes = needed_nodes(model.graph.node, [value.name for value in outputs])
-    needed = {value.name for value in outputs}.union(*(reads(node) for node in nodes))
-    initializers = [tensor for tensor in model.graph.initializer if tensor.name in needed]
-    for repeated in (graph.node, graph.input, graph.output, graph.initializer, graph.value_info):
-        del repeated[:]
-    graph.node.extend(nodes)
-    graph.input.extend(value for value in inputs if value.name in needed)
-    graph.output.extend(outputs)
-    graph.initializer.extend(initializers)
-    sink_constants(graph, surgery.names)
+    part = part_of(surgery.model, inputs, outputs, ())
+    sink_constants(part.graph, surgery.names)
     return part
 
 

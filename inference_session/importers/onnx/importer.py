@@ -30,7 +30,7 @@ from inference_session.importers.onnx.replay import Replay
 from inference_session.importers.onnx.report import DenseInitializer, ImportReport
 from inference_session.importers.onnx.spec import TablePlace, model_spec, table_folders
 from inference_session.importers.onnx.types import NUMPY_TYPES, ValueType, value_type
-from inference_session.importers.onnx.weights import Weight, weight_of
+from inference_session.importers.onnx.weights import Weight, refer_to, weight_of
 from inference_session.importers.onnx.wire import read_skeleton
 from inference_session.model_spec import (
     DENSE_FILE,
@@ -307,7 +307,7 @@ class _Import:
         for i, tensor in enumerate(model.graph.initializer):
             weight = weight_of(self.source.path, tensor, blobs.get(i))
             if tensor.name in folders:
-                _refer_to(tensor, self._bytes_of(weight, folders[tensor.name]), weight.num_bytes)
+                refer_to(tensor, self._bytes_of(weight, folders[tensor.name]), weight.num_bytes)
             else:
                 tensor.CopyFrom(weight.tensor())
         model = inliner.inline_local_functions(model) if model.functions else model
@@ -369,11 +369,3 @@ def _same(found: list[NDArray[Any]], original: Prober, arrays: Arrays, tolerance
     return all(
         close(f, e, tolerance) or not close(a, e, tolerance) for f, e, a in zip(found, expected, again, strict=True)
     )
-
-
-def _refer_to(tensor: TensorProto, location: str, num_bytes: int) -> None:
-    """Let an initializer take its values from a file, starting at the first byte."""
-    tensor.CopyFrom(TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims))
-    tensor.data_location = TensorProto.EXTERNAL
-    for key, value in (("location", location), ("offset", "0"), ("length", str(num_bytes))):
-        tensor.external_data.add(key=key, value=value)

@@ -161,3 +161,11 @@ def _inside(model: Path, name: str, location: str) -> Path:
     if not location or escapes or not path.resolve().is_relative_to(folder):
         raise ModelFormatError(f"{model}: external data of {name!r} is in {location!r}, outside the model's folder")
     return path
+
+
+def refer_to(tensor: TensorProto, location: str, num_bytes: int) -> None:
+    """Let an initializer take its values from a file, starting at the first byte."""
+    tensor.CopyFrom(TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims))
+    tensor.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", location), ("offset", "0"), ("length", str(num_bytes))):
+        tensor.external_data.add(key=key, value=value)
