@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ class PeerMemory:
         self._handle: Any = symmetric.rendezvous(whole, dist.group.WORLD)
         addresses = [int(address) for address in self._handle.buffer_ptrs]
         self.set_parts(whole[: 2 * num_slots].view(torch.int64), whole[begin:], addresses, 4 * begin)
+        self._patience_ms = int(_patience(device).total_seconds() * 1000)
+        self.barrier()  # fails here, not in a look-up, where torch has another one
 
     def set_parts(self, slots: Tensor, floats: Tensor, addresses: list[int], begin: int) -> None:
         """The parts of this rank, the addresses of those of all ranks, and the byte where `floats` begin there."""
@@ -48,8 +51,11 @@ class PeerMemory:
         """Whether other ranks may still read the floats."""
 
     def barrier(self) -> None:
-        """What any rank has written before is there for all ranks afterwards. Waits on the GPU, not on the host."""
-        self._handle.barrier(channel=0)
+        """What any rank has written before is there for all ranks afterwards. Waits on the GPU, not on the host.
+
+        If a rank does not come within the timeout of the job's process group, kernels of the others fail.
+        """
+        self._handle.barrier(channel=0, timeout_ms=self._patience_ms)
         self.is_read = False
 
 
@@ -130,9 +136,16 @@ def _created(num_slots: int, num_floats: int, device: torch.device) -> PeerMemor
     memory = None
     try:
         memory = PeerMemory(num_slots + num_slots // 4, num_floats + num_floats // 4, device)
-    except (ImportError, AttributeError, RuntimeError) as error:
+    except (ImportError, AttributeError, RuntimeError, TypeError) as error:
         _LOG.warning("hash embeddings use collectives, as GPUs cannot share memory: %s", error)
     return memory if all(Ranks().gather(memory is not None)) else None
+
+
+def _patience(device: torch.device) -> timedelta:
+    """How long the job's collectives wait."""
+    group: Any = dist.group.WORLD
+    options = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None) or timedelta(minutes=10)
 
 
 def _are_linked(device: torch.device) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,6 +157,31 @@ def test_batches_of_any_size_are_learned_as_by_one(tmp_path: Path, num_ranks: in
         for rank in range(num_ranks):
             for found, right in zip(torch.load(tmp_path / f"{rank}.pt"), expected, strict=True):
                 torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-5)
+
+
+def _job_without_memory(rank: int) -> None:
+    """One rank has no link, or cannot have memory: neither of them uses it."""
+    replaced: Any = peer_memory
+    replaced.device_rows = SimpleNamespace(can_run=lambda device: True)
+    place = torch.device("cpu")
+    assert peer_memory._patience(place).total_seconds() == jobs.PATIENCE_S
+    replaced._is_linked = lambda device: rank == 0
+    assert peer_memory.peer_memory(10, 10, place) is None
+    peer_memory._MEMORY.clear()
+    replaced._is_linked = lambda device: True
+
+    def made(*sizes: Any) -> Any:
+        if rank == 1:
+            raise RuntimeError("out of memory, as asked for")
+        return SimpleNamespace(slots=range(10), floats=range(10))
+
+    replaced.PeerMemory = made
+    assert peer_memory.peer_memory(10, 10, place) is None
+    assert peer_memory.peer_memory(100, 100, place) is None
+
+
+def test_all_ranks_use_collectives_where_one_has_no_memory_for_others() -> None:
+    jobs.run_ranks(_job_without_memory)
 
 
 def _add_up(rank: int, device: str) -> None:
