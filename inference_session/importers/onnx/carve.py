@@ -18,6 +18,7 @@ from inference_session.importers.onnx.joining import join_lookups, vectors_per_s
 from inference_session.importers.onnx.lookups import Lookup, Surgery, skip_same_casts, take_lookups
 from inference_session.importers.onnx.negative_keys import read_negative_keys
 from inference_session.importers.onnx.pooling import pool_lookups
+from inference_session.importers.onnx.stacking import stack_columns
 from inference_session.importers.onnx.tables import (
     StaysDenseError,
     TableSearch,
@@ -102,6 +103,8 @@ def carve_tables(
     read = {lookup.table for lookup in lookups}
     unread = dict.fromkeys(set(tables) - read, CONSTANT_KEYS_ONLY)
     keys = _keys_network(surgery, lookups)
+    if keys and merge:
+        stack_columns(surgery, keys, lookups)
     dense = _dense_network(surgery, lookups, declare_shapes=merge)
     return CarvedModel(
         dense,

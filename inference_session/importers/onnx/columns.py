@@ -36,7 +36,7 @@ def _columns_behind(surgery: Surgery, made_by: dict[str, NodeProto], keys: str) 
     is_input = any(value.name == matrix for value in surgery.graph.input)
     if not is_input or surgery.types.elem_type(matrix) not in KEY_TYPES or dims is None or len(dims) != 2:
         return None
-    columns = _columns(surgery.graph, node, keys, dims[1]) if isinstance(dims[1], int) else None
+    columns = columns_of(surgery.graph, node, keys, dims[1]) if isinstance(dims[1], int) else None
     return (matrix, columns) if columns else None
 
 
@@ -44,7 +44,7 @@ def _keeps_order(node: NodeProto) -> bool:
     return casts_keys(node) or (node.op_type in SHAPE_OPS and not node.domain)
 
 
-def _columns(graph: GraphProto, node: NodeProto, output: str, width: int) -> Columns | None:
+def columns_of(graph: GraphProto, node: NodeProto, output: str, width: int) -> Columns | None:
     """The columns that a node picks out of a matrix of that width, if they are neighbours."""
     values = constants(graph)
     if node.op_type == "Gather" and attribute(node, "axis", 0) in (1, -1):
