@@ -286,9 +286,8 @@ class Hoister:
         copy = GraphProto(name=f"{body.name}_keys", node=nodes)
         copy.input.extend(value for value in body.input if value.name in inputs)
         for target in targets:
-            relay = self.surgery.names.fresh(
-                target
-            )  # an output must be made by a node of the body, and be an output only once
+            # An output must be made by a node of the body, and be an output only once.
+            relay = self.surgery.names.fresh(target)
             copy.node.append(make_node("Identity", [target], relay))
             copy.output.append(ValueInfoProto(name=relay))
         rename_inner(copy, self.surgery.names)
