@@ -235,7 +235,7 @@ def test_a_matrix_is_answered_as_an_array(session: InferenceSession, tables: sma
         assert_answers(answer, small_model.expected(tables, inputs))
 
 
-@pytest.mark.parametrize("inputs", [None, 5, "user", [1, 2, 3, 4]])
+@pytest.mark.parametrize("inputs", [None, 5, "user", [1, 2, 3, 4], np.zeros(4), np.zeros(4, [("a", np.int64)])])
 def test_inputs_are_given_by_name(session: InferenceSession, inputs: Any) -> None:
     """Anything else is a request's error, as a wrong array is."""
     with pytest.raises(InvalidRequestError, match="expected a dict of arrays by name"):

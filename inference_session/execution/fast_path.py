@@ -30,6 +30,8 @@ _NAMES = (NoneType, list, tuple)
 """Types of the outputs that a request asks for. NumPy compares arrays of names one by one, and an iterator could not be
 read again.
 """
+_NOT_BY_NAME = (LookupError, TypeError, ValueError, AttributeError)
+"""What reading inputs raises where one is absent, or they are not by name: arrays raise errors of many types."""
 
 
 class FastPath:
@@ -67,7 +69,7 @@ class FastPath:
         try:
             arrays = list(map(inputs.__getitem__, self._input_names))
             is_taken = len(inputs) == len(arrays) and isinstance(outputs, _NAMES)
-        except (KeyError, TypeError, AttributeError):  # an input is absent, or the inputs are not by name
+        except _NOT_BY_NAME:
             return None
         # Arrays on a GPU are no NumPy arrays: to be refused by compiled code, they would wait for the device.
         if not is_taken or type(arrays[0]) is not np.ndarray:
@@ -109,7 +111,7 @@ class FastPath:
                 ):
                     return None
                 arrays.extend(map(request.inputs.__getitem__, names))
-            except (KeyError, TypeError, AttributeError):  # an input is absent, or the inputs are not by name
+            except _NOT_BY_NAME:
                 return None
         return arrays
 
