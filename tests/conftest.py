@@ -128,12 +128,14 @@ def _order(item: pytest.Item) -> int:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Child processes of each test hear Ctrl-C. Tests of a GPU take turns with those that fill its memory."""
+    """Child processes of each test hear Ctrl-C and hang-ups. GPU tests take turns with those that fill its memory."""
     from tests.testing.full_device import shared_device
 
-    # A shell makes its background jobs ignore Ctrl-C, and so may a command that a test ran in this process.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A shell makes its background jobs ignore Ctrl-C, and so may a command that a test ran in this process; `nohup`
+    # makes a command ignore hang-ups.
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
     with shared_device() if item.get_closest_marker("gpu") else contextlib.nullcontext():
         return (yield)
