@@ -46,14 +46,17 @@ def test_calls_that_have_not_begun_can_be_cancelled() -> None:
 
 
 READ_WHAT_DOES_NOT_ANSWER = """
-import os, signal, sys, threading
+import sys, threading
 from pathlib import Path
 from inference_session.model_source import Copy, local_source
 from inference_session.version_directory import manifest
+from tests.testing.ctrl_c import CtrlC
 
 def wait(*_):
-    os.kill(os.getpid(), signal.SIGINT)
+    ctrl_c.press()
     threading.Event().wait()
+
+ctrl_c = CtrlC()
 
 local_source.LocalSource.read = manifest.sha256_of = wait
 if sys.argv[1] == "copy":

@@ -36,9 +36,10 @@ def test_changes_in_quick_succession_do_not_end_the_process(broker: Broker) -> N
 
 
 ASK_A_SILENT_BROKER = """
-import os, signal, socket, sys, threading, time, traceback
+import socket, sys, threading, time, traceback
 from inference_session.update_stream import announcements
 from inference_session.update_stream.publisher import Publisher
+from tests.testing.ctrl_c import CtrlC
 patience_s = announcements.BROKER_S = float(sys.argv[2])
 
 def waits():
@@ -49,7 +50,7 @@ def waits():
 def interrupt():
     while not waits():
         time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGINT)
+    ctrl_c.press()
 
 def ask():
     if sys.argv[1] == "publisher":
@@ -58,6 +59,7 @@ def ask():
         with announcements.Announcements(announcements.KafkaUrl.parse(url), "ctr") as announced:
             announced.newest(0.0)
 
+ctrl_c = CtrlC()
 listener = socket.create_server(("127.0.0.1", 0))
 url = f"kafka://127.0.0.1:{listener.getsockname()[1]}"
 threading.Thread(target=interrupt, daemon=True).start()
