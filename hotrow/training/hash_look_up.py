@@ -15,7 +15,7 @@ from hotrow.training.row_access import add_up, gather
 
 
 @dataclass(frozen=True)
-class LookUp:
+class LookupResult:
     """The places of the vectors, and the receiver of their gradients."""
 
     table: Tensor
@@ -42,7 +42,7 @@ class LookUp:
         """int64 [n]: the row in `table` of each key."""
         return self.places if self.rows is None else self.rows[self.places]
 
-    def of_distinct(self) -> LookUp:
+    def of_distinct(self) -> LookupResult:
         """The look-up of each distinct key once."""
         return replace(self, places=torch.arange(self.num_keys, device=self.places.device))
 
@@ -60,7 +60,7 @@ class Vectors(torch.autograd.Function):
     """The vector of each key."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, look_up: LookUp) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, look_up: LookupResult) -> Tensor:
         """`anchor`: a tensor that has a gradient, as the rows themselves are no tensors of autograd."""
         ctx.look_up = look_up
         ctx.save_for_backward(look_up.places)
@@ -98,7 +98,7 @@ class Bags:
             begins = torch.arange(self.num_bags + 1, device=rows.device).mul_(begins)
         return functional.embedding_bag(rows, table, begins, padding_idx=self.padding, **options)
 
-    def pool_by_kernel(self, look_up: LookUp, weights: Tensor | None) -> Tensor:
+    def pool_by_kernel(self, look_up: LookupResult, weights: Tensor | None) -> Tensor:
         """As `pool`, not of maxima, where `device_rows` has kernels."""
         is_mean = self.mode == "mean"
         factors = self._present(look_up.places) if is_mean else self.factors(look_up.places, weights)
@@ -140,7 +140,7 @@ class Pooled(torch.autograd.Function):
     """Sums or means of bags."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, look_up: LookUp, bags: Bags, weights: Tensor | None) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, look_up: LookupResult, bags: Bags, weights: Tensor | None) -> Tensor:
         """As `Vectors`."""
         ctx.look_up, ctx.bags, ctx.weights = look_up, bags, weights
         ctx.save_for_backward(look_up.places)

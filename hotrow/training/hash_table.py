@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from hotrow.training.hash_look_up import LookUp
+from hotrow.training.hash_look_up import LookupResult
 from hotrow.training.hash_rows import INITIAL_ROWS, HashRows, Rows
 from hotrow.training.key_exchange import KeyExchange, MessageExchange
 from hotrow.training.key_index import HEADER, distinct, distinct_by_owner, message_size_for, most_requested, owners
@@ -222,17 +222,17 @@ class HashTable(nn.Module):
                 )
         return widened
 
-    def look_up(self, keys: Tensor) -> LookUp:
+    def look_up(self, keys: Tensor) -> LookupResult:
         """Rows for `checked` keys; all ranks call it."""
         num_ranks = _place().num_ranks
         if num_ranks == 1:
             found, places = distinct(keys)
             with _ONE_THREAD:
                 rows = self._rows_of(found)
-                return LookUp(self._rows.vectors, rows, len(found), places, self._learner(rows, found))
+                return LookupResult(self._rows.vectors, rows, len(found), places, self._learner(rows, found))
         return self._look_up_by_messages(keys, num_ranks) or self._look_up_by_counts(keys, num_ranks)
 
-    def _look_up_by_messages(self, keys: Tensor, num_ranks: int) -> LookUp | None:
+    def _look_up_by_messages(self, keys: Tensor, num_ranks: int) -> LookupResult | None:
         """None if a message has too few slots, which all ranks find alike. Slots without a key have row 0."""
         size = _MESSAGE_SIZES.setdefault(self, message_size_for(0))
         exchange = self._exchange(keys, num_ranks, size)
@@ -248,7 +248,7 @@ class HashTable(nn.Module):
                 self._rows.note_use(rows, exchange.messages)
             learn, vectors = self._learner(rows, exchange.messages), self._rows.vectors
         send = self._sender(exchange, rows, learn, self._scale(num_ranks))
-        return LookUp(
+        return LookupResult(
             exchange.answers(vectors, rows), None, len(exchange.messages), exchange.places, send, exchange.new_sums
         )
 
@@ -259,7 +259,7 @@ class HashTable(nn.Module):
             return MessageExchange(keys, num_ranks, message_size)
         return PeerExchange(memory, keys, num_ranks, message_size, dim)
 
-    def _look_up_by_counts(self, keys: Tensor, num_ranks: int) -> LookUp:
+    def _look_up_by_counts(self, keys: Tensor, num_ranks: int) -> LookupResult:
         """Waits once more: ranks first tell each other how many keys they request."""
         found, places, counts = distinct_by_owner(keys, num_ranks)
         exchange = KeyExchange(counts)
@@ -272,7 +272,7 @@ class HashTable(nn.Module):
         def send(gradients: Tensor) -> None:
             learn(exchange.to_owners(gradients if scale == 1 else gradients.mul_(scale)))
 
-        return LookUp(exchange.back(gather(vectors, rows)), None, exchange.num_keys, places, send)
+        return LookupResult(exchange.back(gather(vectors, rows)), None, exchange.num_keys, places, send)
 
     def _sender(
         self, exchange: MessageExchange, rows: Tensor, learn: Callable[[Tensor], None], scale: float

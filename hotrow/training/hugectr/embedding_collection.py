@@ -87,7 +87,7 @@ class EmbeddingTablePlaceHolder:
 
 
 @dataclass(frozen=True)
-class _LookUp:
+class _EmbeddingLookup:
     table: EmbeddingTableConfig
     bottom: str
     top: str
@@ -150,7 +150,7 @@ class EmbeddingCollectionConfig:
         comm_strategy: CommunicationStrategy = CommunicationStrategy.Uniform,
     ) -> None:
         member(CommunicationStrategy, comm_strategy, "EmbeddingCollectionConfig", "comm_strategy")
-        self._look_ups: list[_LookUp] = []
+        self._look_ups: list[_EmbeddingLookup] = []
         self._joined_top = ""
         """The one tensor with the outputs of all look-ups, where the caller gave lists; else empty."""
 
@@ -251,7 +251,7 @@ class EmbeddingCollectionConfig:
         same = [look_up.table for look_up in self._look_ups if look_up.table.name == table.name]
         if same and same[0] != table:
             raise ConfigurationError(f"embedding_lookup (top_name {top!r}): two tables have the name {table.name!r}")
-        self._look_ups.append(_LookUp(table, bottom, top, combiner, is_flat))
+        self._look_ups.append(_EmbeddingLookup(table, bottom, top, combiner, is_flat))
 
 
 class EmbeddingPlanner(EmbeddingCollectionConfig):

@@ -54,8 +54,8 @@ def _unscaled(gradients: list[Tensor], scaler: float) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class LookUp:
-    """What makes one tensor of the graph from a sparse input, in a table that other look-ups may read too."""
+class _EmbeddingLayer:
+    """Makes one tensor of the graph from a sparse input, by a table that other layers may read too."""
 
     top: str
     sparse_input: int
@@ -103,8 +103,15 @@ class Trainer:
             for i, item in enumerate(graph.tables)
         ]
         numbered = list(zip(graph.embeddings, table_inputs, strict=True))
-        self._look_ups = [
-            (table, [LookUp(item.name, number, item.combiner) for item, number in numbered if item.table == table.name])
+        self._layers = [
+            (
+                table,
+                [
+                    _EmbeddingLayer(item.name, number, item.combiner)
+                    for item, number in numbered
+                    if item.table == table.name
+                ],
+            )
             for table in self.tables
         ]
         self._loss = torch.zeros((), device=processes.device)
@@ -125,10 +132,10 @@ class Trainer:
         self._set_mode(is_training=True)
         batch = self.staging.take(block)
         touched, tensors = [], {self._graph.dense_name: batch.dense}
-        for table, look_ups in self._look_ups:
-            rows = table.touch(joined(_bags(look_ups, batch)))
+        for table, layers in self._layers:
+            rows = table.touch(joined(_bags(layers, batch)))
             touched.append((table, rows))
-            tensors.update(_pooled(table, look_ups, rows.vectors, rows.places, batch))
+            tensors.update(_pooled(table, layers, rows.vectors, rows.places, batch))
         with self._precision():
             logits = self.network(tensors)
         loss = self._total_loss(logits, self._labels(batch))
@@ -177,9 +184,9 @@ class Trainer:
     def _found(self, batch: Batch) -> dict[str, Tensor]:
         """The inputs of the dense network, for evaluation."""
         tensors = {self._graph.dense_name: batch.dense}
-        for table, look_ups in self._look_ups:
-            vectors, places = table.find(joined(_bags(look_ups, batch)))
-            tensors.update(_pooled(table, look_ups, vectors, places, batch))
+        for table, layers in self._layers:
+            vectors, places = table.find(joined(_bags(layers, batch)))
+            tensors.update(_pooled(table, layers, vectors, places, batch))
         return tensors
 
     def _learn(self, touched: Sequence[tuple[EmbeddingTable, BatchRows]], lr: float) -> None:
@@ -223,22 +230,22 @@ class Trainer:
         return {label.name: part for label, part in zip(self._graph.labels, parts, strict=True)}
 
 
-def _bags(look_ups: Sequence[LookUp], batch: Batch) -> list[DeviceBags]:
-    return [batch.bags[look_up.sparse_input] for look_up in look_ups]
+def _bags(layers: Sequence[_EmbeddingLayer], batch: Batch) -> list[DeviceBags]:
+    return [batch.bags[layer.sparse_input] for layer in layers]
 
 
 def _pooled(
-    table: EmbeddingTable, look_ups: Sequence[LookUp], vectors: Tensor, places: Tensor | None, batch: Batch
+    table: EmbeddingTable, layers: Sequence[_EmbeddingLayer], vectors: Tensor, places: Tensor | None, batch: Batch
 ) -> dict[str, Tensor]:
-    """[samples, slots, embedding_dim] of each look-up by its top, given the vector of each of their keys."""
-    num_samples, bags = len(batch.labels), _bags(look_ups, batch)
+    """[samples, slots, embedding_dim] of each layer by its top, given the vector of each of their keys."""
+    num_samples, bags = len(batch.labels), _bags(layers, batch)
     numbers = [len(each.keys) for each in bags]
     parts: list[tuple[Tensor, Tensor | None]] = [(vectors, places)]
     if len(bags) > 1:
         whole = vectors if places is None else places
         parts = [(part, None) if places is None else (vectors, part) for part in whole.split(numbers)]
     made = {}
-    for look_up, each, (some, where) in zip(look_ups, bags, parts, strict=True):
-        pooled = table.pool(some, where, each, look_up.combiner)
-        made[look_up.top] = pooled.reshape(num_samples, len(pooled) // num_samples, table.embedding_dim)
+    for layer, each, (some, where) in zip(layers, bags, parts, strict=True):
+        pooled = table.pool(some, where, each, layer.combiner)
+        made[layer.top] = pooled.reshape(num_samples, len(pooled) // num_samples, table.embedding_dim)
     return made
