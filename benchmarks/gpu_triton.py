@@ -40,7 +40,6 @@ from serving import serve, tensors
 
 from inference_session.model_spec import DENSE_FILE, TABLES_FOLDER, LookupSpec, ModelSpec, TableSpec, TensorSpec
 from inference_session.version_directory import manifest
-from inference_session.version_directory.session_file import write_spec
 from triton_backend.repository.config_writer import write_model_config
 
 FEATURES, DENSE, DIM, HIDDEN = 26, 13, 128, (512, 256)
@@ -198,8 +197,7 @@ def write_hotrow(version: Path, first: Path, layout: str, num_rows: int, dense: 
     if layout == "hugectr":
         spec, dense = hugectr_spec(spec), with_slots(dense)
     onnx.save(dense, version / DENSE_FILE)
-    write_spec(spec, version)
-    manifest.write_manifest(version)
+    manifest.describe_version(spec, version)
     write_model_config(version, spec, version.parent.name, max_batch_size=MAX_BATCH_SIZE)
 
 

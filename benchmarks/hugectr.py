@@ -29,7 +29,7 @@ from inference_session import InferenceSession
 from inference_session.importers.hugectr import import_hugectr
 from inference_session.model_spec import LookupSpec, ModelSpec, TensorSpec
 from inference_session.version_directory import manifest
-from inference_session.version_directory.session_file import read_spec, write_spec
+from inference_session.version_directory.session_file import read_spec
 from triton_backend.repository.config_writer import write_model_config
 
 SLOTS = (2, 26)
@@ -125,8 +125,7 @@ def write_native(imported: Path, version_dir: Path) -> None:
         labels=spec.labels,
         label_outputs=spec.label_outputs,
     )
-    write_spec(keyed, version_dir)
-    manifest.write_manifest(version_dir)
+    manifest.describe_version(keyed, version_dir)
 
 
 def requests(keys: list[NDArray[np.int64]], num_samples: int, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -23,8 +23,7 @@ from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 from inference_session.importers.onnx import import_onnx
 from inference_session.model_spec import TABLES_FOLDER, VECTOR_FILE, ModelSpec, TableSpec, VectorType
 from inference_session.platform.large_pages import open_for_writing
-from inference_session.version_directory.manifest import write_manifest
-from inference_session.version_directory.session_file import write_spec
+from inference_session.version_directory.manifest import describe_version
 
 # fmt: off
 TABLE_ROWS = (
@@ -159,8 +158,7 @@ def import_model(folder: Path, name: str, sizes: Sizes) -> Path:
         tables.append(replace(table, num_rows=rows, dtype=sizes.dtype))
     spec = replace(report.spec, tables=tuple(tables))
     write_tables(report.version_dir, spec)
-    write_spec(spec, report.version_dir)
-    write_manifest(report.version_dir)
+    describe_version(spec, report.version_dir)
     return report.version_dir
 
 

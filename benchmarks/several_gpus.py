@@ -39,7 +39,6 @@ from inference_session.tables.cuda_tables import CudaTables
 from inference_session.tables.placed_tables import open_cuda_tables
 from inference_session.tables.table_file import TableFile, write_table
 from inference_session.version_directory import manifest
-from inference_session.version_directory.session_file import write_spec
 from triton_backend.launcher.server import ServerOptions, TritonServer
 from triton_backend.repository.config_writer import write_model_config
 from triton_backend.repository.model_config import ModelConfig
@@ -250,8 +249,7 @@ def write_models(repository: Path, num_rows: int) -> dict[str, Path]:
     keys, spec = random_keys(num_rows).get(), model_spec(num_rows)
     write_table(first / TABLES_FOLDER / "item", [rows_of(cupy.asarray(keys), DIM).get()], keys=[keys])
     onnx.save(network(np.random.default_rng(0)), first / DENSE_FILE)
-    write_spec(spec, first)
-    manifest.write_manifest(first)
+    manifest.describe_version(spec, first)
     fits = int(4 * DIM * num_rows / 1.5) + 40 * num_rows
     settings = {
         "one": {"device": "cuda:0"},

@@ -46,7 +46,7 @@ from inference_session.model_spec import DENSE_FILE, TABLES_FOLDER, LookupSpec, 
 from inference_session.tables.table_file import write_table
 from inference_session.update_stream import Publisher
 from inference_session.version_directory import manifest
-from inference_session.version_directory.session_file import read_spec, write_spec
+from inference_session.version_directory.session_file import read_spec
 from inference_session.versions.model_version import ModelVersion
 from triton_backend.repository.config_writer import write_model_config
 
@@ -156,8 +156,7 @@ def write_version(folder: Path, version: int, numbers: NDArray[np.int64], since:
     )
     write_table(directory / TABLES_FOLDER / TABLE, [rows_of(version, keys, numbers)], keys=[keys])
     onnx.save(_network(version), directory / DENSE_FILE)
-    write_spec(spec, directory)
-    manifest.write_manifest(directory)
+    manifest.describe_version(spec, directory)
     return directory
 
 

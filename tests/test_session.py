@@ -34,8 +34,8 @@ from inference_session.errors import (
     UnknownKeyError,
 )
 from inference_session.model_spec import ModelSpec, TensorSpec
-from inference_session.version_directory.manifest import write_manifest
-from inference_session.version_directory.session_file import read_spec, write_spec
+from inference_session.version_directory.manifest import describe_version, write_manifest
+from inference_session.version_directory.session_file import read_spec
 from tests.testing import onnx_models, small_model
 from tests.testing.triton_models import write_ctr, write_types
 
@@ -67,8 +67,7 @@ def assert_answers(answer: Any, expected: small_model.Arrays) -> None:
 
 def describe(directory: Path, spec: ModelSpec) -> None:
     """Write another session.json, with a manifest that it agrees with."""
-    write_spec(spec, directory)
-    write_manifest(directory)
+    describe_version(spec, directory)
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 7, 64])
@@ -481,8 +480,7 @@ def test_networks_that_do_not_fit_session_json_are_refused(
     small_model.write(tmp_path / "1")
     pooled = dataclasses.replace(small_model.SPEC.lookups[2], **lookup)
     lookups = (*small_model.SPEC.lookups[:2], pooled, *small_model.SPEC.lookups[3:])
-    write_spec(dataclasses.replace(small_model.SPEC, lookups=lookups), tmp_path / "1")
-    write_manifest(tmp_path / "1")
+    describe_version(dataclasses.replace(small_model.SPEC, lookups=lookups), tmp_path / "1")
 
     with pytest.raises(ModelFormatError, match=rf"session\.json: {message}, which no input, look-up or graph provides"):
         InferenceSession.open(tmp_path / "1")
@@ -492,8 +490,7 @@ def test_an_output_that_no_network_makes_is_refused(tmp_path: Path) -> None:
     """When the version is opened, not when a client asks for it."""
     small_model.write(tmp_path / "1")
     outputs = (*small_model.SPEC.outputs, TensorSpec("nowhere", "float32", (-1, 1)))
-    write_spec(dataclasses.replace(small_model.SPEC, outputs=outputs), tmp_path / "1")
-    write_manifest(tmp_path / "1")
+    describe_version(dataclasses.replace(small_model.SPEC, outputs=outputs), tmp_path / "1")
 
     with pytest.raises(ModelFormatError, match=r"session\.json: output 'nowhere' is not an output of dense\.onnx"):
         InferenceSession.open(tmp_path / "1")

@@ -29,9 +29,8 @@ from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, HotrowError, UnavailableError, UnsupportedModelError
 from inference_session.model_spec import KEY_FILE, TABLES_FOLDER, VECTOR_FILE, ModelSpec, TableSpec, folder_names
 from inference_session.platform.staging import stage_version
-from inference_session.version_directory.manifest import write_manifest
+from inference_session.version_directory.manifest import describe_version
 from inference_session.version_directory.publishing import share_unchanged
-from inference_session.version_directory.session_file import write_spec
 from triton_backend.repository.config_writer import write_model_config
 
 _SHARED_FILE = ".ranks"
@@ -325,8 +324,7 @@ class _Export:
         plan = self.plan
         found = assemble(staging, target, network, dict(zip(table_names(files), files, strict=True)))
         spec = self._spec(found, files, rows)
-        write_spec(spec, staging)
-        write_manifest(staging, known=checksums)
+        describe_version(spec, staging, known=checksums)
         _verify(staging, spec, plan.inputs.arrays(), expected)
         write_model_config(staging, spec, self.name)
         share_unchanged(staging)

@@ -31,9 +31,7 @@ from inference_session.model_source import create_source
 from inference_session.model_spec import TABLES_FOLDER, VECTOR_FILE, ModelSpec, folder_names
 from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_version
-from inference_session.version_directory.manifest import write_manifest
-from inference_session.version_directory.publishing import share_unchanged
-from inference_session.version_directory.session_file import write_spec
+from inference_session.version_directory.publishing import finish_version
 
 _WEIGHTS, _CONFIG, _SAMPLES = "data/weights/", "_weights_config.json", "data/sample_inputs/"
 _DAMAGE = (zipfile.BadZipFile, zlib.error, KeyError, NotImplementedError, EOFError)
@@ -76,11 +74,7 @@ def import_program(
         with stage_version(repository, name, version) as (staging, target):
             files = _write_tables(staging, tables, weights, progress)
             spec = replace(assemble(staging, target, _network(loaded, files), files), source=program.name)
-            write_spec(spec, staging)
-            if complete:
-                complete(staging, spec)
-            write_manifest(staging)
-            share_unchanged(staging)
+            finish_version(staging, spec, complete=complete)
     return ImportReport(target, spec, notes=weights.notes())
 
 

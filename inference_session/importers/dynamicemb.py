@@ -28,9 +28,7 @@ from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_version
 from inference_session.requests.hugectr_csr import tables_alone
 from inference_session.tables.table_index import build_index
-from inference_session.version_directory.manifest import write_manifest
-from inference_session.version_directory.publishing import share_unchanged
-from inference_session.version_directory.session_file import write_spec
+from inference_session.version_directory.publishing import finish_version
 
 _FILE = re.compile(r"(?P<table>.+)_emb_(?P<kind>keys|values)\.rank_(?P<rank>\d+)\.world_size_(?P<size>\d+)")
 _KEY_BYTES, _FLOAT_BYTES = 8, 4
@@ -62,11 +60,7 @@ def import_dynamicemb(
     with stage_version(repository, name, version) as (staging, version_dir):
         written = [table.write(staging, folder, progress) for table, folder in _placed(tables)]
         spec = tables_alone(written, source="DynamicEmb")
-        write_spec(spec, staging)
-        if complete:
-            complete(staging, spec)
-        write_manifest(staging, progress)
-        share_unchanged(staging)
+        finish_version(staging, spec, progress, complete)
     return ImportReport(version_dir, spec)
 
 

@@ -23,6 +23,7 @@ from inference_session.model_spec import (
     SESSION_FILE,
     TABLES_FOLDER,
     VECTOR_FILE,
+    ModelSpec,
 )
 from inference_session.platform.daemon_threads import DaemonThreads
 from inference_session.platform.json_records import MAX_JSON_BYTES, parse_json
@@ -30,6 +31,7 @@ from inference_session.platform.pacing import yield_to_others
 from inference_session.platform.progress import Progress
 from inference_session.platform.regular_file import read_regular_file
 from inference_session.version_directory.external_data import external_files
+from inference_session.version_directory.session_file import write_spec
 from inference_session.version_directory.verified_files import FileState, VerifiedFiles, file_state, verified_state
 
 MANIFEST_FILE = "MANIFEST.json"
@@ -68,6 +70,14 @@ def write_manifest(
     entries = {name: {"bytes": path.stat().st_size, "sha256": checksums[name]} for name, path in names.items()}
     text = json.dumps({"format": FORMAT, "files": entries}, indent=1, ensure_ascii=False)
     (directory / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def describe_version(
+    spec: ModelSpec, directory: Path, progress: Progress | None = None, *, known: Mapping[str, str] | None = None
+) -> None:
+    """Write session.json and MANIFEST.json when all other files are there; arguments as of `write_manifest`."""
+    write_spec(spec, directory)
+    write_manifest(directory, progress, known=known)
 
 
 def read_manifest(directory: Path) -> tuple[FileEntry, ...]:

@@ -35,7 +35,7 @@ from inference_session.tables.table_file import TableFile
 from inference_session.version_directory import manifest
 from inference_session.version_directory.manifest import MANIFEST_FILE, FileEntry
 from inference_session.version_directory.names import state_file
-from inference_session.version_directory.session_file import read_spec
+from inference_session.version_directory.session_file import read_spec, write_spec
 from inference_session.version_directory.verified_files import FileState, VerifiedFiles, verified_state
 
 _CHUNK_BYTES = 4 << 20
@@ -158,6 +158,23 @@ def publish_version(
     linked_bytes = sum(entry.num_bytes for entry, path in linked.items() if path)
     copied_bytes = sum(entry.num_bytes for entry in entries) - linked_bytes
     return PublishReport(version_dir, spec, copied_bytes, linked_bytes)
+
+
+def finish_version(
+    staging: Path,
+    spec: ModelSpec,
+    progress: Progress | None = None,
+    complete: Callable[[Path, ModelSpec], None] | None = None,
+) -> None:
+    """Write session.json and the manifest of a staged version, and share its files with the model's other versions.
+
+    `complete` is called between the two, to add what a server needs.
+    """
+    write_spec(spec, staging)
+    if complete:
+        complete(staging, spec)
+    manifest.write_manifest(staging, progress)
+    share_unchanged(staging)
 
 
 def share_unchanged(staging: Path) -> int:

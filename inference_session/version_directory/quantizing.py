@@ -28,7 +28,7 @@ from inference_session.platform.staging import stage_folder
 from inference_session.tables.quantized_rows import dequantize_rows, quantize_rows
 from inference_session.version_directory import manifest
 from inference_session.version_directory.publishing import link_file
-from inference_session.version_directory.session_file import read_spec, write_spec
+from inference_session.version_directory.session_file import read_spec
 
 _CHUNK_BYTES = 512 << 10
 """Bytes of float32 vectors that are in memory at a time: what is read again stays in a processor's cache."""
@@ -106,8 +106,7 @@ def quantize_version(
         for old, new in _changed_tables(before, after):
             place = Path(TABLES_FOLDER, old.folder, VECTOR_FILE)
             _rewrite(version_dir / place, staging / place, old, new.dtype, progress)
-        write_spec(after, staging)
-        manifest.write_manifest(staging, progress)
+        manifest.describe_version(after, staging, progress)
         if accept:
             accept(staging)
     return QuantizedVersion(before, after)

@@ -19,7 +19,6 @@ from onnx import TensorProto, helper, numpy_helper
 
 from inference_session.model_spec import DENSE_FILE, TABLES_FOLDER, LookupSpec, ModelSpec, TableSpec, TensorSpec
 from inference_session.version_directory import manifest
-from inference_session.version_directory.session_file import write_spec
 from tests.campaign.rows import EMBEDDING_DIM, Integers, encode
 
 MODEL = "campaign"
@@ -99,8 +98,7 @@ def write_version(directory: Path, *, content: int, tag: int, settings: Mapping[
         if table.spec.keys == "stored":
             table.keys[: table.num_in_files].tofile(folder / "key")
     onnx.save(_network(content), directory / DENSE_FILE)
-    write_spec(dataclasses.replace(SPEC, settings=dict(settings or {})), directory)
-    manifest.write_manifest(directory)
+    manifest.describe_version(dataclasses.replace(SPEC, settings=dict(settings or {})), directory)
 
 
 def _network(content: int) -> onnx.ModelProto:

@@ -21,7 +21,7 @@ from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.table_push import TablePush
 from inference_session.tables.table_file import write_table
 from inference_session.version_directory import manifest
-from inference_session.version_directory.session_file import read_spec, write_spec
+from inference_session.version_directory.session_file import read_spec
 from tests.testing.faulty_stores import FaultStore
 from tests.testing.memory_store import MemoryStore
 from tests.testing.servers import PATIENCE_MS, RedisClusterServers, RedisServer
@@ -45,8 +45,7 @@ def version_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         TableSpec("numbered", "numbered", 700, 4, keys="row_number"),
         TableSpec("halved", "halved", 100, 3, dtype="float16", keys="row_number"),
     )
-    write_spec(ModelSpec((), (), specs, ()), directory)
-    manifest.write_manifest(directory)
+    manifest.describe_version(ModelSpec((), (), specs, ()), directory)
     return directory
 
 

@@ -20,7 +20,6 @@ from inference_session.model_spec import (
     TensorSpec,
 )
 from inference_session.version_directory import manifest
-from inference_session.version_directory.session_file import write_spec
 
 SLOTS, DENSE_DIM, MAX_SAMPLES = (2, 1, 3), 4, 40
 _DIMS = 16, 5, 1
@@ -77,8 +76,7 @@ def write(directory: Path, key_type: str) -> None:
     onnx.save(
         helper.make_model(model, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), directory / DENSE_FILE
     )
-    write_spec(own, directory)
-    manifest.write_manifest(directory)
+    manifest.describe_version(own, directory)
 
 
 def inputs(num_samples: int, rng: np.random.Generator, key_type: str, longest: int = 3) -> dict[str, NDArray[Any]]:

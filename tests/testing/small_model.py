@@ -25,7 +25,6 @@ from inference_session.model_spec import (
     TensorSpec,
 )
 from inference_session.version_directory import manifest
-from inference_session.version_directory.session_file import write_spec
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -70,8 +69,7 @@ def write(directory: Path, *, seed: int = 0) -> Arrays:
     tables["hashed/key"].tofile(directory / TABLES_FOLDER / "hashed" / "key")
     onnx.save(_dense_network(), directory / DENSE_FILE)
     onnx.save(_key_graph(), directory / KEYS_FILE)
-    write_spec(SPEC, directory)
-    manifest.write_manifest(directory)
+    manifest.describe_version(SPEC, directory)
     return tables
 
 

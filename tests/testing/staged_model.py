@@ -25,7 +25,6 @@ from inference_session.model_spec import (
 )
 from inference_session.tables.quantized_rows import quantize_int8
 from inference_session.version_directory import manifest
-from inference_session.version_directory.session_file import write_spec
 from tests.testing.onnx_models import model_of
 
 EXTREMES = (-(2**63), -(2**31), -51, -50, -1, 0, 1, 49, 50, 2**31 - 1, 2**63 - 1)
@@ -118,11 +117,12 @@ def write(directory: Path, seed: int = 0, *, key_graph: bool = False) -> None:
             keys = np.unique([*EXTREMES, *range(2, 40)])[: table.num_rows]
             rng.permutation(keys).tofile(folder / "key")
     onnx.save(_network(), directory / DENSE_FILE)
-    write_spec(replace(SPEC, lookups=tuple(map(_of_key_graph, SPEC.lookups))) if key_graph else SPEC, directory)
+    spec = SPEC
     if key_graph:
+        spec = replace(SPEC, lookups=tuple(map(_of_key_graph, SPEC.lookups)))
         constants = {"widths": np.array([1, 3, 1]), "zero": np.array(0), "one": np.array(1, np.float32)}
         onnx.save(model_of(_KEY_GRAPH, constants), directory / KEYS_FILE)
-    manifest.write_manifest(directory)
+    manifest.describe_version(spec, directory)
 
 
 def inputs(

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from inference_session.model_spec import LookupSpec, ModelSpec, TableSpec, TensorSpec
-from inference_session.version_directory.manifest import write_manifest
-from inference_session.version_directory.session_file import write_spec
+from inference_session.version_directory.manifest import describe_version
 from triton_backend.repository.config_writer import write_model_config
 
 NUM_ROWS = 50
@@ -187,8 +186,7 @@ def _write(
         folder = staged / "tables" / table.folder
         folder.mkdir(parents=True)
         TABLE.tofile(folder / "emb_vector")
-    write_spec(spec, staged)
-    write_manifest(staged)
+    describe_version(spec, staged)
     write_model_config(staged, spec, version_dir.parent.name, max_batch_size=max_batch_size)
     staged.rename(version_dir)
 

@@ -19,7 +19,6 @@ from inference_session.tables.quantized_rows import dequantize_rows, quantize_ro
 from inference_session.tables.table_file import TableFile, write_table
 from inference_session.version_directory import manifest
 from inference_session.version_directory.quantizing import narrowed, quantize_tables, quantize_version
-from inference_session.version_directory.session_file import write_spec
 from tests.testing import small_model
 from tests.testing.stored_model import push
 
@@ -40,8 +39,7 @@ def write_version(directory: Path, *vectors: np.ndarray) -> ModelSpec:
         write_table(directory / "tables" / f"t{number}", [rows])
         tables.append(TableSpec(f"table {number}", f"t{number}", *rows.shape, keys="row_number"))
     spec = ModelSpec((), (), tuple(tables), ())
-    write_spec(spec, directory)
-    manifest.write_manifest(directory)
+    manifest.describe_version(spec, directory)
     return spec
 
 
@@ -207,8 +205,9 @@ def test_tables_are_streamed(tmp_path: Path) -> None:
     """Quantizing a table takes less memory than its 256 MB, all of Python included."""
     num_rows, chunk = 500_000, np.ones((10_000, 128), np.float32)
     write_table(tmp_path / "1" / "tables" / "t", (chunk for _ in range(num_rows // len(chunk))))
-    write_spec(ModelSpec((), (), (TableSpec("t", "t", num_rows, 128, keys="row_number"),), ()), tmp_path / "1")
-    manifest.write_manifest(tmp_path / "1")
+    manifest.describe_version(
+        ModelSpec((), (), (TableSpec("t", "t", num_rows, 128, keys="row_number"),), ()), tmp_path / "1"
+    )
 
     arguments = [sys.executable, "-c", _PEAK, str(tmp_path / "1"), str(tmp_path / "2")]
     peak = int(subprocess.run(arguments, check=True, capture_output=True, text=True).stdout)

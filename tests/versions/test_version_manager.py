@@ -22,8 +22,7 @@ import pytest
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, SessionClosedError
 from inference_session.model_spec import ModelSpec, RankingSpec, TableSpec
-from inference_session.version_directory.manifest import write_manifest
-from inference_session.version_directory.session_file import write_spec
+from inference_session.version_directory.manifest import describe_version, write_manifest
 from inference_session.versions import VersionManager
 from inference_session.versions.version_manager import check_same
 from tests.testing import small_model
@@ -347,11 +346,10 @@ def retrain(directory: Path, *, labels: tuple[str, ...] = small_model.SPEC.label
     """Put another network in place, over the same tables."""
     beside = directory.with_name(f".tmp-{'-'.join(labels)}")
     small_model.write(beside, seed=1)
-    write_spec(dataclasses.replace(small_model.SPEC, labels=labels), beside)
     network = onnx.load(beside / "dense.onnx")
     network.producer_name = "another training"
     onnx.save(network, beside / "dense.onnx")
-    write_manifest(beside)
+    describe_version(dataclasses.replace(small_model.SPEC, labels=labels), beside)
     exchange(beside, directory)
 
 

@@ -27,10 +27,9 @@ from inference_session.model_spec import (
 from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_version
 from inference_session.requests.hugectr_csr import DENSE, KEYS, OFFSETS, RequestFormat, tables_alone
-from inference_session.version_directory.manifest import write_manifest
+from inference_session.version_directory.manifest import describe_version
 from inference_session.version_directory.publishing import share_unchanged
 from inference_session.version_directory.quantizing import quantize_tables
-from inference_session.version_directory.session_file import write_spec
 from inference_session.version_directory.version import VersionDirectory
 
 
@@ -162,8 +161,7 @@ def write_version(
     job = _Job(settings, model, directory, keep_rows_of, may_link, progress)
     spec, num_parameters = _write_network(job) if model.graph_file else (_write_tables_alone(job), 0)
     spec = quantize_tables(directory, spec, tables, progress)
-    write_spec(spec, directory)
-    write_manifest(directory, progress)
+    describe_version(spec, directory, progress)
     return spec, num_parameters
 
 

@@ -45,10 +45,8 @@ from inference_session.model_spec import (
 from inference_session.platform.large_pages import open_for_writing
 from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_version
-from inference_session.version_directory.manifest import write_manifest
-from inference_session.version_directory.publishing import share_unchanged
+from inference_session.version_directory.publishing import finish_version
 from inference_session.version_directory.quantizing import quantize_tables
-from inference_session.version_directory.session_file import write_spec
 
 logger = logging.getLogger(__name__)
 
@@ -101,11 +99,7 @@ def import_onnx(
         with stage_version(Path(repository), name, version) as (staging, version_dir):
             report = _Import(source, staging, version_dir, min_rows, progress, context=tuple(context)).run()
             report = replace(report, spec=quantize_tables(staging, report.spec, tables, progress))
-            write_spec(report.spec, staging)
-            if complete:
-                complete(staging, report.spec)
-            write_manifest(staging, progress)
-            share_unchanged(staging)
+            finish_version(staging, report.spec, progress, complete)
     return report
 
 
