@@ -165,7 +165,7 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/hdfs.py
 	$(BIN)/python benchmarks/opening.py
 	$(BIN)/python benchmarks/in_process.py
-	$(BIN)/python benchmarks/joined_inputs.py
+	$(BIN)/python benchmarks/concat_inputs.py
 	$(BIN)/python benchmarks/triton.py
 	$(BIN)/python benchmarks/front.py
 	$(BIN)/python benchmarks/swap.py

@@ -24,7 +24,7 @@ from inference_session.errors import ConfigurationError, InvalidRequestError, Un
 from inference_session.importers.hugectr.importer import import_hugectr
 from inference_session.model_spec import PREDICTIONS
 from inference_session.requests.batch import Request
-from tests.testing import joined_model, small_model
+from tests.testing import concat_model, small_model
 from tests.testing import triton_models as models
 from tests.testing.full_device import full_device
 from tests.testing.hugectr_source import Source
@@ -59,13 +59,13 @@ def assert_answers(answer: Any, expected: small_model.Arrays) -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
-@pytest.mark.parametrize("seed", [joined_model.JOINED_SEED, 1, 4, 21, 23])
+@pytest.mark.parametrize("seed", [concat_model.CONCAT_SEED, 1, 4, 21, 23])
 def test_inputs_are_written_next_to_vectors(tmp_path: Path, seed: int, precision: str) -> None:
     """New sizes and recorded ones, one request or several, also with inputs on the GPU: the original's answers."""
     import cupy
 
     rng = np.random.default_rng(seed)
-    model = joined_model.write(tmp_path / "1", rng)
+    model = concat_model.write(tmp_path / "1", rng)
     tolerance = 1e-4 if precision == "float32" else 0.1
     with InferenceSession.open(model.directory, device="cuda:0", dense_precision=precision) as opened:
         for sizes in 6 * [(1,), (300,), (7, 2), (64,), (5000,)]:
@@ -260,7 +260,7 @@ def test_packed_requests_are_answered_as_on_the_processor(
         InferenceSession.open(report.version_dir, device="cpu") as twin,
     ):
         assert session.stages_arrays
-        assert session._model.replicas.all[0].network.dense.joined_inputs  # nothing else tells
+        assert session._model.replicas.all[0].network.dense.concat_inputs  # nothing else tells
         for sizes in ((4,), (16,), (4,), (2, 3), (4,), (2, 3), (16, 1, 1), (2, 3)):
             for kinds in ([True] * len(sizes), [False] * len(sizes), [i % 2 == 0 for i in range(len(sizes))]):
                 asked = [

@@ -29,7 +29,7 @@ from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
 from inference_session.rows import Rows, StoredRows, fetch
 from inference_session.rows.hot_keys import read_hot_keys
-from tests.testing import joined_model, small_model
+from tests.testing import concat_model, small_model
 from tests.testing.faulty_stores import FaultStore
 from tests.testing.hooked_store import HookedStore
 from tests.testing.memory_store import MemoryStore
@@ -310,8 +310,8 @@ def test_the_cache_takes_a_part_of_the_rows(version: tuple[Path, small_model.Arr
 
 def test_without_a_cache_a_gpu_computes_with_vectors_of_the_processor(tmp_path: Path) -> None:
     """Also where inputs are written next to them, and sizes recur."""
-    rng = np.random.default_rng(joined_model.JOINED_SEED)
-    model = joined_model.write(tmp_path / "repository" / "joined" / "1", rng)
+    rng = np.random.default_rng(concat_model.CONCAT_SEED)
+    model = concat_model.write(tmp_path / "repository" / "joined" / "1", rng)
     push(model.directory, url_of(model.directory))
     with open_on_gpu(model.directory, cache_fraction=0) as session:
         for num_samples in 3 * [1, 64, 300]:

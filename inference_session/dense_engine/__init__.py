@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from inference_session.config import SessionConfig
-from inference_session.dense_engine.base import DenseEngine, JoinableInputs
-from inference_session.dense_engine.joining import JoiningEngine
+from inference_session.dense_engine.base import ConcatOperands, DenseEngine
+from inference_session.dense_engine.concat_engine import ConcatEngine
 from inference_session.dense_engine.onnx import OnnxEngine
 from inference_session.dense_engine.vectors import VectorEngine
 from inference_session.device.base import Device
@@ -17,7 +17,6 @@ from inference_session.device.host import HOST
 from inference_session.errors import ConfigurationError, ModelFormatError
 
 if TYPE_CHECKING:
-    from inference_session.dense_engine.joined_inputs import JoinedNetwork
     from inference_session.device.cuda import CudaDevice
 
 __all__ = ["DenseEngine", "OnnxEngine", "VectorEngine", "check_precision", "create_engine"]
@@ -49,7 +48,7 @@ def create_engine(
     config: SessionConfig,
     device: Device,
     vectors: Collection[str] = (),
-    joinable: JoinableInputs | None = None,
+    operands: ConcatOperands | None = None,
 ) -> DenseEngine:
     """The engine of an ONNX file, on the device; raises what the engines and `in_float16` do.
 
@@ -58,20 +57,18 @@ def create_engine(
         config: the settings.
         device: where it computes.
         vectors: inputs that look-ups write; the engine may take them in float16 (DenseEngine.narrow_inputs).
-        joinable: inputs that it may take as columns of one matrix (DenseEngine.joined_inputs); None: it has none.
+        operands: inputs that it may take as columns of one matrix (DenseEngine.concat_inputs); None: it has none.
     """
-    network = None if joinable is None else _read_joined(path, joinable)
+    network = None
+    if operands is not None:
+        # Imported where needed: ONNX takes a while to load.
+        from inference_session.dense_engine.concat_inputs import read_with_concat_inputs
+
+        network = read_with_concat_inputs(path, operands)
     if network is None:
         return _create(path, None, config, device, vectors)
-    written = {*vectors, *(joined.name for joined in network.joined_inputs)}
-    return JoiningEngine(_create(path, network.content, config, device, written), network.joined_inputs, device)
-
-
-def _read_joined(path: Path, joinable: JoinableInputs) -> JoinedNetwork | None:
-    # Imported where needed: ONNX takes a while to load.
-    from inference_session.dense_engine.joined_inputs import read_joined
-
-    return read_joined(path, joinable)
+    written = {*vectors, *(concat.name for concat in network.concat_inputs)}
+    return ConcatEngine(_create(path, network.content, config, device, written), network.concat_inputs, device)
 
 
 def _create(

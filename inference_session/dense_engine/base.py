@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class JoinableInputs(NamedTuple):
+class ConcatOperands(NamedTuple):
     """Inputs of a network, float32 with `width` elements for each sample, that may become columns of one input."""
 
     vectors: Mapping[str, int | None]
@@ -21,13 +21,13 @@ class JoinableInputs(NamedTuple):
 
 
 class GivenColumns(NamedTuple):
-    """An input of requests, float32 with `width` elements for each sample, that is some columns of a joined input."""
+    """An input of requests, float32 with `width` elements for each sample, that is some columns of a concat input."""
 
     name: str
     width: int
 
 
-class JoinedInput(NamedTuple):
+class ConcatInput(NamedTuple):
     """An input of the network, float32 [samples, width], that look-ups and requests fill together.
 
     The vectors of look-ups come first, then what requests give, then zeros.
@@ -77,7 +77,7 @@ class DenseEngine(ABC):
     """Inputs that it takes in float16."""
     input_types: Mapping[str, str] = MappingProxyType({})
     """The types of inputs that it checks, as NumPy calls them."""
-    joined_inputs: tuple[JoinedInput, ...] = ()
+    concat_inputs: tuple[ConcatInput, ...] = ()
     """Inputs of which look-ups fill some columns only. `run` and `bind` fill the others, from the given inputs, which
     are among `input_names`.
     """

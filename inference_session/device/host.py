@@ -55,7 +55,7 @@ class HostDevice(Device):
 
     def stage_keys(self, parts: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
         """See Device."""
-        return joined_keys(parts)
+        return concatenated_keys(parts)
 
     def output(self, array: NDArray[np.float32]) -> NDArray[np.float32]:
         """See Device."""
@@ -123,7 +123,7 @@ class Readers:
         self.writer_waits = False
 
 
-def joined_keys(parts: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
+def concatenated_keys(parts: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
     """All keys concatenated as int64, in one pass; a single array that already fits is not copied."""
     if len(parts) == 1:
         return np.ascontiguousarray(parts[0], np.int64)

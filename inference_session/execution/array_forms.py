@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.dense_engine.base import DenseEngine, JoinedInput
+from inference_session.dense_engine.base import ConcatInput, DenseEngine
 from inference_session.execution.lookups import ModelLookups, VectorInput
 from inference_session.execution.network import Network
 from inference_session.kernels.array_headers import dtype_addresses
@@ -84,7 +84,7 @@ class TensorForm:
         self.inputs[: len(given)] = given
         self.inputs["makes_keys"] = [name in makes_keys for name in self.names]
         self.inputs["vector_input"][len(given) :] = -1
-        _place_given(self.inputs, self.names, lookups.vector_inputs, network.dense.joined_inputs)
+        _place_given(self.inputs, self.names, lookups.vector_inputs, network.dense.concat_inputs)
         self.lookups = _lookup_records(spec, lookups, self.names)
         self.ranks = bool(spec.context)
         self.num_open_sizes = 1 + int((self.inputs["expected"] == OPEN).sum()) + self.ranks
@@ -289,11 +289,11 @@ def _place_given(
     records: NDArray[np.void],
     names: Sequence[str],
     vector_inputs: Sequence[VectorInput],
-    joined: Collection[JoinedInput],
+    concat_inputs: Collection[ConcatInput],
 ) -> None:
-    """Enter in INPUT records which of them are columns of joined inputs."""
+    """Enter in INPUT records which of them are columns of concat inputs."""
     numbers = {each.dense_input: number for number, each in enumerate(vector_inputs)}
-    for each in joined:
+    for each in concat_inputs:
         column = each.first_given
         for given in each.given:
             record = records[names.index(given.name)]
@@ -319,5 +319,5 @@ def _plain_lookup_records(spec: ModelSpec, lookups: ModelLookups) -> NDArray[np.
     for record, lookup, number in zip(records, spec.lookups, lookups.vector_input_of, strict=True):
         record["table"], record["pooling"] = tables[lookup.table], PoolingCode[lookup.pooling.upper()]
         record["embedding_dim"] = spec.tables[record["table"]].embedding_dim
-        record["vector_input"], record["joined"] = number, lookups.vector_inputs[number].joined
+        record["vector_input"], record["in_matrix"] = number, lookups.vector_inputs[number].is_matrix
     return records

@@ -211,7 +211,7 @@ class HostStaging:
 
     def _vectors_shape(self, vector_input: VectorInput, shapes: Shapes) -> tuple[int, ...]:
         first = self._spec.lookups[vector_input.members[0]]
-        if vector_input.joined:
+        if vector_input.is_matrix:
             record = self._vector_records[self._vector_inputs.index(vector_input)]
             num_rows = self._open_sizes[-1 if record["is_contexts"] else 0]
             return int(num_rows), int(record["row_bytes"]) // _FLOAT_BYTES
@@ -228,8 +228,8 @@ def stage_on_host(spec: ModelSpec, layout: RequestLayout, network: Network) -> S
     if not can_read_arrays() or not has_form(spec, layout, network):
         return None
     compile_kernels(spec, network)
-    joined_inputs = network.dense.joined_inputs
-    lookups = ModelLookups(spec, by_column=False, keys_follow_inputs=True, joined_inputs=joined_inputs)
+    concat_inputs = network.dense.concat_inputs
+    lookups = ModelLookups(spec, by_column=False, keys_follow_inputs=True, concat_inputs=concat_inputs)
 
     def new() -> HostStaging:
         return HostStaging(spec, lookups, network, layout.outputs, create_form(spec, layout, lookups, network))
@@ -240,9 +240,9 @@ def stage_on_host(spec: ModelSpec, layout: RequestLayout, network: Network) -> S
 def _vector_records(vector_inputs: Sequence[VectorInput]) -> NDArray[np.void]:
     records = np.zeros(len(vector_inputs), VECTOR_INPUT)
     for record, vector_input in zip(records, vector_inputs, strict=True):
-        if (joined := vector_input.joined_input) is not None:
-            record["vector_bytes"] = _FLOAT_BYTES * joined.first_given
-            record["given_bytes"] = _FLOAT_BYTES * (joined.width - joined.first_given)
+        if (concat := vector_input.concat_input) is not None:
+            record["vector_bytes"] = _FLOAT_BYTES * concat.first_given
+            record["given_bytes"] = _FLOAT_BYTES * (concat.width - concat.first_given)
     return records
 
 

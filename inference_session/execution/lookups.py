@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.dense_engine.base import JoinedInput
+from inference_session.dense_engine.base import ConcatInput
 from inference_session.errors import InvalidRequestError
 from inference_session.kernels.records import SEGMENT, PoolingCode, VectorCode
 from inference_session.model_spec import LookupSpec, ModelSpec
@@ -25,23 +25,23 @@ class VectorInput:
 
     dense_input: str
     members: tuple[int, ...]
-    joined: bool
+    is_matrix: bool
     """Whether the vectors of its look-ups are side by side in a matrix (LookupSpec.joined)."""
     dtype: np.dtype[Any]
     """The type of the vectors: float32, or float16."""
-    joined_input: JoinedInput | None
+    concat_input: ConcatInput | None
     """What it is where requests fill some of its columns; None: look-ups fill all of it."""
 
     def width(self, num_columns: int) -> int:
         """Columns of the matrix with so many for vectors; InvalidRequestError where the network reads others."""
-        if self.joined_input is None:
+        if self.concat_input is None:
             return num_columns
-        if num_columns != self.joined_input.first_given:
+        if num_columns != self.concat_input.first_given:
             raise InvalidRequestError(
-                f"the network cannot compute these values: vectors for {', '.join(self.joined_input.vectors)} have"
-                f" {num_columns} elements for each sample, expected {self.joined_input.first_given}"
+                f"the network cannot compute these values: vectors for {', '.join(self.concat_input.vectors)} have"
+                f" {num_columns} elements for each sample, expected {self.concat_input.first_given}"
             )
-        return self.joined_input.width
+        return self.concat_input.width
 
 
 class PooledApart(NamedTuple):
@@ -93,7 +93,7 @@ class ModelLookups:
         by_column: bool,
         keys_follow_inputs: bool,
         narrow_inputs: Collection[str] = (),
-        joined_inputs: Collection[JoinedInput] = (),
+        concat_inputs: Collection[ConcatInput] = (),
     ) -> None:
         """Describe what follows from the model alone.
 
@@ -102,7 +102,7 @@ class ModelLookups:
             by_column: whether matrices of keys are staged column by column (Device.reads_by_column).
             keys_follow_inputs: whether a look-up's keys are an input of the model (RequestLayout.keys_follow_inputs).
             narrow_inputs: inputs of the dense network that it takes in float16 (DenseEngine.narrow_inputs).
-            joined_inputs: those that look-ups fill together with inputs of requests (DenseEngine.joined_inputs).
+            concat_inputs: those that look-ups fill together with inputs of requests (DenseEngine.concat_inputs).
         """
         self.lookups = spec.lookups
         self._by_column = by_column
@@ -110,7 +110,7 @@ class ModelLookups:
         position = {table.folder: i for i, table in enumerate(spec.tables)}
         self._table_positions = [position[lookup.table] for lookup in spec.lookups]
         self._table_specs = [spec.tables[i] for i in self._table_positions]
-        self.vector_inputs = _vector_inputs(spec.lookups, narrow_inputs, joined_inputs)
+        self.vector_inputs = _vector_inputs(spec.lookups, narrow_inputs, concat_inputs)
         self.vector_input_of = np.empty(len(spec.lookups), np.intp)
         """For each look-up, the number of its vector input."""
         for number, vector_input in enumerate(self.vector_inputs):
@@ -154,8 +154,8 @@ class ModelLookups:
         segments["pooling"] = [PoolingCode[lookup.pooling.upper()] for lookup in self.lookups]
         segments["key_bytes"] = segments["key_stride"] = _KEY_BYTES
         described = [
-            self._describe_joined(each, segments, keys)
-            if each.joined
+            self._describe_matrix(each, segments, keys)
+            if each.is_matrix
             else (self._describe_alone(each, segments, keys), [])
             for each in self.vector_inputs
         ]
@@ -170,7 +170,7 @@ class ModelLookups:
     def _is_bare(self, vector_input: VectorInput, batch: JoinedBatch) -> bool:
         """Whether its keys have no first dimension."""
         first = vector_input.members[0]
-        return not vector_input.joined and _is_bare(batch.parts(self.key_names[first])[0], self.lookups[first])
+        return not vector_input.is_matrix and _is_bare(batch.parts(self.key_names[first])[0], self.lookups[first])
 
     def _shape(self, i: int, batch: JoinedBatch) -> tuple[int, ...]:
         return _shape(batch.parts(self.key_names[i]), self.lookups[i])
@@ -184,7 +184,7 @@ class ModelLookups:
         segments["key_stride"][members.lookups] = key_stride
         segments["keys_address"][members.lookups] = members.columns * key_stride
 
-    def _describe_joined(
+    def _describe_matrix(
         self, vector_input: VectorInput, segments: NDArray[np.void], keys: Sequence[tuple[int, ...]]
     ) -> tuple[tuple[int, ...], list[PooledApart]]:
         """Put the vectors of its look-ups side by side in one matrix; returns its shape, and what is copied there."""
@@ -240,13 +240,13 @@ class ModelLookups:
 
 
 def _vector_inputs(
-    lookups: Sequence[LookupSpec], narrow_inputs: Collection[str], joined_inputs: Collection[JoinedInput]
+    lookups: Sequence[LookupSpec], narrow_inputs: Collection[str], concat_inputs: Collection[ConcatInput]
 ) -> tuple[VectorInput, ...]:
     members: dict[str, list[int]] = {}
     for i, lookup in enumerate(lookups):
         members.setdefault(lookup.dense_input, []).append(i)
     dtypes = {name: np.dtype(np.float16 if name in narrow_inputs else np.float32) for name in members}
-    found = {each.name: each for each in joined_inputs}
+    found = {each.name: each for each in concat_inputs}
     return tuple(
         VectorInput(name, tuple(m), lookups[m[0]].joined, dtypes[name], found.get(name)) for name, m in members.items()
     )

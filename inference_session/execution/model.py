@@ -1,4 +1,4 @@
-"""A model version on the devices of a session: its networks and rows are opened, and joined to replicas."""
+"""A model version on the devices of a session: its networks and rows are opened, and put together as replicas."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine
 from inference_session.device.base import Device
 from inference_session.device.host import HOST
 from inference_session.errors import ConfigurationError
+from inference_session.execution.concat_inputs import concat_operands, with_concat_inputs
 from inference_session.execution.host_staging import stage_on_host
-from inference_session.execution.joined_lookups import joinable_inputs, with_joined_inputs
 from inference_session.execution.network import Network, check_network, check_outputs
 from inference_session.execution.ranking_staging import stage_ranking
 from inference_session.execution.replicas import DeviceThread, Replica, Replicas
@@ -47,7 +47,7 @@ class _NetworkFiles(NamedTuple):
 
     def spec_for(self, engine: DenseEngine) -> ModelSpec:
         """The same with look-ups as the engine takes their vectors."""
-        return with_joined_inputs(self.spec, engine.joined_inputs)
+        return with_concat_inputs(self.spec, engine.concat_inputs)
 
 
 class Model(NamedTuple):
@@ -136,8 +136,8 @@ def _create_engine(path: Path, spec: ModelSpec, config: SessionConfig, thread: D
 def _create_engine_on(device: Device, path: Path, spec: ModelSpec, config: SessionConfig) -> DenseEngine:
     vectors = {lookup.dense_input for lookup in spec.lookups}
     # Rows of a context are fewer than those of candidates: they do not stand next to each other.
-    joinable = joinable_inputs(spec, on_gpu=device is not HOST) if path.name == DENSE_FILE else None
-    return create_engine(path, config, device, vectors, joinable)
+    operands = concat_operands(spec, on_gpu=device is not HOST) if path.name == DENSE_FILE else None
+    return create_engine(path, config, device, vectors, operands)
 
 
 def _stage(config: SessionConfig, layout: RequestLayout, network: Network, ranking: Network) -> StagingPool | None:

@@ -53,7 +53,7 @@ class Network:
             by_column=rows.device.reads_by_column,
             keys_follow_inputs=keys_follow_inputs,
             narrow_inputs=dense.narrow_inputs,
-            joined_inputs=dense.joined_inputs,
+            concat_inputs=dense.concat_inputs,
         )
         self._plans = ExecutionPlans(lookups, rows, dense, self.key_names)
 

@@ -170,7 +170,7 @@ class PendingTouches:
         return touches
 
 
-def joined(promotions: Sequence[Promotion]) -> list[Promotion]:
+def merged(promotions: Sequence[Promotion]) -> list[Promotion]:
     """The same rows, merged where they go to the same place: a call of a store costs as much as a hundred rows."""
     ways: defaultdict[tuple[Tier, tuple[Tier, ...], str], list[Promotion]] = defaultdict(list)
     for part in promotions:

@@ -28,7 +28,7 @@ from inference_session.parameter_server.promotions import (
     Promotion,
     Touch,
     UnverifiedPromotion,
-    joined,
+    merged,
 )
 from inference_session.parameter_server.tier import Tier
 from inference_session.parameter_server.write_log import TierWrites
@@ -123,7 +123,7 @@ class Upkeep:
         if not promotions:
             return
         with self._writes.lock:
-            current = joined([part for part in map(self._not_written_since, promotions) if len(part.keys)])
+            current = merged([part for part in map(self._not_written_since, promotions) if len(part.keys)])
             inserted = [(tier, part) for part in current for tier in part.tiers if self._insert_into(tier, part)]
             moment = self._writes.own.moment
         self.promotions.keep(

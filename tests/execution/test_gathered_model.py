@@ -11,9 +11,9 @@ import pytest
 from numpy.typing import NDArray
 
 from inference_session.dense_engine import DenseEngine, OnnxEngine
-from inference_session.dense_engine.joining import JoiningEngine
+from inference_session.dense_engine.concat_engine import ConcatEngine
+from inference_session.execution.concat_inputs import with_concat_inputs
 from inference_session.execution.gathered_model import GatheredModel, gather_model
-from inference_session.execution.joined_lookups import with_joined_inputs
 from inference_session.execution.network import Network
 from inference_session.importers.hugectr.importer import import_hugectr
 from inference_session.kernels.cpu.gathering import COPY, FROM_UINT32, SAME, gather
@@ -33,7 +33,7 @@ from inference_session.requests.ranking_layout import RankingLayout
 from inference_session.rows.files import FileRows
 from inference_session.tables.table_file import TableFile, write_table
 from inference_session.version_directory.version import VersionDirectory
-from tests.testing.hugectr_source import JOINED, Source, joined_parts
+from tests.testing.hugectr_source import CONCAT, Source, concat_parts
 from tests.testing.launched_tables import CopyingDevice, Echo, LaunchedTables
 from tests.testing.onnx_models import model_of
 
@@ -52,9 +52,9 @@ class Model:
         *,
         joined: bool = False,
     ) -> None:
-        """`joined`: whether the network reads Source's joined input."""
+        """`joined`: whether the network reads Source's concat input."""
         self.rows = FileRows(files, LaunchedTables(files, num_threads=1))
-        names = {JOINED.name} if joined else {*given, *(lookup.dense_input for lookup in spec.lookups)}
+        names = {CONCAT.name} if joined else {*given, *(lookup.dense_input for lookup in spec.lookups)}
         self.outputs = tuple(sorted(names))
         kind = layout_of(spec)
         read = frozenset(given) | (keys.input_names if keys else set())
@@ -62,8 +62,8 @@ class Model:
         outputs = Outputs(replace(spec, outputs=(*spec.outputs, *computed)))
         self.layout = kind(spec, outputs, network_inputs=read, max_elements=1 << 20)
         echo = Echo(names, () if joined else given)
-        dense: DenseEngine = JoiningEngine(echo, (JOINED,), CopyingDevice()) if joined else echo
-        own = with_joined_inputs(spec, dense.joined_inputs)
+        dense: DenseEngine = ConcatEngine(echo, (CONCAT,), CopyingDevice()) if joined else echo
+        own = with_concat_inputs(spec, dense.concat_inputs)
         self.network = Network(own, self.rows, dense, keys, keys_follow_inputs=kind.keys_follow_inputs)
         gathered = gather_model(own, self.layout, self.network)
         assert gathered is not None
@@ -84,7 +84,7 @@ class Model:
             return None
         batch.look_up()
         found = dict(zip(self.outputs, batch.run.run(), strict=True))
-        return joined_parts(found[JOINED.name]) if JOINED.name in found else found
+        return concat_parts(found[CONCAT.name]) if CONCAT.name in found else found
 
 
 DENSE_INPUT = TensorSpec("dense", "float32", (-1, 2))
@@ -330,7 +330,7 @@ def test_other_arrays_are_left_to_the_other_way(native: Model, changed: dict[str
 
 @pytest.fixture(scope="module", params=[("int64", False), ("uint32", False), ("int64", True)], ids=str)
 def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Source]:
-    """A model of HugeCTR's with two tables of 2 and 3 slots; its network reads a joined input or not."""
+    """A model of HugeCTR's with two tables of 2 and 3 slots; its network reads a concat input or not."""
     key_type, joined = request.param
     source = Source(tmp_path_factory.mktemp("packed") / "source", (400, 500))
     source.settings["supportlonglong"] = key_type == "int64"

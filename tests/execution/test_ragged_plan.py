@@ -14,10 +14,10 @@ import pytest
 from numpy.typing import NDArray
 
 from inference_session.dense_engine.base import BoundRun
-from inference_session.dense_engine.joining import JoiningEngine
+from inference_session.dense_engine.concat_engine import ConcatEngine
 from inference_session.device.arena import Arena
 from inference_session.device.host import HostDevice
-from inference_session.execution.joined_lookups import with_joined_inputs
+from inference_session.execution.concat_inputs import with_concat_inputs
 from inference_session.execution.network import Network
 from inference_session.execution.plan import FreshPlan, RaggedPlan, RecordedPlan
 from inference_session.importers.hugectr.importer import import_hugectr
@@ -26,7 +26,7 @@ from inference_session.requests.layouts import layout_of
 from inference_session.requests.outputs import Outputs
 from inference_session.rows.files import FileRows
 from inference_session.version_directory.version import VersionDirectory
-from tests.testing.hugectr_source import JOINED, Source, joined_parts
+from tests.testing.hugectr_source import CONCAT, Source, concat_parts
 from tests.testing.launched_tables import CopiedColumns, Echo, LaunchedTables
 
 Inputs = dict[str, NDArray[Any]]
@@ -92,20 +92,20 @@ class Model:
     """A model of HugeCTR's on such a device; its network answers what it reads."""
 
     def __init__(self, source: Source, *, joined: bool) -> None:
-        """`joined`: whether it reads a joined input."""
+        """`joined`: whether it reads a concat input."""
         (report,) = import_hugectr(source.ps_json(), source.folder / "repository")
         version = VersionDirectory.read(report.version_dir)
         spec, files = version.spec, version.open_tables()
         tables = LaunchedTables(files, num_threads=1)
         tables.device = RepeatingDevice()
         self.rows = FileRows(files, tables)
-        names = {JOINED.name} if joined else {"dense", *(lookup.dense_input for lookup in spec.lookups)}
+        names = {CONCAT.name} if joined else {"dense", *(lookup.dense_input for lookup in spec.lookups)}
         self.echo = PlacedEcho(names, () if joined else ("dense",))
         self.echo.device = tables.device
-        dense = JoiningEngine(self.echo, (JOINED,), tables.device) if joined else self.echo
+        dense = ConcatEngine(self.echo, (CONCAT,), tables.device) if joined else self.echo
         kind = layout_of(spec)
         self.layout = kind(spec, Outputs(spec), network_inputs=frozenset({"dense"}), max_elements=1 << 20)
-        own = with_joined_inputs(spec, dense.joined_inputs)
+        own = with_concat_inputs(spec, dense.concat_inputs)
         self.network = Network(own, self.rows, dense, None, keys_follow_inputs=kind.keys_follow_inputs)
         self.outputs = tuple(sorted(names))
 
@@ -117,8 +117,8 @@ class Model:
             lookup = plan.fill(batch)
             self.rows.look_up(lookup)
             found = plan.run_network(batch)
-            if JOINED.name in found:
-                found = joined_parts(found[JOINED.name])
+            if CONCAT.name in found:
+                found = concat_parts(found[CONCAT.name])
             return type(plan), found, plan.num_unknown(lookup).tolist()
 
 

@@ -11,7 +11,7 @@ from inference_session.parameter_server.promotions import (
     Promotion,
     Touch,
     UnverifiedPromotion,
-    joined,
+    merged,
 )
 from inference_session.parameter_server.tier import Tier
 from tests.testing.memory_store import MemoryStore
@@ -83,7 +83,7 @@ def test_rows_that_go_the_same_way_go_together(tiers: tuple[Tier, Tier]) -> None
     """And those of another table or to other tiers apart."""
     parts = [promotion(tiers, 2), promotion(tiers, 3, 2), promotion(tiers, 1)._replace(table="u")]
 
-    first, second = joined(parts)
+    first, second = merged(parts)
     assert (first.table, first.keys.tolist(), second.table) == ("t", [0, 1, 2, 3, 4], "u")
     np.testing.assert_array_equal(first.vectors[:, 0], first.keys)
 

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.dense_engine.base import GivenColumns, JoinedInput
+from inference_session.dense_engine.base import ConcatInput, GivenColumns
 from inference_session.device.host import adjacent_columns
 from tests.testing.hugectr_graphs import GraphMaker
 
 Requests = dict[str, dict[str, NDArray[Any]]]
-JOINED = JoinedInput("joined", ("wide", "deep"), 14, (GivenColumns("dense", 2),), 32)
+CONCAT = ConcatInput("joined", ("wide", "deep"), 14, (GivenColumns("dense", 2),), 32)
 """What the network of Source's model may read as one input."""
 
 
-def joined_parts(matrix: NDArray[np.float32]) -> dict[str, NDArray[np.float32]]:
+def concat_parts(matrix: NDArray[np.float32]) -> dict[str, NDArray[np.float32]]:
     """What is in that input, by the names of the original network."""
     *parts, zeros = adjacent_columns(matrix, (2, 12, 2))
     assert not zeros.any()

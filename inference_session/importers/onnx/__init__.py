@@ -5,7 +5,7 @@ graph                         queries of graphs; `Builder` writes new nodes
 canonical, bag_loops          one form for the many forms that exporters write
 tables                        which initializers are only read by rows
 hoisting                      row reads out of Loop, Scan and If
-lookups, pooling, bags, joining, columns    row reads become look-ups
+lookups, pooling, bags, matrices, columns   row reads become look-ups
 carve                         the dense network and the network that computes keys
 empty_lists                   operators that crash ONNX Runtime where a list is empty
 probe, replay                 the original is run, and compared with the result

@@ -14,8 +14,8 @@ from inference_session.importers.onnx.columns import read_columns
 from inference_session.importers.onnx.empty_lists import correct_empty_sums
 from inference_session.importers.onnx.graph import reads, sink_constants
 from inference_session.importers.onnx.hoisting import Hoister
-from inference_session.importers.onnx.joining import join_lookups, vectors_per_sample
 from inference_session.importers.onnx.lookups import Lookup, Surgery, skip_same_casts, take_lookups
+from inference_session.importers.onnx.matrices import share_matrices, vectors_per_sample
 from inference_session.importers.onnx.negative_keys import read_negative_keys
 from inference_session.importers.onnx.pooling import pool_lookups
 from inference_session.importers.onnx.stacking import stack_columns
@@ -98,7 +98,7 @@ def carve_tables(
     if merge:
         pool_bags(surgery, lookups)
         pool_lookups(surgery, lookups)
-        lookups = join_lookups(surgery, lookups)
+        lookups = share_matrices(surgery, lookups)
         read_columns(surgery, lookups)
     read = {lookup.table for lookup in lookups}
     unread = dict.fromkeys(set(tables) - read, CONSTANT_KEYS_ONLY)

@@ -67,7 +67,7 @@ LOOKUP = np.dtype(
         ("first_column", np.int64),  # of the input, -1: all of it is keys
         ("num_columns", np.int64),
         ("vector_input", np.int64),  # number of its record
-        ("joined", np.int64),  # next to others in it
+        ("in_matrix", np.int64),  # next to others in it
         ("rows_per_sample", np.int64),  # this field, and those behind it, are worked out for each batch
         ("keys_per_row", np.int64),
         ("column_bytes", np.int64),  # distance from the beginning of the row
@@ -287,7 +287,7 @@ def _lay_out_lookup(lookup: Any, keys: Any) -> None:
     lookup.is_contexts = keys.is_contexts
     if lookup.first_column >= 0:
         lookup.rows_per_sample, lookup.keys_per_row = 1, lookup.num_columns
-    elif lookup.joined:
+    elif lookup.in_matrix:
         lookup.rows_per_sample, lookup.keys_per_row = 1, inner * last
     elif lookup.pooling == _NONE:
         lookup.rows_per_sample, lookup.keys_per_row = inner * last, 1
@@ -309,9 +309,9 @@ def _copy_other_inputs(arrays: int, num_requests: int, inputs: Any, vector_input
     """Put what the network reads next to vectors, or behind each other unless the key graph reads it there."""
     for i in range(len(inputs)):
         if inputs[i].vector_input >= 0:
-            joined = vector_inputs[inputs[i].vector_input]
-            target = joined.address + inputs[i].column_bytes
-            _copy_input(arrays, num_requests, inputs, i, counts, target, joined.row_bytes)
+            matrix = vector_inputs[inputs[i].vector_input]
+            target = matrix.address + inputs[i].column_bytes
+            _copy_input(arrays, num_requests, inputs, i, counts, target, matrix.row_bytes)
         elif inputs[i].is_read and inputs[i].makes_keys == 0:
             _copy_input(arrays, num_requests, inputs, i, counts, inputs[i].address, _row_bytes(inputs[i]))
 
@@ -388,7 +388,7 @@ def _enter_keys(segment: Any, lookup: Any, request: int, num_arrays: int, tensor
     if keys.expected[keys.rank - 1] == DIFFERING:
         array = load(request, np.int64, lookup.keys)
         last = load(load(array + SIZES, np.int64, 0), np.int64, keys.rank - 1)
-        segment.keys_per_row = _inner(keys) * last if lookup.joined else last
+        segment.keys_per_row = _inner(keys) * last if lookup.in_matrix else last
     segment.row_stride = segment.keys_per_row * keys.element_bytes
     if lookup.first_column >= 0:
         segment.keys_address += lookup.first_column * keys.element_bytes

@@ -1,4 +1,4 @@
-"""HugeCTR's requests to a network with joined inputs: the same answers. GPUs have them; here, the processor as well."""
+"""HugeCTR's requests to a network with concat inputs: the same answers. GPUs have them; here, the processor as well."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from inference_session import InferenceSession, Request
-from inference_session.dense_engine.joined_inputs import read_joined
+from inference_session.dense_engine.concat_inputs import read_with_concat_inputs
 from inference_session.errors import InvalidRequestError
-from inference_session.execution.joined_lookups import joinable_inputs
+from inference_session.execution.concat_inputs import concat_operands
 from inference_session.importers.hugectr.importer import import_hugectr
 from inference_session.model_spec import DENSE_FILE
 from inference_session.version_directory.version import VersionDirectory
@@ -23,16 +23,16 @@ from tests.testing.hugectr_source import Source, requests_of
 
 @pytest.fixture
 def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sessions join inputs as on a GPU, and take the full path: the fast path of the processor has none of them."""
+    """Sessions have concat inputs as on a GPU, and take the full path: the processor's fast path has none."""
     monkeypatch.setattr(
-        "inference_session.execution.model.joinable_inputs", lambda spec, **_: joinable_inputs(spec, on_gpu=True)
+        "inference_session.execution.model.concat_operands", lambda spec, **_: concat_operands(spec, on_gpu=True)
     )
     monkeypatch.setattr("inference_session.execution.model.stage_on_host", lambda *_: None)
 
 
 def num_joined(session: InferenceSession) -> int:
-    """Inputs of the network that are joined inputs."""
-    return len(session._model.replicas.all[0].network.dense.joined_inputs)  # nothing else tells
+    """Inputs of the network that are concat inputs."""
+    return len(session._model.replicas.all[0].network.dense.concat_inputs)  # nothing else tells
 
 
 @pytest.fixture(params=[("sum", 1), ("mean", 2)], ids=["sum", "mean"])
@@ -88,7 +88,7 @@ def test_a_wrong_request_spoils_no_other(version: Path, as_on_gpu: None) -> None
 def test_models_of_hugectr(
     write: Callable[[Path], None], expected: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Only part of the vectors are joined in one, none in the other, and on a processor none at all."""
+    """Only part of the vectors are in the concat input of one, none in the other, and on a processor none at all."""
     write(tmp_path)
     report = import_hugectr(tmp_path / "ps.json", tmp_path / "repository")[0]
     with InferenceSession.open(report.version_dir) as session:
@@ -121,6 +121,6 @@ def test_what_does_not_fit_the_network_is_not_joined(options: dict[str, object],
     wrong = replace(spec, layout_options={**spec.layout_options, **options})
     path = version / DENSE_FILE
     for each, is_joined in ((spec, True), (wrong, False)):
-        inputs = joinable_inputs(each, on_gpu=True)
-        assert (inputs is not None and read_joined(path, inputs) is not None) == is_joined
-    assert joinable_inputs(spec, on_gpu=False) is None
+        inputs = concat_operands(each, on_gpu=True)
+        assert (inputs is not None and read_with_concat_inputs(path, inputs) is not None) == is_joined
+    assert concat_operands(spec, on_gpu=False) is None

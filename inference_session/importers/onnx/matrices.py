@@ -22,38 +22,38 @@ from inference_session.importers.onnx.lookups import SHAPE_OPS, Lookup, Surgery,
 from inference_session.importers.onnx.types import Dims
 
 
-def join_lookups(surgery: Surgery, lookups: list[Lookup]) -> list[Lookup]:
+def share_matrices(surgery: Surgery, lookups: list[Lookup]) -> list[Lookup]:
     """Change the graph; returns the look-ups, those of one matrix adjacent and in its order."""
-    joined: list[Lookup] = []
+    shared: list[Lookup] = []
     counts = use_counts(surgery.graph)
     for concat in [node for node in surgery.graph.node if node.op_type == "Concat" and not node.domain]:
-        joined += _join_inputs(surgery, lookups, counts, concat)
+        shared += _share_among(surgery, lookups, counts, concat)
     skip_identities(surgery.graph)
-    _skip_flattening(surgery, joined)
-    return [*joined, *(lookup for lookup in lookups if lookup.matrix is None)]
+    _skip_flattening(surgery, shared)
+    return [*shared, *(lookup for lookup in lookups if lookup.matrix is None)]
 
 
-def _join_inputs(surgery: Surgery, lookups: list[Lookup], counts: dict[str, int], concat: NodeProto) -> list[Lookup]:
-    """Join the neighbours among one Concat's inputs; returns the look-ups that now share a matrix."""
+def _share_among(surgery: Surgery, lookups: list[Lookup], counts: dict[str, int], concat: NodeProto) -> list[Lookup]:
+    """Let the neighbours among one Concat's inputs share a matrix; returns the look-ups that now share a matrix."""
     members = [(name, _member(surgery, lookups, counts, concat, name)) for name in concat.input]
-    joined: list[Lookup] = []
+    shared: list[Lookup] = []
     inputs: list[str] = []
     builder = surgery.builder(concat.output[0])
     for _, block in groupby(members, key=lambda member: member[1] is not None):
         names, found = zip(*block, strict=True)
         run = [lookup for lookup in found if lookup is not None]
         if len(run) > 1:
-            inputs.append(_join(surgery, run, list(names), builder))
-            joined += run
+            inputs.append(_share(surgery, run, list(names), builder))
+            shared += run
         else:
             inputs += names
-    if joined:
+    if shared:
         if len(inputs) == 1:
             builder.add("Identity", inputs, concat.output[0])
         else:
             builder.add("Concat", inputs, concat.output[0], axis=attribute(concat, "axis", 0))
         replace_node(surgery.graph, concat, builder.nodes)
-    return joined
+    return shared
 
 
 def _member(
@@ -89,7 +89,7 @@ def vectors_per_sample(dims: Dims | None) -> int | None:
     return math.prod(sizes) if dims and len(sizes) == len(dims) - 1 else None
 
 
-def _join(surgery: Surgery, run: list[Lookup], inputs: list[str], builder: Builder) -> str:
+def _share(surgery: Surgery, run: list[Lookup], inputs: list[str], builder: Builder) -> str:
     """Let look-ups share a matrix; returns the value that stands for all of them in the Concat."""
     shapes = [
         lookup.dims if name == lookup.vectors else surgery.types.dims(name)
@@ -103,10 +103,10 @@ def _join(surgery: Surgery, run: list[Lookup], inputs: list[str], builder: Build
     return builder.add("Reshape", [matrix, builder.integers([-1, width, *rest])]) if rest else matrix
 
 
-def _skip_flattening(surgery: Surgery, joined: list[Lookup]) -> None:
+def _skip_flattening(surgery: Surgery, shared: list[Lookup]) -> None:
     """Let nodes that flatten the vectors of a sample read them as the matrix that they are."""
     widths: Counter[str] = Counter()
-    for lookup in joined:
+    for lookup in shared:
         widths[lookup.matrix or ""] += vectors_per_sample(lookup.dims) or 0
     known = constants(surgery.graph)
     for shaping in [node for node in surgery.graph.node if node.op_type == "Reshape" and node.input[0] in widths]:

@@ -1,4 +1,4 @@
-"""The inputs of a network that may be joined (DenseEngine.joined_inputs), and the look-ups that fill joined inputs."""
+"""The operands of Concat that DenseEngine.concat_inputs may replace, and the look-ups that fill what replaces them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Collection
 from dataclasses import replace
 from itertools import groupby
 
-from inference_session.dense_engine.base import JoinableInputs, JoinedInput
+from inference_session.dense_engine.base import ConcatInput, ConcatOperands
 from inference_session.model_spec import LookupSpec, ModelSpec
 
 
-def joinable_inputs(spec: ModelSpec, *, on_gpu: bool) -> JoinableInputs | None:
-    """The inputs of the model's network that may be joined, whose widths no request changes; None: there are none.
+def concat_operands(spec: ModelSpec, *, on_gpu: bool) -> ConcatOperands | None:
+    """Inputs of the model's network of which a concat input may be made: no request changes their widths. None: none.
 
     `on_gpu`: whether the network is on a GPU. On a processor, HugeCTR's requests gain too little by it.
     """
@@ -25,12 +25,12 @@ def joinable_inputs(spec: ModelSpec, *, on_gpu: bool) -> JoinableInputs | None:
     is_bitwise = spec.ranking is not None and spec.ranking.largest_input is not None
     has_layout = spec.has_own_inputs or (on_gpu and spec.takes_hugectr_requests)
     usable = spec.batched and has_layout and vectors and given and not is_bitwise
-    return JoinableInputs(vectors, given) if usable else None
+    return ConcatOperands(vectors, given) if usable else None
 
 
-def with_joined_inputs(spec: ModelSpec, joined: Collection[JoinedInput]) -> ModelSpec:
-    """The model whose look-ups fill joined inputs, in place of those that these replace."""
-    names = {vectors: each.name for each in joined for vectors in each.vectors}
+def with_concat_inputs(spec: ModelSpec, concat_inputs: Collection[ConcatInput]) -> ModelSpec:
+    """The model whose look-ups fill concat inputs, in place of those that these replace."""
+    names = {vectors: each.name for each in concat_inputs for vectors in each.vectors}
     lookups = tuple(
         replace(lookup, dense_input=names[lookup.dense_input], joined=True) if lookup.dense_input in names else lookup
         for lookup in spec.lookups

@@ -13,11 +13,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from inference_session.model_spec import DENSE_FILE, TABLES_FOLDER, LookupSpec, ModelSpec, TableSpec, TensorSpec
 from inference_session.version_directory import manifest
-from inference_session.version_directory.session_file import write_spec
 
 Arrays = dict[str, NDArray[Any]]
-JOINED_SEED = 22
-"""Of a model with most kinds of look-ups, two given inputs, one of single numbers, and two products: all is joined."""
+CONCAT_SEED = 22
+"""Of a model with most kinds of look-ups, two given inputs, one of single numbers, two products of a concat input."""
 ROWS = 40
 TABLES = (
     TableSpec("wide", "wide", ROWS, 16, keys="row_number", default_vector=2.0),
@@ -47,7 +46,7 @@ _SHAPES = {"several": (4, 8)}
 """Of a sample, where it is not the width."""
 
 
-class JoinedModel(NamedTuple):
+class ConcatModel(NamedTuple):
     """A version directory, and what its answers are made of."""
 
     directory: Path
@@ -95,7 +94,7 @@ class JoinedModel(NamedTuple):
         return found.mean(axis=1) if lookup.pooling == "mean" else found.sum(axis=1)
 
 
-def write(directory: Path, rng: np.random.Generator) -> JoinedModel:
+def write(directory: Path, rng: np.random.Generator) -> ConcatModel:
     """Write a random model of this family as a version directory."""
     tables = {table.folder: _write_table(directory / TABLES_FOLDER / table.folder, table, rng) for table in TABLES}
     vectors = rng.permutation([*LOOKUPS])[: rng.integers(1, len(LOOKUPS) + 1)].tolist()
@@ -116,12 +115,11 @@ def write(directory: Path, rng: np.random.Generator) -> JoinedModel:
         lookups=tuple(lookups),
     )
     onnx.save(network, directory / DENSE_FILE)
-    write_spec(spec, directory)
-    manifest.write_manifest(directory)
+    manifest.describe_version(spec, directory)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(network.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return JoinedModel(directory, spec, tables, session)
+    return ConcatModel(directory, spec, tables, session)
 
 
 def _write_table(folder: Path, table: TableSpec, rng: np.random.Generator) -> dict[int, NDArray[np.float32]]:
@@ -148,7 +146,7 @@ def _sizes(tensor: TensorSpec, length: int) -> list[int]:
 
 
 def _network(vectors: list[str], given: dict[str, int], rng: np.random.Generator) -> onnx.ModelProto:
-    """Concat, perhaps in another one, products of it, and often readers of operands that forbid a joined matrix."""
+    """Concat, perhaps in another one, products of it, and often readers of operands that forbid a concat input."""
     widths = {**{name: WIDTHS[name] for name in vectors}, **given}
     order = rng.permutation([*widths]).tolist()
     split = int(rng.integers(0, len(order) + 1))
@@ -181,7 +179,7 @@ def _network(vectors: list[str], given: dict[str, int], rng: np.random.Generator
         outputs["negative"] = sum(widths.values()) if also_read == "joined" else widths[also_read.removesuffix("_flat")]
     whole = helper.make_graph(
         nodes,
-        "joined_model",
+        "concat_model",
         [
             helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", *_shape(name, width)])
             for name, width in widths.items()

@@ -1,13 +1,13 @@
-"""Times networks that begin with a Concat of vectors and dense inputs, with joined inputs and with the Concat.
+"""Times networks that begin with a Concat of vectors and dense inputs, with concat inputs and with the Concat.
 
-    python benchmarks/joined_inputs.py                    nine rounds
-    python benchmarks/joined_inputs.py --quick            three rounds
-    python benchmarks/joined_inputs.py --device cuda:0    on a GPU
+    python benchmarks/concat_inputs.py                    nine rounds
+    python benchmarks/concat_inputs.py --quick            three rounds
+    python benchmarks/concat_inputs.py --device cuda:0    on a GPU
 
 26 tables of 20,000 rows, ids in separate inputs, 13 dense inputs. The same version is opened twice. In each round, both
 sessions answer the same batches by `InferenceSession.run_arrays`, one session after the other.
 
-A line shows, for requests x samples, the processor time of a call with joined inputs (on a GPU the time by the clock),
+A line shows, for requests x samples, the processor time of a call with concat inputs (on a GPU the time by the clock),
 and this time relative to that with the Concat: of the best rounds, and as median and range over the rounds.
 """
 
@@ -50,7 +50,7 @@ def main() -> None:
     num_rounds = 3 if options.quick else 9
     for dim, layers in NETWORKS:
         print(f"dim {dim}, layers of {', '.join(map(str, layers))}")
-        with tempfile.TemporaryDirectory(prefix="hotrow-joined-inputs-") as folder:
+        with tempfile.TemporaryDirectory(prefix="hotrow-concat-inputs-") as folder:
             measure_all(write(Path(folder), dim, layers), options.device, num_rounds)
 
 
@@ -73,22 +73,22 @@ def write(folder: Path, dim: int, layers: tuple[int, ...]) -> Path:
 def measure_all(version: Path, device: str, num_rounds: int) -> None:
     """Measure all cases of a model, and print them."""
     open_session = partial(InferenceSession.open, version, device=device, dense_threads=1)
-    with mock.patch("inference_session.execution.model.joinable_inputs", return_value=None):
+    with mock.patch("inference_session.execution.model.concat_operands", return_value=None):
         concatenating = open_session()
-    with concatenating, open_session() as joining:
+    with concatenating, open_session() as concat:
         for num_requests, num_samples in CASES if device == "cpu" else GPU_CASES:
             batches = random_batches(num_requests, num_samples)
-            for session in (joining, concatenating):
+            for session in (concat, concatenating):
                 record(session, batches[0], num_requests)
             clock = time.process_time if device == "cpu" else time.perf_counter
             rounds = [
-                (seconds(joining, batches, num_requests, clock), seconds(concatenating, batches, num_requests, clock))
+                (seconds(concat, batches, num_requests, clock), seconds(concatenating, batches, num_requests, clock))
                 for _ in range(num_rounds + 1)
             ][1:]
-            joined, others = map(np.array, zip(*rounds, strict=True))
-            ratios, best = joined / others, joined.min() / others.min()
+            own, others = map(np.array, zip(*rounds, strict=True))
+            ratios, best = own / others, own.min() / others.min()
             print(
-                f"{num_requests} x {num_samples:<5} {1e6 * joined.min():>7,.1f} µs   {best:.2f} /"
+                f"{num_requests} x {num_samples:<5} {1e6 * own.min():>7,.1f} µs   {best:.2f} /"
                 f" {np.median(ratios):.2f} ({ratios.min():.2f} to {ratios.max():.2f})",
                 flush=True,
             )

@@ -20,11 +20,11 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, sha
 from onnx.external_data_helper import uses_external_data
 from onnx.shape_inference import InferenceError
 
-from inference_session.dense_engine.base import GivenColumns, JoinableInputs, JoinedInput
+from inference_session.dense_engine.base import ConcatInput, ConcatOperands, GivenColumns
 from inference_session.dense_engine.parts import needed_nodes
 from inference_session.dense_engine.products import Product, Products
 
-_NAME = "hotrow_joined"
+_NAME = "hotrow_concat"
 _SHAPING = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
 """Operators that keep the order of elements."""
 _OPEN = -1
@@ -36,11 +36,11 @@ _MALFORMED = (IndexError, InferenceError, RecursionError, TypeError, ValueError)
 """Raised for networks that violate ONNX's specification: operators without operands, constants of too few bytes."""
 
 
-class JoinedNetwork(NamedTuple):
-    """A network with joined inputs."""
+class ConcatNetwork(NamedTuple):
+    """A network with concat inputs."""
 
     content: bytes
-    joined_inputs: tuple[JoinedInput, ...]
+    concat_inputs: tuple[ConcatInput, ...]
 
 
 class _Column(NamedTuple):
@@ -51,8 +51,8 @@ class _Column(NamedTuple):
     width: int
 
 
-def read_joined(path: Path, inputs: JoinableInputs) -> JoinedNetwork | None:
-    """The network of an ONNX file with joined inputs; None where it has none, or weights in other files."""
+def read_with_concat_inputs(path: Path, inputs: ConcatOperands) -> ConcatNetwork | None:
+    """The network of an ONNX file with concat inputs; None where it has none, or weights in other files."""
     try:
         model = onnx.load_model_from_string(path.read_bytes())
     except (OSError, DecodeError):  # the engine says why
@@ -60,17 +60,17 @@ def read_joined(path: Path, inputs: JoinableInputs) -> JoinedNetwork | None:
     if any(map(uses_external_data, model.graph.initializer)):
         return None
     try:
-        joined = join_inputs(model, inputs)
+        found = replace_concats(model, inputs)
     except _MALFORMED:  # the engine says what is wrong
         return None
-    return JoinedNetwork(model.SerializeToString(), joined) if joined else None
+    return ConcatNetwork(model.SerializeToString(), found) if found else None
 
 
-def join_inputs(model: ModelProto, inputs: JoinableInputs) -> tuple[JoinedInput, ...]:
-    """Rewrite a network in place; returns its joined inputs. Raises _MALFORMED."""
+def replace_concats(model: ModelProto, inputs: ConcatOperands) -> tuple[ConcatInput, ...]:
+    """Rewrite a network in place; returns its concat inputs. Raises _MALFORMED."""
     network = _Network(model, inputs)
-    joined = [network.join(node) for node in [*model.graph.node] if node.op_type == "Concat"]
-    found = tuple(each for each in joined if each is not None)
+    replaced = [network.replace(node) for node in [*model.graph.node] if node.op_type == "Concat"]
+    found = tuple(each for each in replaced if each is not None)
     if found:
         _drop_unread(model)
     return found
@@ -79,17 +79,17 @@ def join_inputs(model: ModelProto, inputs: JoinableInputs) -> tuple[JoinedInput,
 class _Network:
     """A network that is rewritten."""
 
-    def __init__(self, model: ModelProto, inputs: JoinableInputs) -> None:
+    def __init__(self, model: ModelProto, inputs: ConcatOperands) -> None:
         self._graph, self._inputs, self._products = model.graph, inputs, Products(model)
         widths = {**inputs.vectors, **inputs.given}
-        joinable = [tensor for tensor in model.graph.input if tensor.name in widths and _is_joinable(tensor)]
+        operands = [tensor for tensor in model.graph.input if tensor.name in widths and _is_usable(tensor)]
         self._tensors = {
-            tensor.name: tensor for tensor in joinable if widths[tensor.name] in (None, _declared_width(tensor))
+            tensor.name: tensor for tensor in operands if widths[tensor.name] in (None, _declared_width(tensor))
         }
         inferred = shape_inference.infer_shapes(model).graph
         self._sizes = {value.name: _sizes(value) for value in (*inferred.input, *inferred.value_info)}
 
-    def join(self, concat: NodeProto) -> JoinedInput | None:
+    def replace(self, concat: NodeProto) -> ConcatInput | None:
         """Replace the result of a Concat by an input; None where that cannot be done."""
         columns = self._columns(concat)
         products = self._products_of(concat.output[0])
@@ -98,7 +98,7 @@ class _Network:
         total = sum(column.width for column in columns.values())
         if not products or not vectors or not given or any(product.matrix.shape[0] != total for product in products):
             return None
-        joined = JoinedInput(
+        new = ConcatInput(
             self._products.new_name(_NAME),
             tuple(column.name for column in vectors),
             sum(column.width for column in vectors),
@@ -106,12 +106,12 @@ class _Network:
             -(-total // _WIDTH_STEP) * _WIDTH_STEP,
         )
         for product in products:
-            self._reorder(product, joined, [*vectors, *given])
-        self._replace_inputs(joined, columns)
-        return joined
+            self._reorder(product, new, [*vectors, *given])
+        self._replace_inputs(new, columns)
+        return new
 
     def _columns(self, concat: NodeProto) -> dict[str, _Column]:
-        """The operands of a Concat, by the inputs that they are; none unless all are such that may be joined, in the
+        """The operands of a Concat, by the inputs that they are; none unless all are in `inputs`, in the
         form of a matrix, and nothing else reads them.
         """
         columns: dict[str, _Column] = {}
@@ -153,17 +153,17 @@ class _Network:
         found = [product for product in products if product is not None and product.value == name]
         return found if len(found) == len(products) else []
 
-    def _reorder(self, product: Product, joined: JoinedInput, ordered: list[_Column]) -> None:
-        """Let a product read the joined input."""
-        matrix = np.zeros((joined.width, product.matrix.shape[1]), product.matrix.dtype)
+    def _reorder(self, product: Product, new: ConcatInput, ordered: list[_Column]) -> None:
+        """Let a product read the concat input."""
+        matrix = np.zeros((new.width, product.matrix.shape[1]), product.matrix.dtype)
         rows = [product.matrix[column.first : column.first + column.width] for column in ordered]
         matrix[: len(product.matrix)] = np.concatenate(rows)
         node = product.nodes[-1]
         settings = {item.name: helper.get_attribute_value(item) for item in node.attribute}
         stored = np.ascontiguousarray(matrix.T) if settings.get("transB", 0) else matrix
-        node.input[:2] = [joined.name, self._products.add_constant(f"{node.output[0]}/matrix", stored)]
+        node.input[:2] = [new.name, self._products.add_constant(f"{node.output[0]}/matrix", stored)]
 
-    def _replace_inputs(self, joined: JoinedInput, columns: Mapping[str, _Column]) -> None:
+    def _replace_inputs(self, new: ConcatInput, columns: Mapping[str, _Column]) -> None:
         """Its size of samples stands for those of all inputs that it replaces: engines tell shapes by their names."""
         firsts = [tensor.type.tensor_type.shape.dim[0] for name, tensor in self._tensors.items() if name in columns]
         symbols = {size.dim_param for size in firsts if size.dim_param}
@@ -173,12 +173,12 @@ class _Network:
                 if size.dim_param in symbols:
                     size.dim_param = symbol
         kept = [tensor for tensor in self._graph.input if tensor.name not in columns]
-        new = helper.make_tensor_value_info(joined.name, TensorProto.FLOAT, [symbol, joined.width])
+        info = helper.make_tensor_value_info(new.name, TensorProto.FLOAT, [symbol, new.width])
         del self._graph.input[:]
-        self._graph.input.extend([new, *kept])
+        self._graph.input.extend([info, *kept])
 
 
-def _is_joinable(tensor: ValueInfoProto) -> bool:
+def _is_usable(tensor: ValueInfoProto) -> bool:
     """Whether an input is float32 of any number of samples, and of as many elements for each."""
     first, *others = _sizes(tensor) or (0,)
     is_float = tensor.type.tensor_type.elem_type == TensorProto.FLOAT

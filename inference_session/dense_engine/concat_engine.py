@@ -1,4 +1,4 @@
-"""An engine whose network reads vectors and inputs of requests as one matrix (joined_inputs.py)."""
+"""An engine whose network reads vectors and inputs of requests as one matrix (concat_inputs.py)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.dense_engine.base import BoundRun, DenseEngine, GivenColumns, JoinedInput, PreparedRuns
+from inference_session.dense_engine.base import BoundRun, ConcatInput, DenseEngine, GivenColumns, PreparedRuns
 from inference_session.device.base import Columns, Device
 from inference_session.errors import InvalidRequestError
 
 
-class JoiningEngine(DenseEngine):
+class ConcatEngine(DenseEngine):
     """Puts given inputs next to the vectors that look-ups have written, and runs another engine on that."""
 
-    def __init__(self, engine: DenseEngine, joined_inputs: tuple[JoinedInput, ...], device: Device) -> None:
-        """`engine`: its network has the joined inputs; `device`: where they are."""
+    def __init__(self, engine: DenseEngine, concat_inputs: tuple[ConcatInput, ...], device: Device) -> None:
+        """`engine`: its network has the concat inputs; `device`: where they are."""
         self._engine, self._device = engine, device
-        self.joined_inputs = joined_inputs
-        self.input_names = engine.input_names | {given.name for each in joined_inputs for given in each.given}
+        self.concat_inputs = concat_inputs
+        self.input_names = engine.input_names | {given.name for each in concat_inputs for given in each.given}
         self.output_names, self.narrow_inputs = engine.output_names, engine.narrow_inputs
         self.input_types = engine.input_types
 
@@ -46,11 +46,11 @@ class JoiningEngine(DenseEngine):
         bound = self._engine.bind(self._own(inputs), outputs)
         if bound is None:
             return None
-        names = [given.name for each in self.joined_inputs for given in each.given]
+        names = [given.name for each in self.concat_inputs for given in each.given]
         arrays = [array for columns in filled for array in columns.arrays]
         bound.inputs = {**bound.inputs, **dict(zip(names, arrays, strict=True))}
         uploads = [columns.upload for columns in filled if columns.upload is not None]
-        return JoiningRun(bound, uploads) if uploads else bound
+        return ConcatRun(bound, uploads) if uploads else bound
 
     def end_warm_up(self) -> None:
         """See DenseEngine."""
@@ -66,19 +66,19 @@ class JoiningEngine(DenseEngine):
         return {name: inputs[name] for name in self._engine.input_names}
 
     def _fill(self, inputs: Mapping[str, Any]) -> list[Columns]:
-        """Fill the columns of all joined inputs, other than vectors."""
+        """Fill the columns of all concat inputs, other than vectors."""
         filled = []
-        for joined in self.joined_inputs:
-            matrix = inputs[joined.name]
-            arrays = [_as_columns(inputs[given.name], given, len(matrix)) for given in joined.given]
-            columns = self._device.columns(matrix, joined.first_given, [given.width for given in joined.given])
+        for concat in self.concat_inputs:
+            matrix = inputs[concat.name]
+            arrays = [_as_columns(inputs[given.name], given, len(matrix)) for given in concat.given]
+            columns = self._device.columns(matrix, concat.first_given, [given.width for given in concat.given])
             columns.fill(arrays)
             filled.append(columns)
         return filled
 
 
-class JoiningRun(BoundRun):
-    """A run of a network whose joined inputs are copied to the device before."""
+class ConcatRun(BoundRun):
+    """A run of a network whose concat inputs are copied to the device before."""
 
     def __init__(self, bound: BoundRun, uploads: Sequence[Callable[[], object]]) -> None:
         self.inputs, self._bound, self._uploads = bound.inputs, bound, uploads

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from inference_session import InferenceSession, Request
 from inference_session.dense_engine import OnnxEngine
-from inference_session.dense_engine.base import BoundRun, GivenColumns, JoinedInput
-from inference_session.dense_engine.joining import JoiningEngine
+from inference_session.dense_engine.base import BoundRun, ConcatInput, GivenColumns
+from inference_session.dense_engine.concat_engine import ConcatEngine
 from inference_session.device.host import HostDevice
 from inference_session.errors import InvalidRequestError
 from inference_session.execution.network import Network
 from inference_session.version_directory.manifest import write_manifest
-from tests.testing import joined_model
-from tests.testing.joined_model import Arrays, JoinedModel
+from tests.testing import concat_model
+from tests.testing.concat_model import Arrays, ConcatModel
 from tests.testing.launched_tables import CopyingDevice
 from tests.testing.onnx_models import assert_same, import_model, model_of, table
 
@@ -36,17 +36,17 @@ def assert_close(found: Arrays, expected: Arrays) -> None:
         np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-4)
 
 
-def joined_of(session: InferenceSession) -> tuple[JoinedInput, ...]:
-    """What its network has joined."""
+def concat_inputs_of(session: InferenceSession) -> tuple[ConcatInput, ...]:
+    """The concat inputs of its network."""
     network: Network = session._model.replicas.all[0].network  # nothing else tells
-    return network.dense.joined_inputs
+    return network.dense.concat_inputs
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_answers_are_those_of_the_original_network(seed: int, tmp_path: Path) -> None:
     """Operands in any order, nested or read elsewhere as well; single requests and several, of changing sizes."""
     rng = np.random.default_rng(seed)
-    model = joined_model.write(tmp_path / "1", rng)
+    model = concat_model.write(tmp_path / "1", rng)
     with InferenceSession.open(model.directory) as session:
         for sizes in SIZES:
             requests = [model.inputs(size, rng, length=int(rng.integers(1, 4))) for size in sizes]
@@ -56,7 +56,7 @@ def test_answers_are_those_of_the_original_network(seed: int, tmp_path: Path) ->
                 assert_close(found, model.expected(inputs))
 
 
-def spoil(inputs: Arrays, model: JoinedModel, rng: np.random.Generator) -> None:
+def spoil(inputs: Arrays, model: ConcatModel, rng: np.random.Generator) -> None:
     """Put a number that is not finite into one row."""
     names = [tensor.name for tensor in model.spec.inputs if tensor.name.startswith("dense")]
     array = inputs[rng.choice(names)]
@@ -71,15 +71,15 @@ def answers(session: InferenceSession, requests: Sequence[Arrays]) -> list[Any]:
 
 
 def test_most_networks_of_the_family_are_joined(tmp_path: Path) -> None:
-    """The tests test something: a joined input stands for all operands, and vectors come first."""
+    """The tests test something: a concat input stands for all operands, and vectors come first."""
     found: Counter[bool] = Counter()
     for seed in SEEDS:
-        model = joined_model.write(tmp_path / str(seed), np.random.default_rng(seed))
+        model = concat_model.write(tmp_path / str(seed), np.random.default_rng(seed))
         with InferenceSession.open(model.directory) as session:
-            joined = joined_of(session)
-        found[bool(joined)] += 1
-        for each in joined:
-            assert each.first_given == sum(joined_model.WIDTHS[name] for name in each.vectors)
+            concat_inputs = concat_inputs_of(session)
+        found[bool(concat_inputs)] += 1
+        for each in concat_inputs:
+            assert each.first_given == sum(concat_model.WIDTHS[name] for name in each.vectors)
             assert each.width % 16 == 0
             given = [tensor for tensor in model.spec.inputs if tensor.name.startswith("dense")]
             assert dict(each.given) == {tensor.name: math.prod(tensor.shape[1:]) for tensor in given}
@@ -91,31 +91,31 @@ def test_no_memory_shows_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Whatever was in memory before a batch, columns that nothing fills are zeros on the general path as well."""
     monkeypatch.setattr("inference_session.execution.model.stage_on_host", lambda *_: None)
     monkeypatch.setattr(HostDevice, "empty", lambda _, shape, dtype: np.full(shape, np.nan, dtype))
-    rng = np.random.default_rng(joined_model.JOINED_SEED)
-    model = joined_model.write(tmp_path / "1", rng)
+    rng = np.random.default_rng(concat_model.CONCAT_SEED)
+    model = concat_model.write(tmp_path / "1", rng)
     with InferenceSession.open(model.directory) as session:
-        assert joined_of(session)
+        assert concat_inputs_of(session)
         for num_samples in (5, 1, 0, 9):
             inputs = model.inputs(num_samples, rng)
             assert_close(session.run(inputs), model.expected(inputs))
 
 
-JOINED = JoinedInput("joined", ("vectors",), 5, (GivenColumns("a", 2), GivenColumns("b", 3)), 16)
+CONCAT = ConcatInput("joined", ("vectors",), 5, (GivenColumns("a", 2), GivenColumns("b", 3)), 16)
 
 
-def joining_engine(folder: Path, device: HostDevice) -> JoiningEngine:
-    """Its network answers the joined input."""
+def concat_engine(folder: Path, device: HostDevice) -> ConcatEngine:
+    """Its network answers the concat input."""
     path = folder / "network.onnx"
     onnx.save(model_of("g (float[n, 16] joined) => (float[n, 16] out) { out = Identity(joined) }", {}), path)
-    return JoiningEngine(OnnxEngine(path, num_threads=1), (JOINED,), device)
+    return ConcatEngine(OnnxEngine(path, num_threads=1), (CONCAT,), device)
 
 
 @pytest.mark.parametrize("device", [HostDevice(), CopyingDevice()])
 def test_a_bound_run_reads_what_the_host_writes(device: HostDevice, tmp_path: Path) -> None:
     """Vectors and given inputs change between runs, in place or where the device has the host write them."""
-    engine, rng = joining_engine(tmp_path, device), np.random.default_rng(0)
+    engine, rng = concat_engine(tmp_path, device), np.random.default_rng(0)
     matrix = np.full((4, 16), np.nan, np.float32)
-    given = {name: np.zeros((4, width), np.float32) for name, width in JOINED.given}
+    given = {name: np.zeros((4, width), np.float32) for name, width in CONCAT.given}
     bound = engine.bind({"joined": matrix, **given}, ["out"])
     assert isinstance(bound, BoundRun)
     for _ in range(3):
@@ -129,7 +129,7 @@ def test_a_bound_run_reads_what_the_host_writes(device: HostDevice, tmp_path: Pa
 @pytest.mark.parametrize("wrong", [np.zeros((3, 2)), np.zeros((4, 3)), np.zeros((1, 2)), np.zeros(2), np.float32(1)])
 def test_other_shapes_are_refused(wrong: NDArray[np.float64], tmp_path: Path) -> None:
     """Given inputs have a row for each row of vectors."""
-    engine = joining_engine(tmp_path, HostDevice())
+    engine = concat_engine(tmp_path, HostDevice())
     inputs = {
         "joined": np.zeros((4, 16), np.float32),
         "a": np.asarray(wrong, np.float32),
@@ -150,7 +150,7 @@ def test_keys_may_be_computed(tmp_path: Path) -> None:
     )
     report = import_model(tmp_path, model)
     with InferenceSession.open(report.version_dir) as session:
-        assert joined_of(session)[0].first_given == 12
+        assert concat_inputs_of(session)[0].first_given == 12
     for num_samples in (1, 6):
         inputs = {"ids": rng.integers(0, 700, (num_samples, 3)), "dense": rng.random((num_samples, 2), np.float32)}
         assert_same(report, tmp_path / "model.onnx", inputs)
