@@ -330,8 +330,11 @@ def write_batch() -> Any:
 
 
 def family_options() -> Options:
-    """Fixed-size rows, read by single random keys: small blocks with a hash index, found by a filter, read where the
-    kernel keeps them. A block cache in RocksDB would only hold the same rows twice.
+    """Fixed-size rows, read by single random keys: small blocks with a hash index, found by a filter. A block cache in
+    RocksDB would only hold the rows twice that the kernel keeps.
+
+    Files are not mapped. RocksDB checks filters and indexes when it opens a file, and keeps its own copies of them. In
+    a mapped file it would read them where they lie: damage would then hide rows, and a cut file end the process.
     """
     blocks = BlockBasedOptions()
     blocks.set_block_size(_BLOCK_BYTES)
@@ -344,7 +347,6 @@ def family_options() -> Options:
     options = Options(raw_mode=True)
     options.create_if_missing(True)
     options.set_block_based_table_factory(blocks)
-    options.set_allow_mmap_reads(True)
     options.set_compression_type(DBCompressionType.none())  # trained float32 hardly shrinks
     options.set_allow_concurrent_memtable_write(False)  # a table has one writer, which needs no locks against others
     options.set_write_buffer_size(_MEMTABLE_BYTES)

@@ -551,6 +551,48 @@ def test_damage_is_an_error_and_never_a_row(tmp_path: Path) -> None:
         fetch(store, "wide", keys)
 
 
+def _shorten(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def _zero(path: Path) -> None:
+    """In place, so that whoever has the file open sees it."""
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+
+
+def _zero_filter_and_index(path: Path) -> None:
+    """They are behind the rows."""
+    with path.open("r+b") as file:
+        num_tail = path.stat().st_size // 10
+        file.seek(-num_tail, os.SEEK_END)
+        file.write(bytes(num_tail))
+
+
+@pytest.mark.parametrize("writable", [True, False])
+@pytest.mark.parametrize("damage", [_shorten, _empty, _zero, _zero_filter_and_index])
+def test_damage_of_an_open_database_is_an_error(tmp_path: Path, damage: Callable[[Path], None], writable: bool) -> None:
+    """The process goes on, and no row of the damaged file is wrong or counts as unknown."""
+    keys, vectors = random_keys(3000), random_vectors(3000, 128)
+    with open_store(tmp_path) as store:
+        store.insert("wide", keys, vectors)
+    with open_store(tmp_path, writable=writable) as store:
+        assert fetch(store, "wide", keys)[0].all()
+        damage(max(tmp_path.glob("*.sst"), key=lambda path: path.stat().st_size))
+        num_right = 0
+        for key, vector in zip(keys[::50], vectors[::50], strict=True):
+            with suppress(StoreError):
+                found, row = fetch(store, "wide", key[None])
+                assert found.all()
+                assert_same_bits(row, vector[None])
+                num_right += 1
+        assert num_right < len(keys[::50])
+
+
 def test_a_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
     """A database that lacks a data file is refused by its writer."""
     with open_store(tmp_path) as store:
