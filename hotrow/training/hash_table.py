@@ -287,7 +287,8 @@ class HashTable(nn.Module):
                     exchange.learn(self._rows.vectors, rows, -self.optimizer.lr * scale)
                 learn_nothing(gradients[:0])
             else:
-                learn(exchange.gradients(gradients if scale == 1 else gradients.mul_(scale), rows))
+                gradients = exchange.gradients(gradients, rows)
+                learn(gradients if scale == 1 else gradients.mul_(scale))
 
         return send
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,32 +24,46 @@ from hotrow.training.ranks import Ranks
 _ALIGNMENT = 64
 """Floats."""
 _LOG = logging.getLogger(__name__)
+_Made = TypeVar("_Made")
 
 
 class PeerMemory:
     """Memory on the GPU of each rank, which all ranks write and read; `barrier` orders what they do."""
 
-    def __init__(self, num_slots: int, num_floats: int, device: torch.device) -> None:
-        """All ranks create it at the same time, of the same size."""
+    def __init__(self, whole: Tensor, num_slots: int) -> None:
+        """All ranks create it at the same time.
+
+        Args:
+            whole: what `_allocated` gave, of the same size on all ranks.
+            num_slots: of messages; what follows behind them is for floats.
+
+        Raises:
+            RuntimeError: the other ranks' GPUs cannot access it.
+        """
         import torch.distributed._symmetric_memory as symmetric
 
-        begin = -(-2 * num_slots // _ALIGNMENT) * _ALIGNMENT
-        whole = symmetric.empty(begin + num_floats, dtype=torch.float32, device=device)
         self._handle: Any = symmetric.rendezvous(whole, dist.group.WORLD)
         addresses = [int(address) for address in self._handle.buffer_ptrs]
-        self.set_parts(whole[: 2 * num_slots].view(torch.int64), whole[begin:], addresses, 4 * begin)
-        self._patience_ms = int(_patience(device).total_seconds() * 1000)
-        self.barrier()  # fails here, not in a look-up, where torch has another one
-
-    def set_parts(self, slots: Tensor, floats: Tensor, addresses: list[int], begin: int) -> None:
-        """The parts of this rank, the addresses of those of all ranks, and the byte where `floats` begin there."""
-        self.slots, self.floats = slots, floats
-        self.of_slots = torch.tensor(addresses, dtype=torch.int64, device=floats.device)
+        if addresses[dist.get_rank()] != whole.data_ptr() or not all(addresses):
+            raise RuntimeError("this memory does not begin where torch says that of each rank does")
+        begin = _begin_of_floats(num_slots)
+        self.slots, self.floats = whole[: 2 * num_slots].view(torch.int64), whole[begin:]
+        self.of_slots = torch.tensor(addresses, dtype=torch.int64, device=whole.device)
         """int64 [ranks]: where the slots of each rank are."""
-        self.of_floats = self.of_slots + begin
+        self.of_floats = self.of_slots + 4 * begin
         """int64 [ranks]: where the floats of each rank are."""
         self.is_read = False
         """Whether other ranks may still read the floats."""
+        self._stream: int | None = None
+        self._patience_ms = int(_patience(whole.device).total_seconds() * 1000)
+        self.barrier()  # fails here, not in a look-up, where torch has another one
+
+    def follow(self) -> None:
+        """Let what the current stream does with the memory come behind what another stream of this rank did with it."""
+        stream = device_rows.current_stream(self.floats.get_device())
+        if self._stream not in {None, stream}:
+            torch.cuda.synchronize(self.floats.device)
+        self._stream = stream
 
     def barrier(self) -> None:
         """What any rank has written before is there for all ranks afterwards. Waits on the GPU, not on the host.
@@ -71,6 +86,7 @@ class PeerExchange(MessageExchange):
         num_slots = num_ranks * message_size
         self._slots, self._floats = memory.slots[:num_slots], memory.floats[: num_slots * dim].view(num_slots, dim)
         self.new_sums = self._zeros
+        memory.follow()
         super().__init__(keys, num_ranks, message_size)
 
     def _exchange_messages(self, keys: Tensor, num_ranks: int, message_size: int) -> tuple[Tensor, Tensor]:
@@ -101,6 +117,7 @@ class PeerExchange(MessageExchange):
         self._memory.is_read = True
 
     def _zeros(self) -> Tensor:
+        self._memory.follow()
         if self._memory.is_read:
             self._memory.barrier()
         return self._floats.zero_()
@@ -133,12 +150,31 @@ def peer_memory(num_slots: int, num_floats: int, device: torch.device) -> PeerMe
 
 def _created(num_slots: int, num_floats: int, device: torch.device) -> PeerMemory | None:
     """None where a rank cannot have it, for lack of memory, of permissions, or of that part of torch."""
-    memory = None
+    num_slots, num_floats = num_slots + num_slots // 4, num_floats + num_floats // 4
+    with torch.inference_mode(False):  # what is made there could not be written to in training
+        # All ranks have memory before any of them waits for the others to share it.
+        whole = _on_all_ranks(lambda: _allocated(_begin_of_floats(num_slots) + num_floats, device))
+        return None if whole is None else _on_all_ranks(lambda: PeerMemory(whole, num_slots))
+
+
+def _allocated(num_floats: int, device: torch.device) -> Tensor:
+    import torch.distributed._symmetric_memory as symmetric
+
+    return symmetric.empty(num_floats, dtype=torch.float32, device=device)
+
+
+def _begin_of_floats(num_slots: int) -> int:
+    return -(-2 * num_slots // _ALIGNMENT) * _ALIGNMENT
+
+
+def _on_all_ranks(make: Callable[[], _Made]) -> _Made | None:
+    """What this rank makes; None where any rank cannot."""
+    made = None
     try:
-        memory = PeerMemory(num_slots + num_slots // 4, num_floats + num_floats // 4, device)
+        made = make()
     except (ImportError, AttributeError, RuntimeError, TypeError) as error:
         _LOG.warning("hash embeddings use collectives, as GPUs cannot share memory: %s", error)
-    return memory if all(Ranks().gather(memory is not None)) else None
+    return made if all(Ranks().gather(made is not None)) else None
 
 
 def _patience(device: torch.device) -> timedelta:

@@ -37,6 +37,12 @@ def _has_cupy() -> bool:
     return find_spec("cupy") is not None
 
 
+def current_stream(device: int) -> int:
+    """The address in torch.cuda.current_stream(), without an object."""
+    stream: int = torch._C._cuda_getCurrentRawStream(device)
+    return stream
+
+
 def find_rows(entries: Tensor, table_keys: Tensor, keys: Tensor, rows: Tensor) -> None:
     """Write the row of each key to `rows`, 0 where it has none.
 
@@ -293,7 +299,7 @@ def _launch(device: int, name: str, num_blocks: int, block: tuple[int, int], arg
 
     values = [_argument(argument) for argument in arguments]
     addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-    stream = torch._C._cuda_getCurrentRawStream(device)  # the address in torch.cuda.current_stream(), without an object
+    stream = current_stream(device)
     driver.launchKernel(_function(name, device), num_blocks, 1, 1, *block, 1, 0, stream, ctypes.addressof(addresses), 0)
 
 

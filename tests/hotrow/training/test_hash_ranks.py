@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from hotrow import training  # noqa: E402
 from hotrow.training import peer_memory  # noqa: E402
+from hotrow.training.kernels import device_rows  # noqa: E402
+from tests.testing import peer_files  # noqa: E402
 from tests.testing import training_jobs as jobs  # noqa: E402
 
 pytestmark = [pytest.mark.training, pytest.mark.filterwarnings("ignore")]
@@ -123,8 +125,11 @@ def _keys(step: int) -> tuple[Any, Any]:
 
 
 def _learn_sizes(tables: Any, rank: int, num_ranks: int, device: str) -> Any:
-    """Learn all batches, two look-ups of a table in some; then the vectors of all keys."""
+    """Validate; learn all batches, two look-ups of a table in some; then the vectors of all keys."""
     single, weighted, mean, largest = tables
+    with torch.inference_mode():
+        assert not single.eval()(_keys(0)[0].to(device)).any()
+    tables.train()
     for step in range(len(SIZES)):
         keys, weights = (part[rank::num_ranks].to(device) for part in _keys(step))
         weights.requires_grad_()
@@ -137,26 +142,66 @@ def _learn_sizes(tables: Any, rank: int, num_ranks: int, device: str) -> Any:
         return [single(every).cpu(), *(table(every[:, None]).cpu() for table in (weighted, mean, largest))]
 
 
-def _job_of_sizes(rank: int, folder: Path, num_ranks: int, device: str, is_linked: bool) -> None:
+def _link(folder: Path, device: str, is_linked: bool) -> None:
+    """Let ranks write each other's memory, or not."""
     if not is_linked:
         peer_memory._are_linked = lambda device: False
+    elif device == "cpu":
+        peer_files.install(folder)
+
+
+def _job_of_sizes(rank: int, folder: Path, num_ranks: int, device: str, is_linked: bool) -> None:
+    _link(folder, device, is_linked)
     found = _learn_sizes(_tables(device), rank, num_ranks, device)
     torch.save(found, folder / f"{rank}.pt")
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_batches_of_any_size_are_learned_as_by_one(tmp_path: Path, num_ranks: int, device: str) -> None:
-    """Messages are at times too small. GPUs write each other's memory where they can, and use collectives elsewhere."""
-    is_cpu = device == "cpu"
-    if not is_cpu and torch.cuda.device_count() < num_ranks:
+    """Messages are at times too small. Ranks write the memory of others where they can, and else use collectives."""
+    on_gpus = device != "cpu"
+    if on_gpus and torch.cuda.device_count() < num_ranks:
         pytest.skip(f"PyTorch finds fewer than {num_ranks} GPUs")
     expected = _learn_sizes(_tables("cpu"), 0, 1, "cpu")
-    for is_linked in (False,) if is_cpu else (True, False):
-        jobs.run_ranks(_job_of_sizes, tmp_path, num_ranks, device, is_linked, num_ranks=num_ranks, on_gpus=not is_cpu)
+    for is_linked in (True, False):
+        jobs.run_ranks(_job_of_sizes, tmp_path, num_ranks, device, is_linked, num_ranks=num_ranks, on_gpus=on_gpus)
 
         for rank in range(num_ranks):
             for found, right in zip(torch.load(tmp_path / f"{rank}.pt"), expected, strict=True):
                 torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-5)
+
+
+def _job_of_moved_rows(rank: int, folder: Path, device: str, is_linked: bool) -> None:
+    """Between a look-up and its backward, rows move on one rank alone."""
+    _link(folder, device, is_linked)
+    options: dict[str, Any] = {"gradients": "mean", "max_age": 100, "device": device}
+    table = training.HashEmbedding(2, training.SGD(0.5), nn.init.zeros_, **options)
+    table(torch.arange(100))
+    table.steps = 5
+    vectors = table(torch.tensor([90, 91]))
+    if rank == 1:
+        assert table.evict(unused_for=1) == 49
+    (vectors * (rank + 1)).sum().backward()
+    assert table.eval()(torch.tensor([90, 91])).tolist() == [[-0.75, -0.75], [-0.75, -0.75]]
+
+
+@pytest.mark.parametrize("is_linked", [True, False])
+def test_rows_that_moved_on_one_rank_learn_as_those_of_others(tmp_path: Path, device: str, is_linked: bool) -> None:
+    on_gpus = device != "cpu"
+    if on_gpus and torch.cuda.device_count() < 2:
+        pytest.skip("PyTorch finds fewer than 2 GPUs")
+    jobs.run_ranks(_job_of_moved_rows, tmp_path, device, is_linked, on_gpus=on_gpus)
+
+
+def test_streams_take_turns_with_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that follows another waits for it."""
+    streams, waits = iter([7, 7, 8, 8, 7]), list[Any]()
+    monkeypatch.setattr(device_rows, "current_stream", lambda device: next(streams))
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    memory: Any = SimpleNamespace(floats=torch.zeros(1), _stream=None)
+    for num_waits in (0, 0, 1, 1, 2):
+        peer_memory.PeerMemory.follow(memory)
+        assert len(waits) == num_waits
 
 
 def _job_without_memory(rank: int) -> None:
@@ -170,12 +215,17 @@ def _job_without_memory(rank: int) -> None:
     peer_memory._MEMORY.clear()
     replaced._is_linked = lambda device: True
 
-    def made(*sizes: Any) -> Any:
+    def made(*_: Any) -> Any:
         if rank == 1:
             raise RuntimeError("out of memory, as asked for")
         return SimpleNamespace(slots=range(10), floats=range(10))
 
-    replaced.PeerMemory = made
+    waited = list[Any]()
+    replaced._allocated, replaced.PeerMemory = made, waited.append
+    assert peer_memory.peer_memory(10, 10, place) is None
+    assert not waited, "for a rank that never comes"
+    peer_memory._MEMORY.clear()
+    replaced._allocated, replaced.PeerMemory = lambda *_: torch.zeros(20), made
     assert peer_memory.peer_memory(10, 10, place) is None
     assert peer_memory.peer_memory(100, 100, place) is None
 
