@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 def large_page_fraction(path: Path) -> float | None:
     """How much of a file the kernel maps in large pages, judged by up to 256 of them; None: it is smaller than one.
 
-    Pages that are not in memory are read: one at each of these places, and those that the kernel reads ahead.
+    Those that are not in memory are read.
     """
     num_pages = path.stat().st_size // LARGE_PAGE_BYTES
     if not num_pages:
@@ -27,6 +28,8 @@ def large_page_fraction(path: Path) -> float | None:
     import numpy as np  # here, because `hotrow inspect` of small tables needs it for nothing else
 
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        with suppress(OSError):  # a kernel without large pages
+            mapped.madvise(mmap.MADV_HUGEPAGE)  # else what is read here would be in small ones
         content = np.frombuffer(mapped, np.uint8)
         pages = np.unique(np.linspace(0, num_pages - 1, min(num_pages, _MAX_SAMPLES)).astype(np.int64))
         content[pages * LARGE_PAGE_BYTES].sum()  # maps them

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import time
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from inference_session.platform.large_pages import LARGE_PAGE_BYTES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,18 +34,43 @@ def available_bytes(root: Path = Path("/")) -> int:
     return machine if container is None else min(machine, container)
 
 
+def prefer_large_pages(array: NDArray[Any]) -> None:
+    """Let the kernel read a file that is mapped as an array in large pages (large_pages.py), where it has them.
+
+    Pages that are in memory stay as they are. A read of any place then reads 2 MiB.
+    """
+    begin = _page_of(array)
+    _madvise(begin, array.ctypes.data + array.nbytes - begin, mmap.MADV_HUGEPAGE)
+
+
 def map_pages(array: NDArray[Any], deadline: float) -> None:
     """Map the pages of a file that is mapped as an array, reading what is not in memory: otherwise the first look-up of
     every page waits for the kernel to map it.
 
     Ends at `deadline`, a value of time.monotonic(), at the latest, and where a page cannot be read.
     """
-    begin = array.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
     end = array.ctypes.data + array.nbytes
-    for address in range(begin, end, _CHUNK_BYTES):
+    for address in range(_page_of(array), end, _CHUNK_BYTES):
         size = min(_CHUNK_BYTES, end - address)
         if time.monotonic() > deadline or _madvise(address, size, _POPULATE_READ):
             return
+
+
+def read_ahead(file: FileIO, num_bytes: int) -> None:
+    """Have the kernel read what comes next in a file, in large pages where it has them: `read` leaves small ones.
+
+    What is in memory stays as it is. What fails here is left to `read`.
+    """
+    begin = file.tell() // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES
+    size = min(file.tell() + num_bytes, os.fstat(file.fileno()).st_size) - begin
+    with suppress(OSError, ValueError), mmap.mmap(file.fileno(), size, offset=begin, access=mmap.ACCESS_READ) as mapped:
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+        mapped.madvise(_POPULATE_READ)
+
+
+def _page_of(array: NDArray[Any]) -> int:
+    """The address of the page in which an array begins."""
+    return array.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
 
 
 def _left_in_container(group: Path) -> int | None:

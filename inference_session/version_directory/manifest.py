@@ -27,6 +27,7 @@ from inference_session.model_spec import (
 )
 from inference_session.platform.daemon_threads import DaemonThreads
 from inference_session.platform.json_records import MAX_JSON_BYTES, parse_json
+from inference_session.platform.memory import read_ahead
 from inference_session.platform.pacing import yield_to_others
 from inference_session.platform.progress import Progress
 from inference_session.platform.regular_file import read_regular_file
@@ -214,8 +215,10 @@ def sha256_of(path: Path, progress: Progress | None = None) -> str:
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        read_ahead(file, _CHUNK_BYTES)
         while num_bytes := file.readinto(buffer):
             digest.update(buffer[:num_bytes])
             if progress:
                 progress(num_bytes)
+            read_ahead(file, _CHUNK_BYTES)
     return digest.hexdigest()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import mmap
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from inference_session.platform.large_pages import (
     LARGE_PAGE_BYTES,
@@ -18,6 +21,8 @@ from inference_session.platform.large_pages import (
     write_zeros,
 )
 from inference_session.platform.mapped_large_pages import large_page_fraction, mapped_large_bytes
+from inference_session.platform.memory import prefer_large_pages
+from inference_session.version_directory.manifest import sha256_of
 
 SIZES = st.lists(
     st.one_of(
@@ -91,6 +96,48 @@ def test_how_a_file_is_mapped(tmp_path: Path) -> None:
     # The kernel has large pages while memory is not in small pieces: other processes change that at any time.
     at_least = 1.0 if keeps_before and keeps_large_pages(tmp_path / "probe after") else 0.0
     assert all(at_least <= (large_page_fraction(path) or 0.0) <= 1.0 for path in (written, copied, zeros))
+
+
+def write_and_drop(path: Path, data: NDArray[np.uint8]) -> None:
+    """A file in small pieces, as programs copy files, that is not in memory any more."""
+    with path.open("wb", buffering=0) as file:
+        for begin in range(0, len(data), 65536):
+            file.write(data[begin : begin + 65536].data)
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def share_read_in_large_pages(path: Path, data: NDArray[np.uint8]) -> float:
+    """How much of a dropped file the kernel reads in large pages through a mapping that prefers them."""
+    write_and_drop(path, data)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        content = np.frombuffer(mapped, np.uint8)
+        prefer_large_pages(content[1:])
+        assert np.array_equal(content[::-1], data[::-1])
+        found = mapped_large_bytes(content)
+        del content
+    return found / len(data)
+
+
+def test_how_a_file_is_read(tmp_path: Path) -> None:
+    """Reading for a checksum leaves a file in large pages where a mapping does, and gives the same bytes."""
+    data = np.random.default_rng(1).integers(0, 256, 4 * LARGE_PAGE_BYTES, np.uint8)
+    before = share_read_in_large_pages(tmp_path / "probe before", data)
+    write_and_drop(tmp_path / "read", data)
+
+    assert sha256_of(tmp_path / "read") == hashlib.sha256(data).hexdigest()
+    found = large_page_fraction(tmp_path / "read")
+    # As above: on a machine whose memory is in small pieces there may be no large pages.
+    after = share_read_in_large_pages(tmp_path / "probe after", data)
+    assert found == 1.0 or min(before, after) < 1.0
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, LARGE_PAGE_BYTES, (4 << 20) - 1, 4 << 20, (8 << 20) + 5])
+def test_checksums_of_any_size(tmp_path: Path, num_bytes: int) -> None:
+    """Also at the end of a piece that is read, and of no bytes."""
+    data = np.random.default_rng(num_bytes).bytes(num_bytes)
+    (tmp_path / "file").write_bytes(data)
+    assert sha256_of(tmp_path / "file") == hashlib.sha256(data).hexdigest()
 
 
 def test_appending(tmp_path: Path) -> None:
