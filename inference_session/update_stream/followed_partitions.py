@@ -71,6 +71,8 @@ class FollowedPartitions:
         """Set once all messages are applied that the topics had at the beginning, or no broker can be reached."""
         self._behind: set[Partition] = set()
         """The partitions among them whose end has not been seen yet."""
+        self._unreadable: set[Partition] = set()
+        """Partitions that the brokers have no message of at the offset where they are read."""
         self._is_beginning = True
         """Whether the partitions that there were at the beginning are not all known yet."""
 
@@ -103,6 +105,7 @@ class FollowedPartitions:
         self._leave(followed - there)
         self._suspect({one for one in there if one[0] in changed} | self._cut(there))
         self._refute_cut(there)
+        self._read_what_is_left(there)
         self._follow(told - followed)
         if self._is_beginning:
             self._behind |= told - followed
@@ -138,6 +141,10 @@ class FollowedPartitions:
         self._behind.difference_update(ends)
         if not self._is_beginning and not self._behind:
             self.is_current.set()
+
+    def note_unreadable(self, one: Partition) -> None:
+        """The brokers have no message of this partition at the offset where it is read; `discover` finds out why."""
+        self._unreadable.add(one)
 
     def suspect_all(self) -> None:
         """Prove of all partitions that their topics are still the same."""
@@ -209,6 +216,31 @@ class FollowedPartitions:
         for one in sorted(partitions & self.positions.unproved):
             if self.positions.is_unproved(one) and self._ends_early(one):
                 self._note_doubt(one, self.positions.examine(one, None, self._end(one)))
+
+    def _read_what_is_left(self, partitions: Collection[Partition]) -> None:
+        """Read unreadable partitions again, from where the brokers have messages."""
+        for one in sorted(self._unreadable.intersection(partitions)):
+            try:
+                low, high = self._consumer.get_watermark_offsets(TopicPartition(*one), timeout=BROKER_S)
+            except KafkaException:  # where it is read is soon found to be unreadable again
+                self._suspect([one])
+                continue
+            num_removed, doubt = self.positions.miss(one, low, high)
+            if num_removed:
+                self._note_removed(one, low - num_removed, low - 1)
+            self._note_doubt(one, doubt)
+        self._unreadable.clear()
+
+    def _note_removed(self, one: Partition, first: int, last: int) -> None:
+        """Report messages that cannot be applied any more."""
+        _log.warning(
+            "topic %r, partition %d: the messages at offsets %d to %d were removed before they were applied"
+            " (retention); rows that changed only there stay as they were until they are published again",
+            *one,
+            first,
+            last,
+        )
+        self._stats.miss(last + 1 - first)
 
     def _ends_early(self, one: Partition) -> bool:
         return 0 <= self._end(one) < self.positions.offset(one)

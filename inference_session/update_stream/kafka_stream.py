@@ -256,8 +256,11 @@ class KafkaUpdateStream:
         """The ends of partitions, from end events among the messages; other events report failures."""
         for message in failed:
             topic, error = message.topic() or "", message.error()
+            one = topic, message.partition() or 0
             if error.code() == KafkaError._PARTITION_EOF:
-                yield (topic, message.partition() or 0), message.offset() or 0
+                yield one, message.offset() or 0
+            elif error.code() == KafkaError._AUTO_OFFSET_RESET:
+                self._followed.note_unreadable(one)
             else:
                 self._stats.fail(f"topic {topic!r}: {error.str()}")
                 self._discover_at = 0.0
@@ -326,7 +329,7 @@ def create_consumer(url: KafkaUrl, group: str, lost_broker: threading.Event) -> 
         "group.id": group,  # no consumer joins it: offsets are committed under its name
         "enable.auto.commit": False,
         "enable.auto.offset.store": False,
-        "auto.offset.reset": "earliest",
+        "auto.offset.reset": "error",  # or else messages that were removed meanwhile would be missed without a word
         "enable.partition.eof": True,
         "fetch.wait.max.ms": 100,
         "fetch.error.backoff.ms": 200,

@@ -174,6 +174,25 @@ class Positions:
             self.restart(one)
         return doubt
 
+    def miss(self, one: Partition, low: int, high: int) -> tuple[int, str | None]:
+        """The brokers have no message at the offset where a partition is read, but those from `low` up to `high`.
+
+        Returns how many messages they removed before these were applied, and as `follow`.
+        """
+        if not self._is_read(one):
+            return 0, None
+        self._unassigned.add(one)
+        applied = self._applied[one]
+        if applied is None:
+            return 0, None
+        num_removed = max(low - applied.offset, 0)
+        if applied.last is not None and one not in self._unproved and not num_removed:
+            return 0, self.suspect(one)
+        doubt = self.examine(one, None, high)
+        if doubt is None:
+            self._applied[one] = applied._replace(offset=applied.offset + num_removed)
+        return num_removed, doubt
+
     def is_unproved(self, one: Partition) -> bool:
         """Whether the next message of a partition is to be examined."""
         return one in self._unproved and one not in self._unassigned

@@ -26,6 +26,7 @@ class StreamSnapshot:
     updated_rows: int
     deleted_rows: int
     replays: int
+    missed_messages: int
     failures: int
     rejected: Mapping[str, int]
     """Messages set aside, by reason."""
@@ -45,7 +46,8 @@ class StreamStats:
     def __init__(self, model: str) -> None:
         self._model = model
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(("messages", "updated_rows", "deleted_rows", "replays", "failures"), 0)
+        counted = ("messages", "updated_rows", "deleted_rows", "replays", "missed_messages", "failures")
+        self._counts = dict.fromkeys(counted, 0)
         self._rejected = dict.fromkeys(REASONS, 0)
         self._set_aside: deque[str] = deque(maxlen=MAX_SET_ASIDE)
         self._lag_messages = 0
@@ -76,6 +78,11 @@ class StreamStats:
         """A partition is read again from its oldest message."""
         with self._lock:
             self._counts["replays"] += 1
+
+    def miss(self, num_messages: int) -> None:
+        """The brokers have removed messages that are not applied."""
+        with self._lock:
+            self._counts["missed_messages"] += num_messages
 
     def lag(self, num_messages: int) -> None:
         """Note how many of the brokers' messages are not applied."""

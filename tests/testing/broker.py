@@ -1,4 +1,7 @@
-"""A real broker that speaks Kafka's protocol, started on a free port of the loopback; it keeps nothing when it ends."""
+"""A real broker that speaks Kafka's protocol, started on a free port of the loopback; it keeps nothing when it ends.
+
+And the broker inside Kafka's client library, which removes old messages, as the real one of these tests does not.
+"""
 
 from __future__ import annotations
 
@@ -138,3 +141,36 @@ class Broker:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.stop()
+
+
+class ForgetfulBroker:
+    """A broker that keeps about 5 MB of each partition. A context manager."""
+
+    def __init__(self) -> None:
+        quiet = {"log_level": 0, "error_cb": lambda _: None}
+        self._owner = Producer({"bootstrap.servers": "unused", "test.mock.num.brokers": 1, **quiet})
+        """Has the broker in its threads."""
+        [broker] = self._owner.list_topics(timeout=PATIENCE_S).brokers.values()
+        self._settings = {"bootstrap.servers": f"{broker.host}:{broker.port}", **quiet}
+        self.url = f"kafka://{broker.host}:{broker.port}"
+        self._producer = Producer(self._settings)
+
+    def send(self, topic: str, value: bytes) -> None:
+        """Publish a message without a key to partition 0, and wait until it is confirmed."""
+        self._producer.produce(topic, value, partition=0)
+        assert self._producer.flush(PATIENCE_S) == 0
+
+    def oldest(self, topic: str) -> int:
+        """The offset of the oldest message of partition 0."""
+        consumer = Consumer({**self._settings, "group.id": "test"})
+        low: int = consumer.get_watermark_offsets(TopicPartition(topic, 0), timeout=PATIENCE_S)[0]
+        consumer.close()
+        return low
+
+    def __enter__(self) -> ForgetfulBroker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        del self._producer, self._owner

@@ -80,6 +80,10 @@ _UPDATE_COUNTERS = {
         "Rows applied from the update stream; several updates of one key in a batch count once",
     ),
     "deleted_rows": ("hotrow_update_deleted_rows_total", "Rows deleted by the update stream"),
+    "missed_messages": (
+        "hotrow_update_missed_messages_total",
+        "Messages of the update stream that brokers removed before they were applied",
+    ),
     "failures": ("hotrow_update_failures_total", "Times that the update stream waited for brokers or stores"),
 }
 _UPDATE_GAUGES = {
