@@ -54,10 +54,8 @@ def stage_version(repository: Path, model: str, version: int | None = None) -> I
         with stage_folder(target) as staging:
             remove_abandoned(folder, r"\.tmp-[0-9]+", abandoned_s=ABANDONED_VERSION_S)
             yield staging, target
-    except BaseException as error:
+    except BaseException:
         _discard(folder, made)
-        if isinstance(error, OSError) and error.errno and not error.filename:
-            error.filename = str(target)  # the error of a full disk does not name the folder
         raise
 
 
@@ -77,6 +75,7 @@ def stage_folder(target: Path) -> Iterator[Path]:
     Raises:
         ConfigurationError: the target exists.
         UnavailableError: another process is writing it.
+        OSError: the file system does not take it; `filename` is set.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = target.parent / f".tmp-{target.name}"
@@ -87,8 +86,10 @@ def stage_folder(target: Path) -> Iterator[Path]:
             _refuse_existing(target)
             staging.rename(target)
             flush(target.parent)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(staging, ignore_errors=True)
+            if isinstance(error, OSError) and error.errno and not error.filename:
+                error.filename = str(target)  # the error of a full disk does not name the folder
             raise
 
 

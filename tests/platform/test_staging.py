@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from inference_session.errors import ConfigurationError, UnavailableError
-from inference_session.platform.staging import next_version, stage_version, working_folder
+from inference_session.platform.staging import next_version, stage_folder, stage_version, working_folder
 
 
 def test_a_version_appears_when_it_is_complete(tmp_path: Path) -> None:
@@ -68,6 +68,14 @@ def test_a_failure_leaves_a_configuration_that_others_need(tmp_path: Path, other
         _write_configuration(staging.parent, other)
 
     assert sorted(path.name for path in (tmp_path / "ctr").iterdir()) == sorted([other, "config.pbtxt"])
+
+
+def test_the_error_of_a_full_disk_names_the_folder(tmp_path: Path) -> None:
+    """The system's own does not say where."""
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / '7'}'"), stage_folder(tmp_path / "7"):
+        Path("/dev/full").write_bytes(b"x")
+
+    assert not list(tmp_path.iterdir())
 
 
 def _write_configuration(folder: Path, *others: str) -> None:

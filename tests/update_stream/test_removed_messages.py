@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from inference_session import InferenceSession
-from inference_session.update_stream import followed_partitions, kafka_stream
+from inference_session.update_stream import followed_partitions
 from inference_session.update_stream.encodings import encode_batch
+from inference_session.update_stream.kafka_client import create_client
 from tests.testing.broker import ForgetfulBroker
 from tests.testing.servers import wait_until
 from tests.testing.small_version import SmallVersion
@@ -113,11 +114,9 @@ def test_while_updates_wait(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The consumer, which reads little ahead, is told that its offset is no longer there."""
-    create = kafka_stream.create_client
     monkeypatch.setattr(
-        kafka_stream,
-        "create_client",
-        lambda kind, url, settings: create(kind, url, {**settings, "queued.max.messages.kbytes": 1}),
+        "inference_session.update_stream.kafka_stream.create_client",
+        lambda kind, url, settings: create_client(kind, url, {**settings, "queued.max.messages.kbytes": 1}),
     )
     with serving(small, database, broker) as session:
         for key in range(NUM_FIRST):

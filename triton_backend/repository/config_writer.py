@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from inference_session.model_spec import ModelSpec
+from inference_session.platform.whole_file import write_whole
 from triton_backend.repository.config_checks import check_fits
 from triton_backend.repository.model_config import CONFIG_FILE, ModelConfig, TensorConfig
 from triton_backend.repository.model_description import describe, most_samples
@@ -43,9 +44,7 @@ def write_model_config(
     if path.exists():
         check_fits(path, config, packed=not spec.has_own_inputs)
     else:
-        staged = path.with_name(f".tmp-{CONFIG_FILE}")
-        staged.write_text(_text(config, spec, max_samples=limit), encoding="utf-8")
-        staged.replace(path)
+        write_whole(path, _text(config, spec, max_samples=limit).encode())
     if standalone:
         (version_dir / "model.py").write_text(STANDALONE_CODE, encoding="utf-8")
     return path

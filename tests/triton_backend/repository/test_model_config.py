@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +171,23 @@ def test_a_users_config_is_kept_for_the_next_version(version_dir: Path) -> None:
     write_model_config(version_dir, spec, "ctr")
 
     assert path.read_text(encoding="utf-8") == edited
+
+
+def test_a_config_that_the_disk_does_not_take_leaves_nothing(
+    version_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the file."""
+
+    def refuse(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    before = sorted(version_dir.parent.iterdir())
+
+    with pytest.raises(OSError, match=r"No space left on device: '.*/config\.pbtxt'"):
+        write_model_config(version_dir, spec_of([IDS], [CLICK]), "ctr")
+
+    assert sorted(version_dir.parent.iterdir()) == before
 
 
 def test_a_config_of_other_tensors_is_an_error(version_dir: Path) -> None:
