@@ -11,7 +11,8 @@ from inference_session.importers.onnx.graph import BROADCASTING, UNARY, text_att
 from inference_session.importers.onnx.sample_kinds import CONSTANT, Axis, Free, Kind, PerSample
 from inference_session.importers.onnx.sample_step import Step, all_constant, is_constant, is_size, neither
 
-_NO_END = 2**31 - 1
+_NO_END = 10**9
+"""As the end of a Slice: all up to the end of an axis, of samples or their blocks. tf2onnx writes this number."""
 
 
 def _elementwise(step: Step) -> list[Kind]:
@@ -24,6 +25,17 @@ def _elementwise(step: Step) -> list[Kind]:
     if len(positions) != 1 or any(at.axis < 0 for _, at in step.per_sample):
         return [None] * len(step.node.output)
     return step.outputs(*positions.pop())
+
+
+def _equal(step: Step) -> list[Kind]:
+    """Sizes never equal negative numbers, with which PyTorch compares them to find those that it may infer."""
+    for sizes, other in ((0, 1), (1, 0)):
+        compared = step.fixed(other)
+        if step.sizes_of_samples and is_size(step.kinds[sizes]) and compared and max(compared) < 0:
+            found = [run.get(step.node.input[sizes]) for run in step.observed.values]
+            if all(values is not None and np.all(values >= 0) for values in found):
+                return [CONSTANT]
+    return _elementwise(step)
 
 
 def _quantized(step: Step) -> list[Kind]:
@@ -64,8 +76,10 @@ def _reshaped(step: Step) -> list[Kind]:
 
 def _shape(step: Step) -> list[Kind]:
     kind, shapes = step.kinds[0], step.observed.shapes(step.node.input[0])
-    if not isinstance(kind, PerSample) or shapes is None:
-        return [Free(True) if isinstance(kind, Free) else None]
+    if isinstance(kind, Free):  # a list of sizes has as many of them for any number of samples
+        return [Free(True) if kind.counts is True else CONSTANT]
+    if kind is None or shapes is None:
+        return [None]
     at = step.observed.axis(kind, step.node.input[0])
     if at is None:
         return [None]
@@ -378,6 +392,32 @@ def _normalized_axes(step: Step) -> list[Kind]:
     return step.outputs(at.axis, at.outer) if at and at.axis not in axes else neither(step)
 
 
+def _by_rows(step: Step) -> list[Kind]:
+    """A node of ONNX-ML that computes each row of a matrix by itself; of a list it makes one row."""
+    at = step.only()
+    return step.outputs(0, at.outer) if at and at.axis == 0 and step.rank() > 1 else neither(step)
+
+
+def _by_elements(step: Step) -> list[Kind]:
+    """One vector for each element."""
+    at = step.only()
+    return step.outputs(at.axis, at.outer) if at else neither(step)
+
+
+def _picked_features(step: Step) -> list[Kind]:
+    at = step.only()
+    return step.outputs(at.axis, at.outer) if at and at.axis < step.rank() - 1 else neither(step)
+
+
+def _vectorized(step: Step) -> list[Kind]:
+    """Matrices side by side."""
+    positions = {(at.axis, at.outer) for _, at in step.per_sample}
+    are_matrices = all(step.rank(i) > 1 for i in range(len(step.kinds)))
+    if not are_matrices or len(step.per_sample) < len(step.kinds) or positions != {(0, 1)}:
+        return neither(step)
+    return step.outputs(0)
+
+
 _REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")
 
 _SAMPLES_IN_FRONT = """
@@ -385,18 +425,17 @@ AveragePool Conv DepthToSpace GlobalAveragePool GlobalMaxPool GroupNormalization
 SpaceToDepth
 """
 
-_OTHERS_ELEMENTWISE = {
-    "ai.onnx.ml": {"Binarizer", "CategoryMapper", "LabelEncoder"},
-    "com.microsoft": {"BiasGelu", "FastGelu", "Gelu", "MurmurHash3", "QuickGelu"},
-}
-"""Operators of other domains that compute each element by itself."""
+_ROWS = """
+Imputer LinearClassifier LinearRegressor Normalizer SVMClassifier SVMRegressor Scaler TreeEnsemble
+TreeEnsembleClassifier TreeEnsembleRegressor
+"""
 
 
 def rule_of(node: NodeProto) -> Callable[[Step], list[Kind]] | None:
     """The rule for a node without bodies; None: nothing is known of it."""
     if not node.domain:
         return RULES.get(node.op_type, neither)
-    return _elementwise if node.op_type in _OTHERS_ELEMENTWISE.get(node.domain, ()) else None
+    return OTHER_RULES.get(node.domain, {}).get(node.op_type)
 
 
 RULES: dict[str, Callable[[Step], list[Kind]]] = {
@@ -414,6 +453,7 @@ RULES: dict[str, Callable[[Step], list[Kind]]] = {
     "CumSum": _cumulative,
     "Dropout": _dropout,
     "Einsum": _einsum,
+    "Equal": _equal,
     "Expand": _expand,
     "Gather": _gather,
     "GatherElements": _gather_elements,
@@ -435,3 +475,15 @@ RULES: dict[str, Callable[[Step], list[Kind]]] = {
     "Transpose": _transpose,
     "Trilu": _trilu,
 }
+
+OTHER_RULES: dict[str, dict[str, Callable[[Step], list[Kind]]]] = {
+    "ai.onnx.ml": {
+        **dict.fromkeys(("Binarizer", "CategoryMapper", "LabelEncoder"), _elementwise),
+        **dict.fromkeys(_ROWS.split(), _by_rows),
+        "ArrayFeatureExtractor": _picked_features,
+        "FeatureVectorizer": _vectorized,
+        "OneHotEncoder": _by_elements,
+    },
+    "com.microsoft": dict.fromkeys(("BiasGelu", "FastGelu", "Gelu", "MurmurHash3", "QuickGelu"), _elementwise),
+}
+"""The same for operators of other domains."""

@@ -53,6 +53,20 @@ HOSTILE = {
     "product over the batch": "a = Constant<value = int64[1] {-2}>() m = ReduceProd(d, a) y = Add(both, m)",
     "norm over the batch, of ONNX-ML": """t = Transpose<perm = [1, 0]>(both)
         z = ai.onnx.ml.Normalizer<norm = "L1">(t) y = Transpose<perm = [1, 0]>(z)""",
+    "features of the first sample": """t = Transpose<perm = [1, 0]>(both) i = Constant<value = int64[1] {0}>()
+        g = ai.onnx.ml.ArrayFeatureExtractor(t, i) u = Transpose<perm = [1, 0]>(g) y = Sub(both, u)""",
+    "scaled by its place in the batch": """i = Constant<value = int64 {1}>() c = Gather<axis = 1>(both, i)
+        z = ai.onnx.ml.Imputer<imputed_value_floats = [7.0], replaced_value_float = 0.0>(c)
+        u = Unsqueeze(z, one) y = Add(both, u)""",
+    "vectorized over the batch": """t = Transpose<perm = [1, 0]>(both)
+        v = ai.onnx.ml.FeatureVectorizer<inputdimensions = [1]>(t) u = Transpose<perm = [1, 0]>(v) y = Add(both, u)""",
+    "a tree over the batch": """t = Transpose<perm = [1, 0]>(both)
+        x = ai.onnx.ml.TreeEnsembleRegressor<n_targets = 1, nodes_treeids = [0, 0, 0], nodes_nodeids = [0, 1, 2],
+        nodes_featureids = [0, 0, 0], nodes_values = [0.5, 0.0, 0.0], nodes_modes = ["BRANCH_LEQ", "LEAF", "LEAF"],
+        nodes_truenodeids = [1, 0, 0], nodes_falsenodeids = [2, 0, 0], target_ids = [0, 0], target_nodeids = [1, 2],
+        target_treeids = [0, 0], target_weights = [3.0, -4.0]>(t) u = Transpose<perm = [1, 0]>(x) y = Add(both, u)""",
+    "as many samples as a number": """s = Shape(both) q = Constant<value = int64[2] {30, -1}>() c = Equal(s, q)
+        f = Cast<to = 1>(c) m = ReduceSum<keepdims = 0>(f) y = Add(both, m)""",
     "softmax over the batch": "y = Softmax<axis = 0>(both)",
     "softmax over the batch, counted from the end": "y = Softmax<axis = -2>(both)",
     "log-softmax over the batch": "y = LogSoftmax<axis = 0>(both)",
@@ -231,6 +245,26 @@ SOUND = {
     "sums and ranks within the history": """a = Constant<value = int64 {1}>() c = CumSum(h, a) k =
         Constant<value = int64[1] {2}>()
         v, i = TopK<axis = 1>(c, k) y = ReduceMean<keepdims = 0>(v, one)""",
+    "rows of ONNX-ML": """a = ai.onnx.ml.Scaler<offset = [0.5, 0.0, 1.0, 2.0], scale = [1.0, 2.0, 0.5, 1.0]>(both)
+        b = ai.onnx.ml.Imputer<imputed_value_floats = [7.0], replaced_value_float = 0.0>(a)
+        c = ai.onnx.ml.Normalizer<norm = "L2">(b)
+        q = ai.onnx.ml.LinearRegressor<coefficients = [1.0, 2.0, 0.5, 4.0], intercepts = [0.5], targets = 1>(c)
+        r = ai.onnx.ml.TreeEnsembleRegressor<n_targets = 1, nodes_treeids = [0, 0, 0], nodes_nodeids = [0, 1, 2],
+        nodes_featureids = [1, 0, 0], nodes_values = [0.5, 0.0, 0.0], nodes_modes = ["BRANCH_LEQ", "LEAF", "LEAF"],
+        nodes_truenodeids = [1, 0, 0], nodes_falsenodeids = [2, 0, 0], target_ids = [0, 0], target_nodeids = [1, 2],
+        target_treeids = [0, 0], target_weights = [3.0, -4.0]>(both)
+        i = Constant<value = int64[2] {3, 0}>() s = ai.onnx.ml.ArrayFeatureExtractor(both, i)
+        y = ai.onnx.ml.FeatureVectorizer<inputdimensions = [4, 1, 1, 2]>(c, q, r, s)""",
+    "categories of ONNX-ML": """o = ai.onnx.ml.OneHotEncoder<cats_int64s = [3, 998, 999], zeros = 1>(ids)
+        x = ReduceSum<keepdims = 0>(o, one) y = Concat<axis = 1>(x, both)""",
+    "a new axis of TensorFlow": """u = Unsqueeze(both, two) b = Constant<value = int32[2] {0, 0}>()
+        t = Constant<value = int32[2] {1000000000, 1000000000}>() a = Constant<value = int32[2] {0, 2}>()
+        q = Constant<value = int32[2] {1, 1}>() r = Slice(u, b, t, a, q) v = Mul(r, r)
+        y = ReduceSum<keepdims = 0>(v, two)""",
+    "expanded by PyTorch": """s = Shape(both) three = Constant<value = int64[1] {3}>() wide = Concat<axis = 0>(three, s)
+        k = Shape(wide) all = ConstantOfShape<value = int64[1] {1}>(k) m = Constant<value = int64 {-1}>()
+        none = Mul(all, m) c = Equal(wide, none) r = Where(c, all, wide) x = Expand(small3, r) p = Greater(both, x)
+        f = Cast<to = 1>(p) y = ReduceSum<keepdims = 0>(f, az)""",
     "columns": """p, q = Split<axis = 1, num_outputs = 2>(both) b = Constant<value = int64[2] {0, 1}>()
         t = Constant<value = int64[2] {9223372036854775807, 3}>() a = Constant<value = int64[2] {0, 1}>() r =
         Slice(both, b, t, a)
@@ -263,6 +297,7 @@ def constants() -> dict[str, NDArray[Any]]:
 SHAPES = {
     "m44": (4, 4),
     "small": (50, 4),
+    "small3": (3, 1, 1),
     "query": (1, 1, 4),
     "cw": (4, 4, 3),
     "lw": (1, 16, 4),
