@@ -16,6 +16,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, inliner
 
 from inference_session.importers.onnx.evaluation import fixed_value
 from inference_session.importers.onnx.graph import (
+    NO_END,
     Names,
     all_graphs,
     all_nodes,
@@ -33,6 +34,7 @@ from inference_session.importers.onnx.graph import (
     set_nodes,
     sort_nodes,
 )
+from inference_session.importers.onnx.types import Types
 from inference_session.importers.onnx.weights import Weight, weight_of
 from inference_session.importers.onnx.wire import Blob
 
@@ -88,7 +90,8 @@ def to_canonical(path: Path, model: ModelProto, blobs: dict[int, Blob]) -> Canon
             graph.initializer.remove(tensor)
     _capture_invariants(graph)
     _name_axis_zero(graph, weights)
-    _gather_instead_of_gather_nd(graph, weights)
+    _skip_whole_slices(graph)
+    _gather_instead_of_gather_nd(model, weights)
     _gather_instead_of_slice(model, weights)
     return CanonicalModel(model, weights, names)
 
@@ -222,18 +225,36 @@ def _name_axis_zero(graph: GraphProto, weights: dict[str, Weight]) -> None:
                 node.attribute.append(helper.make_attribute("axis", 0))
 
 
-def _gather_instead_of_gather_nd(graph: GraphProto, weights: dict[str, Weight]) -> None:
-    """GatherND by keys with a last axis of one, as PyTorch writes `weight[keys]`, is Gather by the keys without it."""
-    for scope in all_graphs(graph):
+def _skip_whole_slices(graph: GraphProto) -> None:
+    """Let a Slice of all elements be a copy: tf2onnx writes one for each `x[..., None]`."""
+    known = constants(graph)
+    for node in all_nodes(graph):
+        if node.op_type != "Slice" or len(node.input) < 3:
+            continue
+        begins, ends = (integers(known.get(name)) for name in node.input[1:3])
+        steps = integers(known.get(node.input[4])) if len(node.input) > 4 and node.input[4] else [1]
+        if begins and ends and steps and not any(begins) and min(ends) >= NO_END and {*steps} == {1}:
+            node.op_type = "Identity"
+            del node.input[1:]
+
+
+def _gather_instead_of_gather_nd(model: ModelProto, weights: dict[str, Weight]) -> None:
+    """GatherND by keys with a last axis of one, as `weight[keys]` is written, is Gather by the keys without it."""
+    types: Types | None = None
+    for scope in all_graphs(model.graph):
         made_by = producers(scope)
         for node in scope.node:
             if node.op_type != "GatherND" or node.input[0] not in weights or attribute(node, "batch_dims", 0):
                 continue
             keys = made_by.get(node.input[1])
-            if keys is None or keys.op_type != "Unsqueeze" or axes_of(graph, keys) != [-1]:
+            while keys is not None and keys.op_type == "Identity":
+                keys = made_by.get(keys.input[0])
+            if keys is None or keys.op_type != "Unsqueeze":
                 continue
-            del node.attribute[:]
-            node.op_type, node.input[1] = "Gather", keys.input[0]
+            types = types or Types(model, weights)
+            if axes_of(model.graph, keys) in ([-1], [(types.rank(keys.output[0]) or 0) - 1]):
+                del node.attribute[:]
+                node.op_type, node.input[1] = "Gather", keys.input[0]
 
 
 def _gather_instead_of_slice(model: ModelProto, weights: dict[str, Weight]) -> None:

@@ -315,7 +315,7 @@ class _Import:
             reason = " ".join(str(error).replace(str(path), "it").split())
             raise ModelFormatError(f"{self.source.path}: ONNX Runtime cannot load this model: {reason}") from error
         prober = Prober(network, self.source.inputs, self._rows(carved))
-        return prober.find(), prober
+        return prober.find(trusts_symbols=bool(self.context)), prober
 
     def _bytes_of(self, table: Weight, folder: str) -> str:
         """The file, in the staging folder, that holds the values of a table as the original has them."""

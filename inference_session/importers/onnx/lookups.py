@@ -108,9 +108,11 @@ def take_lookups(surgery: Surgery) -> list[Lookup]:
     graph, tables = surgery.graph, surgery.tables
     tainted = values_of_vectors(graph, set(tables))
     lookups: list[Lookup] = []
-    for gather in [node for node in graph.node if is_row_read(node) and node.input[0] in tables]:
+    gathers = [node for node in graph.node if is_row_read(node) and node.input[0] in tables]
+    for gather in gathers:
+        _check_keys(surgery, tables[gather.input[0]], gather.input[1], tainted)
+    for gather in gathers:
         table, keys = tables[gather.input[0]], gather.input[1]
-        _check_keys(graph, table.name, keys, tainted)
         fixed_keys = fixed_value(surgery.model, graph, keys)
         if fixed_keys is not None:
             rows = _fixed_rows(surgery, table, fixed_keys.astype(np.int64), gather.output[0])
@@ -121,12 +123,17 @@ def take_lookups(surgery: Surgery) -> list[Lookup]:
     return lookups
 
 
-def _check_keys(graph: GraphProto, table: str, keys: str, tainted: set[str]) -> None:
+def _check_keys(surgery: Surgery, table: Weight, keys: str, tainted: set[str]) -> None:
+    graph, tables = surgery.graph, surgery.tables
     if keys in tainted:
-        raise StaysDenseError(table, f"is read with keys ({keys!r}) that depend on looked-up vectors")
+        sources = [tables[name] for name in tables if keys in values_of_vectors(graph, {name})]
+        smallest = min([table, *sources], key=lambda each: each.num_bytes)
+        if table in sources or smallest is table:
+            raise StaysDenseError(table.name, f"is read with keys ({keys!r}) that depend on looked-up vectors")
+        raise StaysDenseError(smallest.name, f"is read to compute keys ({keys!r}) of {table.name!r}, which is larger")
     for node in needed_nodes(graph.node, [keys]):
         if is_random(node):
-            raise StaysDenseError(table, f"is read with keys ({keys!r}) that are drawn at random")
+            raise StaysDenseError(table.name, f"is read with keys ({keys!r}) that are drawn at random")
 
 
 def _fixed_rows(surgery: Surgery, table: Weight, keys: NDArray[np.int64], output: str) -> NodeProto:

@@ -6,7 +6,7 @@ have? ONNX Runtime answers; where the model accepts no made-up input, the declar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -136,12 +136,15 @@ class Prober:
             return None
         return results
 
-    def find(self) -> Findings:
-        """Try everything."""
+    def find(self, *, trusts_symbols: bool = False) -> Findings:
+        """Try everything. Exporters give one symbol also to sizes that differ, such as those of keys and of offsets.
+
+        Args:
+            trusts_symbols: if all inputs have the same symbol in front, it is the number of samples, although the model
+                mixes samples and takes inputs of different numbers of them.
+        """
         recipe = self._recipe()
-        may_be_batched = bool(self.inputs) and all(
-            kind.dims and not isinstance(kind.dims[0], int) for kind in self.inputs.values()
-        )
+        may_be_batched = self._may_be_batched()
         if recipe is None:
             note = "the original could not be run on generated inputs, so the imported model is not verified against it"
             batched = may_be_batched and len(self._first_symbols()) == 1 and not self._declares_fixed_output()
@@ -154,10 +157,19 @@ class Prober:
         shapes, served_shapes = self._shapes(runs), self._shapes([*runs, *filter(None, others)])
         num_rows = tuple(tuple(size for shape in of_one for size in shape[:1]) for of_one in zip(*runs, strict=True))
         joinable = batched and self._is_joinable(recipe)
+        if batched and not joinable and not trusts_symbols:
+            batched = not self._takes_unequal(recipe, self.inputs)
         equal_sizes = tuple(group for group in self._symbols(batched) if self._must_be_equal(group, feeds))
         notes = self._notes(batched, joinable)
         primes = tuple(self._primes(recipe)) if joinable else ()
         return Findings(batched, joinable, shapes, served_shapes, num_rows, notes, feeds, primes, equal_sizes, recipe)
+
+    def _may_be_batched(self) -> bool:
+        """Whether the declared inputs may have one row for each sample, and nothing else as large as their number."""
+        in_front = [kind.dims[0] if kind.dims else 0 for kind in self.inputs.values()]
+        behind = {dim for kind in self.inputs.values() for dim in (kind.dims or ())[1:]}
+        counts_elsewhere = behind.intersection(dim for dim in in_front if isinstance(dim, str))
+        return bool(in_front) and not any(isinstance(dim, int) for dim in in_front) and not counts_elsewhere
 
     def _declares_fixed_output(self) -> bool:
         """Whether an output, as declared, cannot have a row for each sample."""
@@ -186,28 +198,27 @@ class Prober:
     def _sizes(self, size: int) -> dict[str, int]:
         return dict.fromkeys(self.inputs, size)
 
-    def _takes_unequal(self, recipe: Recipe) -> bool:
+    def _takes_unequal(self, recipe: Recipe, groups: Iterable[str] | None = None) -> bool:
         """Whether inputs may differ in their first dimension, which then does not count samples.
 
         A list of keys and the lengths of its parts fit together under some values only: longer lists than parts, or
-        parts of no length, do.
+        parts of no length, do. `groups`: to which group each input belongs, where not to that of its symbol.
         """
-        distinct = self._first_symbols()
+        symbols = list(groups or (_first_symbol(name, kind) for name, kind in self.inputs.items()))
+        distinct = list(dict.fromkeys(symbols))
         if len(distinct) < 2:
             return False
         larger = {symbol: 2 + i for i, symbol in enumerate(distinct)}
         smaller = {symbol: 1 + len(distinct) - i for i, symbol in enumerate(distinct)}
+        unequal = [dict(zip(self.inputs, map(sizes.__getitem__, symbols), strict=True)) for sizes in (larger, smaller)]
         return any(
-            self.run(replace(recipe, bound=bound).arrays(2, self._sizes_by(sizes))) is not None
-            for bound, sizes in product((recipe.bound, 1), (larger, smaller))
+            self.run(replace(recipe, bound=bound).arrays(2, sizes)) is not None
+            for bound, sizes in product((recipe.bound, 1), unequal)
         )
 
-    def _first_symbols(self) -> list[str]:
-        """The symbols of the inputs' first dimensions, each once; an input without one counts under its own name."""
-        return list(dict.fromkeys(_first_symbol(name, kind) for name, kind in self.inputs.items()))
-
-    def _sizes_by(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        return {name: sizes[_first_symbol(name, kind)] for name, kind in self.inputs.items()}
+    def _first_symbols(self) -> set[str]:
+        """The symbols of the inputs' first dimensions; an input without one counts under its own name."""
+        return {_first_symbol(name, kind) for name, kind in self.inputs.items()}
 
     def _follows_samples(self, recipe: Recipe) -> bool:
         for size in (2, 5):

@@ -7,12 +7,9 @@ from collections.abc import Callable
 import numpy as np
 from onnx import NodeProto
 
-from inference_session.importers.onnx.graph import BROADCASTING, UNARY, text_attribute
+from inference_session.importers.onnx.graph import BROADCASTING, NO_END, UNARY, text_attribute
 from inference_session.importers.onnx.sample_kinds import CONSTANT, Axis, Free, Kind, PerSample
 from inference_session.importers.onnx.sample_step import Step, all_constant, is_constant, is_size, neither
-
-_NO_END = 10**9
-"""As the end of a Slice: all up to the end of an axis, of samples or their blocks. tf2onnx writes this number."""
 
 
 def _elementwise(step: Step) -> list[Kind]:
@@ -277,7 +274,7 @@ def _takes_all(step: Step, position: int) -> bool:
     begins, ends, steps = step.fixed(1), step.fixed(2), step.fixed(4)
     if not begins or not ends or steps is None or len(begins) <= position or len(ends) <= position:
         return False
-    return begins[position] == 0 and ends[position] >= _NO_END and (not steps or steps[position] == 1)
+    return begins[position] == 0 and ends[position] >= NO_END and (not steps or steps[position] == 1)
 
 
 def _sliced_sizes(step: Step) -> Kind:

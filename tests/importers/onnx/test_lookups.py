@@ -170,6 +170,19 @@ def test_gather_nd_by_whole_rows_is_a_lookup(tmp_path: Path) -> None:
     assert report.spec.lookups[0].keys == "keys"
 
 
+def test_gather_nd_by_a_new_axis_of_tensorflow_is_a_lookup(tmp_path: Path) -> None:
+    """`gather_nd(weight, keys[..., None])`: tf2onnx counts the axis from the front, and takes a Slice of all keys."""
+    graph = """m (int64[b, 2] keys) => (float[b, 2, 4] y) {
+        a = Constant<value = int64[1] {2}>()  u = Unsqueeze(keys, a)  z = Constant<value = int32[2] {0, 0}>()
+        e = Constant<value = int32[2] {1000000000, 1000000000}>()  x = Constant<value = int32[2] {0, 2}>()
+        s = Constant<value = int32[2] {1, 1}>()  k = Slice(u, z, e, x, s)  y = GatherND(w, k) }"""
+
+    report = check(tmp_path, model_of(graph, {"w": table()}), {"keys": KEYS})
+
+    assert report.spec.lookups[0].keys == "keys"
+    assert report.spec.joinable
+
+
 @pytest.mark.parametrize(("size", "is_row"), [("1, 4", True), ("1, 3", False), ("2, 4", False)])
 def test_slices_of_one_row_are_lookups(tmp_path: Path, size: str, is_row: bool) -> None:
     """JAX reads a row by a Slice from the key on; one that takes anything else stays dense."""
@@ -256,6 +269,20 @@ def test_keys_that_depend_on_vectors_keep_their_table_dense(tmp_path: Path) -> N
     assert [t.name for t in report.tables] == ["w"]
     assert report.stays_dense[0].name == "u"
     assert "depend on looked-up vectors" in report.stays_dense[0].reason
+
+
+def test_a_table_that_computes_keys_of_a_larger_one_stays_dense(tmp_path: Path) -> None:
+    """Such as the bounds of a bucketize: one of the two has to, and the larger one gains more as a table."""
+    graph = """m (int64[b] keys) => (float[b, 4] y) {
+        a = Gather(w, keys)  k = Cast<to = 7>(a)  y = Gather(u, k) }"""
+    bounds = np.arange(1000, 0, -1).astype(np.float32)
+
+    report = check(tmp_path, model_of(graph, {"w": bounds, "u": table(1001)}), {"keys": KEYS[:, 0]})
+
+    assert [t.name for t in report.tables] == ["u"]
+    assert [(item.name, item.reason) for item in report.stays_dense] == [
+        ("w", "is read to compute keys ('k') of 'u', which is larger")
+    ]
 
 
 def test_positions_counted_from_the_shape_of_vectors(tmp_path: Path) -> None:
@@ -609,6 +636,29 @@ def test_sizes_of_one_name_that_need_not_be_equal(tmp_path: Path) -> None:
     report = check(tmp_path, model_of(graph, {"t": table()}), {"a": KEYS[0], "b": KEYS[1]})
 
     assert report.spec.equal_sizes == ()
+
+
+def test_keys_and_offsets_of_one_symbol(tmp_path: Path) -> None:
+    """Exporters give both the name of the batch: requests may have more keys than offsets all the same."""
+    graph = """g (int64[batch] keys, int64[batch] ends) => (float[batch, 4] y) {
+        z = Constant <value = int64 {0}> ()  v = Gather(t, keys)  s = CumSum(v, z)  y = Gather(s, ends) }"""
+    inputs = {"keys": KEYS.ravel(), "ends": np.array([1, 3, 5, 5])}
+
+    report = check(tmp_path, model_of(graph, {"t": table()}), inputs)
+
+    assert not report.spec.batched
+
+
+def test_a_size_that_is_also_the_number_of_samples(tmp_path: Path) -> None:
+    """A request of a square matrix is valid, and no other one can be joined to it."""
+    graph = """g (int64[n, n] keys, float[n] x) => (float[n, 4] y) {
+        one = Constant <value = int64[1] {1}> ()  v = Gather(t, keys)  s = ReduceSum <keepdims = 0> (v, one)
+        u = Unsqueeze(x, one)  y = Add(s, u) }"""
+    inputs = {"keys": KEYS[:2], "x": np.ones(2, np.float32)}
+
+    report = check(tmp_path, model_of(graph, {"t": table()}), inputs)
+
+    assert not report.spec.batched
 
 
 def test_a_model_that_is_taken_apart_wrongly_is_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
