@@ -1,9 +1,10 @@
 """CUDA as far as opening devices asks about it, for processes on machines without a GPU: which GPUs there are, and what
-memory they have. Nothing can be computed there.
+memory they have. Copies of host memory are made; nothing can be computed there.
 """
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Sequence
 from types import TracebackType
@@ -48,6 +49,16 @@ def install(gpus: Sequence[FakeGpu], *, peers: bool = True) -> None:
     runtime.getDeviceProperties = lambda i: {"name": gpus[i].name.encode(), "totalGlobalMem": gpus[i].total_bytes}
     runtime.memGetInfo = lambda: (gpus[_Device.current].free_bytes, gpus[_Device.current].total_bytes)
     runtime.deviceCanAccessPeer = lambda _reader, _owner: int(peers)
+    runtime.memcpy2DAsync = _copy_2d
     cuda.Device, cuda.runtime = _Device, runtime
     modules["cupy"].cuda = cuda
     sys.modules.update(modules)
+
+
+def _copy_2d(  # noqa: PLR0917  as CuPy's
+    target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int, _kind: object, _stream: int
+) -> None:
+    """At once; CUDA refuses rows that are longer than from one row to the next."""
+    assert width <= min(target_pitch, source_pitch)
+    for row in range(height):
+        ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
