@@ -97,6 +97,22 @@ def test_a_lost_backend_process_is_replaced(serve: Serve, two_models: Path, numb
     assert served.stop() == 0
 
 
+def test_a_backend_process_that_dies_before_it_is_seen_is_replaced(serve: Serve, repository: Path) -> None:
+    """On a busy machine, one can be loaded and die between two looks of the watch-dog."""
+    served = serve(repository)
+    launcher = psutil.Process(served.process.pid)
+    launcher.suspend()
+    hotrow("load", "ctr", "--version", "1", "--url", served.grpc)
+    lost = served.stub("ctr", version=1)
+    lost.kill()
+    wait_until(lambda: not is_running(lost), "its end")
+    launcher.resume()
+
+    await_line(served, f"backend process {lost.pid} of model 'ctr' version 1 died")
+    await_line(served, "model 'ctr' serves again")
+    await_scale(served, 1)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_health_notices_without_a_watchdog(serve: Serve, repository: Path, number: signal.Signals) -> None:
     """If no launcher replaces a lost process, as on a server not started by us, `hotrow health` still reports it."""

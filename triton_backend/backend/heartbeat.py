@@ -1,8 +1,9 @@
 """Protects a backend process: shows that it runs, ends it when its server is gone, and hides its memory from others.
 
-If `hotrow serve` names a folder for it, a thread writes the time into a file of its process. A process that is
-stopped, or whose interpreter hangs, stops beating; a session that computes does not, as computing releases the
-interpreter. guard.py runs as a separate process.
+If `hotrow serve` names a folder for it, a thread writes the time into a file of its process, before the process's
+arguments, which the kernel shows of no process that has died. A process that is stopped, or whose interpreter hangs,
+stops beating; a session that computes does not, as computing releases the interpreter. guard.py runs as a separate
+process.
 """
 
 from __future__ import annotations
@@ -50,11 +51,12 @@ class Heartbeat:
 
     def _beat(self) -> None:
         handle = _open_file()
+        arguments = _arguments()
         stopped = False
         while not stopped:
             if handle is not None:
                 with suppress(OSError):  # a full disk
-                    os.pwrite(handle, _TIME.pack(time.monotonic()), 0)
+                    os.pwrite(handle, _TIME.pack(time.monotonic()) + arguments, 0)
             stopped = self._stopping.wait(INTERVAL_S)
         if handle is not None:
             os.close(handle)
@@ -64,14 +66,21 @@ class Heartbeat:
 def last_beat(folder: Path, pid: int) -> float | None:
     """When a process last beat, by `time.monotonic()`, which all processes of a machine share; None: not yet."""
     with suppress(OSError, struct.error):
-        return float(_TIME.unpack((folder / str(pid)).read_bytes())[0])
+        return float(_TIME.unpack_from((folder / str(pid)).read_bytes())[0])
     return None
+
+
+def arguments_of(folder: Path, pid: int) -> bytes:
+    """The arguments of a process that has beaten, as in its /proc/<pid>/cmdline; it may have died since."""
+    with suppress(OSError):
+        return (folder / str(pid)).read_bytes()[_TIME.size :]
+    return b""
 
 
 def _open_file() -> int | None:
     if folder := os.environ.get(FOLDER_VARIABLE):
         with suppress(OSError):  # the launcher that named the folder may be gone
-            return os.open(Path(folder, str(os.getpid())), os.O_WRONLY | os.O_CREAT, 0o644)
+            return os.open(Path(folder, str(os.getpid())), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     return None
 
 
@@ -87,8 +96,12 @@ def hide_memory() -> None:
 
 def _memory_name() -> str | None:
     """The name of this process's shared memory, its argument 2; None if this is no backend process."""
-    names = Path("/proc/self/cmdline").read_bytes().split(b"\0")[2:3]
+    names = _arguments().split(b"\0")[2:3]
     return names[0].decode() if names and b"/" not in names[0] else None
+
+
+def _arguments() -> bytes:
+    return Path("/proc/self/cmdline").read_bytes()
 
 
 def start_guard() -> subprocess.Popen[bytes] | None:

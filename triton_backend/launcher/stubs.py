@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
+from triton_backend.backend.heartbeat import arguments_of
 from triton_backend.launcher.reaper import SHARED_MEMORY
 
 STUB_NAME = "triton_python_b"
@@ -76,10 +77,14 @@ def state(pid: int) -> str:
     return ""
 
 
-def identify(pid: int) -> Stub | None:
-    """A stub's model and version, by its arguments: <repository>/<model>/<version>/model.py, its memory's name, …"""
+def identify(pid: int, heartbeats: Path) -> Stub | None:
+    """A stub's model and version, by its arguments: <repository>/<model>/<version>/model.py, its memory's name, …
+
+    /proc shows none of a zombie. One that died before it was seen alive is known by its heartbeat.
+    """
     with suppress(OSError, ValueError, IndexError):
-        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        shown = Path(f"/proc/{pid}/cmdline").read_bytes() or arguments_of(heartbeats, pid)
+        arguments = shown.decode(errors="replace").split("\0")
         code = Path(arguments[1])
         return Stub(pid, code.parent.parent.name, int(code.parent.name), arguments[2])
     return None

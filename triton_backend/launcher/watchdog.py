@@ -127,7 +127,7 @@ class Watchdog:
             self._since.pop(pid, None)
         self._lost.intersection_update(present)
         for pid in present:
-            if pid not in self._stubs and (found := stubs.identify(pid)):
+            if pid not in self._stubs and (found := stubs.identify(pid, self._server.heartbeats)):
                 self._stubs[pid] = found
             if pid not in self._lost and (stub := self._stubs.get(pid)):
                 self._judge(stub, stubs.state(pid))
