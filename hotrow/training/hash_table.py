@@ -386,7 +386,7 @@ class HashTable(nn.Module):
             ConfigurationError: use is not counted, as neither max_rows nor max_age is given.
         """
         if not self._rows.counts_use:
-            raise ConfigurationError("when rows are used is only counted with max_rows or max_age")
+            raise ConfigurationError("rows record their last use only with max_rows or max_age; set one of them")
         gone = self._rows.seldom_used(unused_for, used_less_than)
         if len(gone):
             self._rows.remove(gone)
@@ -404,7 +404,7 @@ class HashTable(nn.Module):
         """Rows go to the device that the module goes to; they stay float32, and their vectors get its type."""
         moved = function(torch.empty(0, device=self.device, dtype=self._dtype))
         if moved.is_meta:
-            raise ConfigurationError("a hash embedding cannot be on the device 'meta': make it on that of its rows")
+            raise ConfigurationError("a hash embedding cannot be on the device 'meta'; create it on the CPU or a GPU")
         if moved.device != self.device:
             self._rows = self._rows.to(moved.device)
         self._dtype = moved.dtype
@@ -463,12 +463,12 @@ class HashTable(nn.Module):
         for name in ("steps", "lr"):
             if not isinstance(part[name], Tensor) or part[name].numel() != 1 or not part[name] >= 0:
                 raise ConfigurationError(
-                    f"{name} in the state of a hash embedding is {part[name]!r}; a number is needed"
+                    f"{name} in the state of a hash embedding is {part[name]!r}, expected a number"
                 )
         states = {name.removeprefix(_OPTIMIZER): tensor for name, tensor in part.items() if name.startswith(_OPTIMIZER)}
         if part["initial"].shape != self._rows.initial.shape:
             found = part["initial"].shape[1]
-            raise ConfigurationError(f"its vectors have {found} elements; those of this embedding {self.embedding_dim}")
+            raise ConfigurationError(f"the saved vectors have {found} elements, expected {self.embedding_dim}")
         rows = Rows(part["keys"], part["vectors"], states, part.get("last_used"), part.get("times_used"))
         self._check_rows(rows)
         return rows
@@ -513,11 +513,11 @@ class HashTable(nn.Module):
         for name, tensor in {"keys": rows.keys, **counts}.items():
             if tensor.dtype is not torch.int64 or tuple(tensor.shape) != (len(rows.vectors),):
                 found = f"{tensor.dtype} of shape {list(tensor.shape)}"
-                raise ConfigurationError(f"{name} are {found}; torch.int64 of shape [{len(rows.vectors)}] is what fits")
+                raise ConfigurationError(f"{name} are {found}, expected torch.int64 of shape [{len(rows.vectors)}]")
         shape = (len(rows.keys), self.embedding_dim)
         for name, tensor in {"vectors": rows.vectors, **rows.states}.items():
             if tuple(tensor.shape) != shape:
-                raise ConfigurationError(f"{name} have shape {list(tensor.shape)}; {list(shape)} is what fits the keys")
+                raise ConfigurationError(f"{name} have shape {list(tensor.shape)}, expected {list(shape)}")
         unknown = {*rows.states} - {*self.optimizer.states()}
         if unknown:
             kind = type(self.optimizer).__name__

@@ -83,7 +83,9 @@ def _create(
     from inference_session.dense_engine.float16 import in_float16, not_in_float16
 
     if device is HOST:
-        _log.warning("%s: dense_precision 'float16' does not make the CPU faster, only less exact", path)
+        _log.warning(
+            "%s: dense_precision 'float16' makes a network on the CPU less exact, not faster; use 'float32'", path
+        )
     narrowed = () if device is HOST or config.dense_engine == "tensorrt" else vectors
     narrow = in_float16(path, narrowed, content)
     try:

@@ -103,7 +103,9 @@ class _DumpedTable:
                 f"{self.parts[0].values}: no rank has a row of {self.name!r}, so its embedding_dim is unknown"
             )
         if len(dims) > 1:
-            raise ModelFormatError(f"{list(dims.values())[1]}: vectors of {self.name!r} have widths {sorted(dims)}")
+            raise ModelFormatError(
+                f"{list(dims.values())[1]}: vectors of {self.name!r} have widths {sorted(dims)}; expected one width"
+            )
         return next(iter(dims))
 
     def write(self, staging: Path, folder: str, progress: Progress | None) -> TableSpec:

@@ -208,7 +208,7 @@ class KafkaUpdateStream:
         try:
             work()
         except KafkaException as error:
-            self._stats.fail(f"the brokers: {error.args[0].str()}")
+            self._stats.fail(f"the Kafka client reports: {error.args[0].str()}")
             self._closing.wait(FIRST_PAUSE_S)
         except (UnavailableError, StoreError) as error:  # closing: unapplied messages come again at the next start
             self._stats.fail(str(error))

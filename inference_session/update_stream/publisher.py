@@ -74,7 +74,7 @@ class Publisher:
         if encoding not in get_args(Encoding):
             raise ConfigurationError(f"unknown encoding {encoding!r}; allowed: {', '.join(get_args(Encoding))}")
         if not model:
-            raise ConfigurationError(f"{model!r} is not a valid model name")
+            raise ConfigurationError(f"the name of the model is {model!r}; give the one that servers load it by")
         self.url = KafkaUrl.parse(url) if isinstance(url, str) else url
         self.model = model
         self.encoding = encoding

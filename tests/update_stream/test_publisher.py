@@ -158,7 +158,7 @@ def test_what_is_no_rows_is_refused(broker: Broker, small: SmallVersion) -> None
             publisher.publish("hashed", [1], np.zeros((2, 2)))
         with pytest.raises(InvalidRequestError, match="the name of a table is empty"):
             publisher.publish("", [1], np.zeros((1, 2)))
-    with pytest.raises(ConfigurationError, match="'' is not a valid model name"):
+    with pytest.raises(ConfigurationError, match="the name of the model is ''"):
         Publisher(broker.url, "")
     with pytest.raises(ConfigurationError, match="unknown encoding 'csv'; allowed: row, batch"):
         Publisher(broker.url, small.model, encoding="csv")  # type: ignore[arg-type]

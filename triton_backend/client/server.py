@@ -183,7 +183,9 @@ class RemoteServer:
         inputs = probe_inputs((tensor.name, tensor.datatype, tuple(tensor.shape)) for tensor in metadata.inputs)
         if inputs is None:
             if not self._call("is_model_ready", model, timeout_s=timeout_s / 2):
-                raise UnavailableError(f"model {model!r} is not ready")
+                raise UnavailableError(
+                    f"model {model!r} is not ready: it is loading, or its load failed (see `hotrow versions`)"
+                )
             return str(max(metadata.versions, key=int))
         datatypes = {tensor.name: tensor.datatype for tensor in metadata.inputs}
         key = find_key(self._url)
@@ -257,7 +259,7 @@ class RemoteServer:
         if status == "StatusCode.UNAVAILABLE" and ("connect" in message.lower() or "Socket closed" in message):
             return UnavailableError(f"{self._url}: {_why_not_connected(message)}")
         if "restricted" in message:
-            return RemoteError(f"the server at {self._url} restricts this to clients with its key: --key-file")
+            return RemoteError(f"the server at {self._url} does this only for clients with its key; give --key-file")
         kind = RefusedRequestError if status == "StatusCode.INVALID_ARGUMENT" else RemoteError
         return kind(plain_reason(message))
 

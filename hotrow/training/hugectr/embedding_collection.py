@@ -192,7 +192,7 @@ class EmbeddingCollectionConfig:
         """Where HugeCTR keeps rows: without effect. ConfigurationError: no such table or strategy."""
         for kind, _ in shard_strategy:
             if kind not in ("mp", "dp"):
-                raise ConfigurationError(f"shard: the strategy {kind!r}; allowed: 'mp', 'dp'")
+                raise ConfigurationError(f"shard: strategy is {kind!r}; allowed: 'mp', 'dp'")
         named = [name for names in shard_matrix for name in names]
         named += [each if isinstance(each, str) else each[0] for _, names in shard_strategy for each in names]
         named += [name for names in (compression_strategy or {}).values() for name in names]
@@ -240,7 +240,9 @@ class EmbeddingCollectionConfig:
         self, table: EmbeddingTableConfig, bottom: str, top: str, combiner: str, *, is_flat: bool = False
     ) -> None:
         if self._joined_top:
-            raise ConfigurationError(f"embedding_lookup: {self._joined_top!r} has all outputs of this collection")
+            raise ConfigurationError(
+                f"embedding_lookup: {self._joined_top!r} has all outputs of this collection; make another for more"
+            )
         self._add(table, bottom, top, combiner, is_flat=is_flat)
 
     def _add(self, table: EmbeddingTableConfig, bottom: str, top: str, combiner: str, *, is_flat: bool = False) -> None:

@@ -89,7 +89,7 @@ class Fitting:
         """Train this many steps of data that repeats."""
         if not is_whole(count) or count <= 0:
             raise ConfigurationError(
-                f"Model.fit: max_iter is {count!r}; from 1, as repeat_dataset of the solver is True"
+                f"Model.fit: max_iter is {count!r}; allowed: whole numbers from 1 (repeat_dataset is True)"
             )
         self._announce(f"Use non-epoch mode with number of iterations: {count}")
         for callback in self.callbacks:
@@ -105,7 +105,7 @@ class Fitting:
         """Train this many epochs, each of all sources."""
         if not is_whole(count) or count <= 0:
             raise ConfigurationError(
-                f"Model.fit: num_epochs is {count!r}; from 1, as repeat_dataset of the solver is False"
+                f"Model.fit: num_epochs is {count!r}; allowed: whole numbers from 1 (repeat_dataset is False)"
             )
         self._announce(f"Use epoch mode with number of epochs: {count}")
         self.say(f"Training source file: {', '.join(sources)}")

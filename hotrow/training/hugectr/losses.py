@@ -66,7 +66,7 @@ def _several(layer: Layer, width: int) -> Callable[[Tensor, Tensor], Tensor]:
     """A loss for each column, weighted by `target_weight`; labels below -0.5 are unknown and do not count."""
     raw = layer.parameters.get("target_weight") or [1.0] * width
     if len(raw) != width:
-        layer.fail(f"{len(raw)} weights for {width} columns of the label", "target_weight")
+        layer.fail(f"{len(raw)} weights for {width} columns of the label; give one for each", "target_weight")
     moved: dict[torch.device, Tensor] = {}
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:

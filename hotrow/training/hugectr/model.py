@@ -89,7 +89,8 @@ class Model:
         self._processes = join_processes(solver.vvgpu)
         if solver.batchsize % self._processes.count:
             raise ConfigurationError(
-                f"CreateSolver: batchsize {solver.batchsize} does not divide among {self._processes.count} processes"
+                f"CreateSolver: batchsize {solver.batchsize} is not a multiple of the number of processes, "
+                f"{self._processes.count}"
             )
         self._design = _Design()
         self._trainer: Trainer | None = None
@@ -503,7 +504,9 @@ class Model:
     def _weight_losses(self, names: Sequence[str], weights: Sequence[float]) -> None:
         trainer = self._compiled("compile")
         if len(names) != len(weights):
-            raise ConfigurationError(f"Model.compile: {len(names)} loss_names, but {len(weights)} loss_weights")
+            raise ConfigurationError(
+                f"Model.compile: {len(names)} loss_names, but {len(weights)} loss_weights; give one for each"
+            )
         labels = {loss.name: loss.label for loss in trainer.losses} | {
             loss.label: loss.label for loss in trainer.losses
         }
@@ -572,7 +575,7 @@ class Model:
         if isinstance(files, str):
             raise ConfigurationError(f"Model.{method}: found {files!r}; allowed: a list of paths, or a dict by table")
         if len(files) != len(tables):
-            raise ConfigurationError(f"Model.{method}: {len(files)} files for {len(tables)} tables; one each")
+            raise ConfigurationError(f"Model.{method}: {len(files)} files for {len(tables)} tables; give one for each")
         return list(zip(tables.values(), files, strict=True))
 
     def _set_trainable(self, method: str, name: str | None, *, is_trainable: bool) -> None:

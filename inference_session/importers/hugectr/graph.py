@@ -256,7 +256,10 @@ class _Reader:
             self._file.fail((*at, "slot_num"), f"found {shown(item.get('slot_num'))}; {error}")
         per_slot = item.get("nnz_per_slot")
         if isinstance(per_slot, list) and len(per_slot) not in (1, slot_num):
-            self._file.fail((*at, "nnz_per_slot"), f"{len(per_slot)} values for {slot_num} slots")
+            self._file.fail(
+                (*at, "nnz_per_slot"),
+                f"{len(per_slot)} values for {slot_num} slots; give one for all, or one for each",
+            )
         return slot_num
 
     def _embedding(self, layer: Layer, slots: Mapping[str, int]) -> Embedding:

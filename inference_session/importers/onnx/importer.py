@@ -149,7 +149,7 @@ class _Source:
             _check_tensor(path, value)
         for value in inputs:
             if value_type(value).dims is None:
-                raise UnsupportedModelError(f"{path}: input {value.name!r} declares no shape")
+                raise UnsupportedModelError(f"{path}: input {value.name!r} has no shape; export it with one")
         return cls(path, _types(inputs), _types(model.graph.output))
 
 

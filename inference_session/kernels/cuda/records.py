@@ -114,7 +114,9 @@ def divide(segments: NDArray[np.void]) -> Tiles:
     num_tiles = np.where(pooled, -(-segments["num_rows"] // bags_per_tile), -(-num_keys // keys_per_tile))
     ends = np.cumsum(num_tiles)
     if len(ends) and max(ends[-1], num_keys.max()) > _MOST_TILES:
-        raise InvalidRequestError(f"a request of {num_keys.sum()} keys is too large for one kernel launch")
+        raise InvalidRequestError(
+            f"{num_keys.sum()} keys at once are more than a GPU looks up in one launch; send fewer samples at once"
+        )
     return Tiles(np.concatenate([[0], ends]).astype(np.uint32), keys_per_tile, bags_per_tile, bool(pooled.any()))
 
 

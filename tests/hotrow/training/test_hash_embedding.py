@@ -354,7 +354,7 @@ def test_keys_of_other_integers_are_taken(given_as: Any) -> None:
             lambda: training.HashEmbeddingBag(4, include_last_offset=True)(_int64([1, 2]), _int64([0, 1])),
             "exceed 2, the number of keys, with which they end as include_last_offset",
         ),
-        (lambda: training.HashEmbedding(4).evict(unused_for=1), "only counted with"),
+        (lambda: training.HashEmbedding(4).evict(unused_for=1), "only with max_rows or max_age"),
         (lambda: training.Adagrad(-1), "lr is -1"),
         (lambda: training.HashEmbedding(4)(torch.ones(2)), "keys are torch.float32"),
         (lambda: training.HashEmbedding(4)(torch.tensor([1j])), "keys are torch.complex64"),
@@ -363,7 +363,7 @@ def test_keys_of_other_integers_are_taken(given_as: Any) -> None:
         (lambda: setattr(training.HashEmbedding(4), "steps", -1), "steps is -1"),
         (
             lambda: training.HashEmbedding(4).put(training.Rows(torch.ones(1), torch.ones(1, 4))),
-            r"keys are torch.float32 of shape \[1\]; torch.int64",
+            r"keys are torch.float32 of shape \[1\], expected torch.int64",
         ),
         (lambda: training.HashEmbedding(4, key_dtype="uint32")(_int64([-1])), "are not uint32"),
         (lambda: training.HashEmbedding(4, key_dtype="uint32")(_int64([2**32])), "are not uint32"),

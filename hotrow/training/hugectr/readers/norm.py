@@ -63,7 +63,7 @@ def _mapped(path: Path) -> NDArray[np.uint8]:
 
 def _check_header(path: Path, data: NDArray[np.uint8], shape: RecordShape, *, is_checked: bool) -> int:
     if len(data) < HEADER.itemsize:
-        raise ModelFormatError(f"{path}: {len(data)} bytes; a file in Norm format begins with {HEADER.itemsize}")
+        raise ModelFormatError(f"{path}: {len(data)} bytes; a file in Norm format has a header of {HEADER.itemsize}")
     header = data[: HEADER.itemsize].view(HEADER)[0]
     if int(header["error_check"]) != int(is_checked):
         found, wanted = ("Sum", "Non") if header["error_check"] else ("Non", "Sum")
@@ -76,7 +76,7 @@ def _check_header(path: Path, data: NDArray[np.uint8], shape: RecordShape, *, is
         if int(header[name]) != expected:
             raise ModelFormatError(f"{path}: the header says {name} {header[name]}, the model's Input {expected}")
     if header["number_of_records"] < 0:
-        raise ModelFormatError(f"{path}: the header says {header['number_of_records']} records")
+        raise ModelFormatError(f"{path}: the header says {header['number_of_records']} records; expected 0 or more")
     return int(header["number_of_records"])
 
 

@@ -88,7 +88,7 @@ def _num_heads(layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> int:
         layer.fail(f"{query}, {key} and {value} do not match as query, key and value", "bottom")
     heads = layer.whole("num_attention_heads", default=1)
     if query.dims[1] % heads:
-        layer.fail(f"{query} does not divide among {heads} heads", "num_attention_heads")
+        layer.fail(f"the width of {query} is not a multiple of {heads}", "num_attention_heads")
     return heads
 
 
@@ -123,7 +123,7 @@ def _attended(build: Builder, layer: Layer, scores: Tensor, values: Tensor) -> T
 def _check_mask(layer: Layer, mask: Tensor, scores: Tensor) -> None:
     _, num_from, num_to = scores.dims
     if mask.rows != 1 or mask.dims not in ((1, num_from, num_to), (1, 1, num_to)):
-        layer.fail(f"{mask} is no mask of {scores}", "bottom")
+        layer.fail(f"{mask} does not have the shape of a mask of {scores}", "bottom")
 
 
 def _masked_softmax(build: Builder, scores: str, mask: Tensor) -> str:

@@ -52,7 +52,7 @@ def dropout(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence
         return [x]
     rate = layer.number("rate", low=0, default=0.5)
     if rate >= 1.0:
-        layer.fail(f"found {rate}; a number from 0 below 1", "rate")
+        layer.fail(f"found {rate}; allowed: numbers from 0, and below 1", "rate")
     return [Tensor(build.node("Dropout", x.name, build.scalar(rate)), x.dims, x.rows)]
 
 

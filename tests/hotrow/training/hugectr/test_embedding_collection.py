@@ -421,7 +421,7 @@ def looked_up(bottom: str = "clicked", combiner: str = "sum", *, slots: int = 1)
         (embedding_named_as_a_table, "the model has a table 'item' already"),
         (lambda: EmbeddingCollectionConfig().embedding_lookup([USER, USER], "ab", "t", ["sum", "sum"]), "are lists"),
         (lambda: collection().shard([["other"]], []), r"no table \['other'\]; there are \['user', 'item'\]"),
-        (lambda: collection().shard([], [("row", ["user"])]), "the strategy 'row'; allowed: 'mp', 'dp'"),
+        (lambda: collection().shard([], [("row", ["user"])]), "strategy is 'row'; allowed: 'mp', 'dp'"),
         (lambda: collection().embedding_lookup(EmbeddingTableConfig("b", 1, 1), "a", "t", "sum"), "'all' has all"),
         (lambda: EmbeddingCollectionConfig().embedding_lookup([], [], "t", []), "0 tables, 0 bottom_name"),
         (lambda: EmbeddingTableConfig("a", 10, 0), "ev_size is 0; allowed: whole numbers from 1"),

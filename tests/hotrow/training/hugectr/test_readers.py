@@ -202,7 +202,7 @@ def _flip(at: int) -> Callable[[bytes], bytes]:
 NORM_DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a byte of a record": (_flip(80), r"record 0 \(byte 64\): its checksum"),
     "an early end": (lambda data: data[:-3], "record 19 .*ends within it"),
-    "a missing header": (lambda data: data[:10], "begins with 64"),
+    "a missing header": (lambda data: data[:10], "has a header of 64"),
     "bytes behind the end": (lambda data: data + b"123", "3 bytes after its last record"),
     "a negative length": (lambda data: data[:64] + b"\xff\xff\xff\xff" + data[68:], "record 0 .*its length"),
     "a wrong slot count": (lambda data: data[:32] + b"\x07" + data[33:], "slot_num 7, the model's Input 2"),
