@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,8 +13,9 @@ from inference_session.dense_engine.base import BoundRun
 from inference_session.execution.array_forms import ArrayForm, Memory, enter_results, given_inputs
 from inference_session.kernels.cpu.staging import NOT_STAGED, STAGED
 
-_MAX_PLANS, _MAX_BYTES = 1024, 64 << 20
-"""All plans are dropped before they become more, and once their results take more bytes."""
+MAX_PLANS = 1024
+MAX_BYTES = 64 << 20
+"""The most bytes that are kept for good: of inputs and vectors, whose larger batches gain little, and of results."""
 
 
 class _Plan(NamedTuple):
@@ -25,6 +26,11 @@ class _Plan(NamedTuple):
     """The bytes of the INPUT records of its results."""
     shapes: bytes
     """Of its results, as one value."""
+
+
+def are_full(runs: Collection[BoundRun | None]) -> bool:
+    """Whether these runs, one of each plan, are too many or keep too much: then all plans are dropped."""
+    return len(runs) >= MAX_PLANS or sum(run.result_bytes for run in runs if run is not None) > MAX_BYTES
 
 
 class HostKeyGraph:
@@ -74,8 +80,7 @@ class HostKeyGraph:
 
     def _plan(self, sizes: bytes) -> _Plan | None:
         """The graph bound to the memory of batches of these sizes, the first of which is there."""
-        kept_bytes = sum(plan.run.result_bytes for plan in self._plans.values() if plan is not None)
-        if len(self._plans) >= _MAX_PLANS or kept_bytes > _MAX_BYTES:
+        if are_full([plan and plan.run for plan in self._plans.values()]):
             self.forget()
         self._last, plan = None, None
         inputs = given_inputs(self._form, self._memory, self._open_sizes, self._graph.input_names)

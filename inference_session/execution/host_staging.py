@@ -28,7 +28,7 @@ from inference_session.execution.array_forms import (
     has_form,
     view,
 )
-from inference_session.execution.host_key_graph import HostKeyGraph
+from inference_session.execution.host_key_graph import MAX_BYTES, MAX_PLANS, HostKeyGraph, are_full
 from inference_session.execution.lookups import ModelLookups, VectorInput
 from inference_session.execution.network import Network
 from inference_session.execution.staged_batch import Arrays, StagedBatch, StagingPool
@@ -39,11 +39,6 @@ from inference_session.model_spec import ModelSpec
 from inference_session.requests.batch import RequestLayout
 from inference_session.requests.outputs import Outputs
 
-_MAX_PLANS = 1024
-MAX_BYTES = 64 << 20
-"""The most bytes of inputs and vectors in one batch. Larger batches gain little, and the memory is kept for good. Plans
-are dropped, too, once their outputs exceed this.
-"""
 _FIRST_REQUESTS, MAX_REQUESTS = 16, 4096
 _FLOAT_BYTES = 4
 
@@ -120,7 +115,7 @@ class HostStaging:
         """What all batches of a case have in common: making it takes longer than staging a request."""
         batch_shapes, num_requests, outputs = case
         wanted = self._outputs.wanted(outputs)
-        if len(self._batches) >= _MAX_PLANS:
+        if len(self._batches) >= MAX_PLANS:
             self._batches.clear()
         key = batch_shapes, wanted.computed
         run = self._plans[key] if key in self._plans else self._plan(key)
@@ -180,8 +175,7 @@ class HostStaging:
 
     def _plan(self, case: tuple[bytes, tuple[str, ...]]) -> BoundRun | None:
         """The network bound to the memory of batches of these shapes; None: `run_many` refuses such requests."""
-        kept_bytes = sum(run.result_bytes for run in self._plans.values() if run is not None)
-        if len(self._plans) >= _MAX_PLANS or kept_bytes > MAX_BYTES:
+        if are_full(self._plans.values()):
             self._forget_plans()
         shapes = self._form.shapes(self._open_sizes)
         fits = self._form.fits(shapes)

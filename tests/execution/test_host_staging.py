@@ -312,7 +312,7 @@ def test_batches_that_are_too_large_take_the_plain_way(
 
 def test_outputs_of_many_shapes_take_bounded_memory(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each shape's outputs have memory of their own, which is kept for the next batch of that shape."""
-    monkeypatch.setattr(staged, "MAX_BYTES", 1 << 20)
+    monkeypatch.setattr("inference_session.execution.host_key_graph.MAX_BYTES", 1 << 20)
     batches = [staged_model.inputs(n, np.random.default_rng(0), length=50) for n in range(1, 61)]
     num_bytes = 0
     with InferenceSession.open(directory) as session:
@@ -584,7 +584,7 @@ def test_no_vectors_of_earlier_keys_are_read_where_plans_have_been_dropped(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fewer keys than the network's plan was made for: the others were those of a batch before."""
-    monkeypatch.setattr(f"inference_session.execution.{module}._MAX_PLANS", 2)
+    monkeypatch.setattr(f"inference_session.execution.{module}.are_full", lambda runs: len(runs) >= 2)
     text = """m (int64[n, 3] ids) => (float[n, 4] y) { c = Gather<axis = 1>(ids, zero)
         top = ReduceMax<keepdims = 1>(c, rows) some = Slice(ids, rows, top, columns) k = Abs(some)
         v = Gather(w, k) y = ReduceMax<keepdims = 0>(v, columns) }"""
