@@ -50,11 +50,9 @@ class Hotrow(Peer):
         self.precision = self._session.config.dense_precision
 
     def answer(self, pairs: Arrays) -> NDArray[np.float32]:
-        """See Peer."""
         return self._session.predict(pairs).reshape(-1)
 
     def close(self) -> None:
-        """See Peer."""
         self._session.close()
 
 
@@ -71,7 +69,6 @@ class Triton(Peer):
         self._tensors = partial(tensors, triton)
 
     def answer(self, pairs: Arrays) -> NDArray[np.float32]:
-        """See Peer."""
         answers: NDArray[np.float32] = self._client.infer(self._model, self._tensors(pairs)).as_numpy(model.OUTPUT)
         return answers.reshape(-1)
 
@@ -90,7 +87,6 @@ class Triton(Peer):
         return np.concatenate(answers)
 
     def close(self) -> None:
-        """See Peer."""
         self._client.close()
 
     def _receive(self, done: Any, answers: list[Any]) -> None:
@@ -121,7 +117,6 @@ class PlainOnnxRuntime(Peer):
         self._network = onnxruntime.InferenceSession(str(path), options, providers=[provider])
 
     def answer(self, pairs: Arrays) -> NDArray[np.float32]:
-        """See Peer."""
         binding = self._network.io_binding()
         for name, array in pairs.items():
             if isinstance(array, np.ndarray):
@@ -150,7 +145,6 @@ class PyTorch(Peer):
         self._tables = [self._moved(rows) for rows in tables]
 
     def answer(self, pairs: Arrays) -> NDArray[np.float32]:
-        """See Peer."""
         with self._torch.inference_mode():
             inputs = {name: self._torch.as_tensor(array, device=self._device) for name, array in pairs.items()}
             answers: NDArray[np.float32] = self._compute(inputs).float().cpu().numpy()

@@ -25,23 +25,19 @@ class ConcatEngine(DenseEngine):
         self.input_types = engine.input_types
 
     def prepare(self) -> PreparedRuns | None:
-        """See DenseEngine."""
         return self._engine.prepare()
 
     def run(
         self, inputs: Mapping[str, Any], outputs: Sequence[str], prepared: PreparedRuns | None = None
     ) -> list[np.ndarray[Any, Any]]:
-        """See DenseEngine."""
         with self._device.request():
             self._fill(inputs)
             return self._engine.run(self._own(inputs), outputs, prepared)
 
     def may_bind(self, outputs: Sequence[str]) -> bool:
-        """See DenseEngine."""
         return self._engine.may_bind(outputs)
 
     def bind(self, inputs: Mapping[str, Any], outputs: Sequence[str]) -> BoundRun | None:
-        """See DenseEngine."""
         filled = self._fill(inputs)
         bound = self._engine.bind(self._own(inputs), outputs)
         if bound is None:
@@ -53,12 +49,10 @@ class ConcatEngine(DenseEngine):
         return ConcatRun(bound, uploads) if uploads else bound
 
     def end_warm_up(self) -> None:
-        """See DenseEngine."""
         self._engine.end_warm_up()
         self.replays = self._engine.replays
 
     def close(self) -> None:
-        """See DenseEngine."""
         self._engine.close()
 
     def _own(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,7 +78,6 @@ class ConcatRun(BoundRun):
         self.inputs, self._bound, self._uploads = bound.inputs, bound, uploads
 
     def run(self) -> list[NDArray[Any]]:
-        """See BoundRun."""
         for upload in self._uploads:
             upload()
         return self._bound.run()

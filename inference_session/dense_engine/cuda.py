@@ -94,7 +94,6 @@ class CudaBoundRun(BoundRun):
         self.inputs = {name: placed.staged for name, placed in inputs.items() if placed.staged is not None}
 
     def run(self) -> list[np.ndarray[Any, Any]]:
-        """See BoundRun."""
         return self._engine.run_again(self._bound, self._uploads)
 
 

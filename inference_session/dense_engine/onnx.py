@@ -138,7 +138,6 @@ class OnnxBoundRun(BoundRun):
         self._run = bound_run(session, self._binding, options)
 
     def run(self) -> list[np.ndarray[Any, Any]]:
-        """See BoundRun."""
         try:
             self._run()
         except (RuntimeError, *VALUE_ERRORS) as error:

@@ -107,7 +107,6 @@ class OpenVinoEngine(DenseEngine):
         outputs: Sequence[str],
         prepared: PreparedRuns | None = None,  # noqa: ARG002
     ) -> list[np.ndarray[Any, Any]]:
-        """See DenseEngine."""
         if self._closed:
             raise SessionClosedError("the dense engine has been closed")
         if not outputs:
@@ -128,7 +127,6 @@ class OpenVinoEngine(DenseEngine):
         return OpenVinoBoundRun(self, inputs, outputs)
 
     def close(self) -> None:
-        """See DenseEngine."""
         self._closed = True
         self._compiled = None
         self._idle.clear()
@@ -191,7 +189,6 @@ class OpenVinoBoundRun(BoundRun):
         _set_inputs(self._request, self._tensors)
 
     def run(self) -> list[np.ndarray[Any, Any]]:
-        """See BoundRun."""
         return self._engine.infer(self._request, self._outputs)
 
 

@@ -56,12 +56,10 @@ class TensorRtEngine(CudaEngine):
         super().__init__(path, content=content, num_threads=num_threads, gpu=gpu, use_tf32=True)
 
     def run(self, inputs: Mapping[str, Any], outputs: Sequence[str], prepared: PreparedRuns | None = None) -> list[Any]:
-        """See DenseEngine."""
         self._check_samples(inputs)
         return super().run(inputs, outputs, prepared)
 
     def bind(self, inputs: Mapping[str, Any], outputs: Sequence[str]) -> CudaBoundRun | None:
-        """See DenseEngine."""
         self._check_samples(inputs)
         return super().bind(inputs, outputs)
 

@@ -79,11 +79,9 @@ class CudaDevice(Device):
 
     @property
     def failure(self) -> str | None:
-        """See Device."""
         return self._broken
 
     def opening(self) -> contextlib.AbstractContextManager[object]:
-        """See Device."""
         return _opening
 
     def held(self) -> _Held:
@@ -183,11 +181,9 @@ class CudaDevice(Device):
             arena.reset(mark)
 
     def used(self) -> UsedMemory:
-        """See Device."""
         return UsedMemory(self._memory.number, self._memory.pinned.mark(), self._memory.device.mark())
 
     def skip(self, used: UsedMemory | None) -> None:
-        """See Device."""
         if used is not None and used.number == self._memory.number:  # else all of this memory is another's
             self._memory.pinned.reset(used.pinned)
             self._memory.device.reset(used.device)
@@ -267,7 +263,6 @@ class CudaDevice(Device):
         return counts
 
     def output(self, array: NDArray[np.float32]) -> NDArray[np.float32]:
-        """See Device."""
         return self.pinned(array.shape, np.float32)
 
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
@@ -282,7 +277,6 @@ class CudaDevice(Device):
         return CudaColumns(self, matrix, first, widths)
 
     def column_copy(self, source: Any, matrix: Any, first: int) -> Callable[[], object]:
-        """See Device."""
         if not source.size:
             return lambda: None
         begin, row_bytes = matrix.data.ptr + first * matrix.itemsize, source.strides[0]
@@ -309,7 +303,6 @@ class CudaColumns(Columns):
         self.upload = self._upload = partial(ColumnsWriter(values, matrix, first).start, device.stream.ptr)
 
     def fill(self, arrays: Sequence[Any]) -> None:
-        """See Columns."""
         if all(isinstance(array, np.ndarray) for array in arrays):
             for target, array in zip(self.arrays, arrays, strict=True):
                 target[...] = array

@@ -28,37 +28,29 @@ class HostDevice(Device):
     name = "cpu"
 
     def request(self) -> contextlib.AbstractContextManager[None]:
-        """See Device."""
         return _NOTHING_HELD
 
     held = request
 
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> NDArray[Any]:
-        """See Device."""
         return np.empty(shape, dtype)
 
     def columns(self, matrix: NDArray[np.float32], first: int, widths: Sequence[int]) -> HostColumns:
-        """See Device."""
         return HostColumns(matrix, first, widths)
 
     def column_copy(self, source: NDArray[Any], matrix: NDArray[Any], first: int) -> Callable[[], object]:
-        """See Device."""
         return partial(np.copyto, matrix[:, first : first + source.shape[1]], source)
 
     def counts(self, num_counts: int) -> NDArray[np.int64]:
-        """See Device."""
         return np.zeros(num_counts, np.int64)
 
     def stage(self, array: NDArray[Any]) -> NDArray[Any]:
-        """See Device."""
         return np.ascontiguousarray(array)
 
     def stage_keys(self, parts: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
-        """See Device."""
         return concatenated_keys(parts)
 
     def output(self, array: NDArray[np.float32]) -> NDArray[np.float32]:
-        """See Device."""
         return array
 
     def wait(self) -> None:
@@ -73,7 +65,6 @@ class HostColumns(Columns):
         behind[...] = 0
 
     def fill(self, arrays: Sequence[NDArray[np.float32]]) -> None:
-        """See Columns."""
         for target, values in zip(self.arrays, arrays, strict=True):
             target[...] = values
 

@@ -62,7 +62,6 @@ class HostCache(EmbeddingCache):
         """
 
     def look_up(self, lookup: Lookup) -> int:
-        """See EmbeddingCache."""
         positions = np.empty(lookup.num_keys.sum(), np.int64)
         with self.reading() as records:
             num_missing = cpu.look_up(records, lookup.segments, lookup.num_unknown, positions, self.num_threads)
@@ -132,7 +131,6 @@ class CpuEmbeddingCache(HostCache):
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[NDArray[np.void]]:
-        """See HostCache."""
         reader = self.readers.enter()
         try:
             # Checked after we enter the set: `close` sets it, then waits for all look-ups in the set.
@@ -142,29 +140,24 @@ class CpuEmbeddingCache(HostCache):
             self.readers.leave(reader)
 
     def insert(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
-        """See EmbeddingCache."""
         self._write(table, keys, vectors, may_insert=True)
 
     def update(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
-        """See EmbeddingCache."""
         self._write(table, keys, vectors, may_insert=False)
 
     def erase(self, table: str, keys: ArrayLike) -> None:
-        """See EmbeddingCache."""
         checked = np.require(self._checked_keys(table, keys), np.int64, _AS_COMPILED)
         with self._write_lock:
             self._check(table)
             cpu_cache.erase_rows(self.arrays[table], checked)
 
     def dump(self, table: str) -> NDArray[np.int64]:
-        """See EmbeddingCache."""
         with self._write_lock:
             self._check(table)
             arrays = self.arrays[table]
             return arrays.keys[arrays.lists >= cpu_cache.SMALL]
 
     def hottest(self, table: str) -> NDArray[np.int64]:
-        """See EmbeddingCache."""
         with self._write_lock:
             self._check(table)
             arrays = self.arrays[table]
@@ -174,7 +167,6 @@ class CpuEmbeddingCache(HostCache):
         return keys[np.argsort(np.uint8(255) - heat, kind="stable")]
 
     def close(self) -> None:
-        """See EmbeddingCache."""
         with self._write_lock:
             if self._closed:
                 return
@@ -225,7 +217,6 @@ class _HostMisses(Misses):
         self.rows = MissingRows(self._dims, lookup.segments, lookup.num_unknown.copy(), positions)
 
     def complete(self) -> Misses | None:
-        """See Misses."""
         lookup, rows = self._lookup, self.rows
         lookup.num_unknown[:] = 0
         rows.write(lookup.num_unknown)
@@ -258,7 +249,6 @@ class _PooledMisses(Misses):
         self.rows = MissingRows(dims, self._segments, num_keys, positions)
 
     def complete(self) -> None:
-        """See Misses."""
         num_unknown = np.zeros(len(self._segments), np.int64)
         self.rows.write(num_unknown)
         cpu.look_up(self.rows.records, self._segments, np.zeros_like(num_unknown), NO_POSITIONS, self._num_threads)

@@ -103,7 +103,6 @@ class GpuEmbeddingCache(EmbeddingCache):
         self._last_stats = self.stats()
 
     def prepare(self, segments: NDArray[np.void]) -> gpu.Launch:
-        """See EmbeddingCache."""
         with self._cuda.request():  # kernels are those of the current device
             return gpu.prepare(segments, self._tables_address)
 
@@ -129,15 +128,12 @@ class GpuEmbeddingCache(EmbeddingCache):
                 yield GpuMisses(self._cuda, self._dims, self._uncounted.data.ptr, lookup, numbers)
 
     def insert(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
-        """See EmbeddingCache."""
         self._write(table, keys, vectors, may_insert=True)
 
     def update(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
-        """See EmbeddingCache."""
         self._write(table, keys, vectors, may_insert=False)
 
     def erase(self, table: str, keys: ArrayLike) -> None:
-        """See EmbeddingCache."""
         given = GivenRows(self._cuda, self._checked_keys(table, keys))
         for begin in range(0, len(given), _KEYS_AT_ONCE):
             with self._writing(table) as writer:
@@ -146,7 +142,6 @@ class GpuEmbeddingCache(EmbeddingCache):
             self._rests.rest()
 
     def dump(self, table: str) -> NDArray[np.int64]:
-        """See EmbeddingCache."""
         self._check(table)
         return np.concatenate([np.empty(0, np.int64), *(keys for keys, _ in self._cached(table))])
 

@@ -77,7 +77,6 @@ class GpuMisses(Misses):
         self.rows = self._collect()
 
     def paused(self) -> AbstractContextManager[None]:
-        """See Misses."""
         return self._device.paused()
 
     def complete(self) -> None:

@@ -18,27 +18,22 @@ class NullEmbeddingCache(HostCache):
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[NDArray[np.void]]:
-        """See HostCache."""
         self._check_open()
         yield empty_tables(self._dims)
 
     def insert(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
-        """See EmbeddingCache."""
         self._checked_rows(table, keys, vectors)
 
     update = insert
 
     def erase(self, table: str, keys: ArrayLike) -> None:
-        """See EmbeddingCache."""
         self._checked_keys(table, keys)
 
     def dump(self, table: str) -> NDArray[np.int64]:
-        """See EmbeddingCache."""
         self._check(table)
         return np.empty(0, np.int64)
 
     def close(self) -> None:
-        """See EmbeddingCache."""
         self._closed = True
 
     def _row_counts(self, table: str) -> RowCounts:

@@ -125,11 +125,9 @@ class GatheredTensorForm(GatheredForm):
         self.num_open_sizes = 1 + int((self.inputs["expected"] == OPEN).sum()) + bool(spec.context)
 
     def check(self, items: int, num_requests: int, open_sizes: NDArray[np.int64], counts: NDArray[np.int64]) -> bool:
-        """See GatheredForm."""
         return bool(check_tensors(items, num_requests, ARRAY_TYPE, self._max_elements, self.inputs, open_sizes, counts))
 
     def sources(self, batch: JoinedBatch) -> Mapping[str, Source]:
-        """See GatheredForm."""
         sources = {}
         for i, tensor in enumerate(self._tensors):
             elements = math.prod(batch.parts(tensor.name)[0].shape[1:])
@@ -162,12 +160,10 @@ class GatheredBagForm(GatheredForm):
             self._sources[name] = Source(keys, spec.inputs[keys].dtype, num_slots, *columns)
 
     def check(self, items: int, num_requests: int, open_sizes: NDArray[np.int64], counts: NDArray[np.int64]) -> bool:
-        """See GatheredForm."""
         form = self.inputs, self._packed, self._slots
         return bool(check_packed(items, num_requests, ARRAY_TYPE, self._max_elements, *form, open_sizes, counts))
 
     def sources(self, batch: JoinedBatch) -> Mapping[str, Source]:  # noqa: ARG002  they do not depend on it
-        """See GatheredForm."""
         return self._sources
 
 

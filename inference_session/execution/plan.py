@@ -83,11 +83,9 @@ class FreshPlan(ExecutionPlan):
         self._prepared_network = dense.prepare()
 
     def held(self) -> AbstractContextManager[None]:
-        """See ExecutionPlan."""
         return self._device.request()
 
     def fill(self, batch: JoinedBatch) -> Lookup:
-        """See ExecutionPlan."""
         segments, vectors = self.take_vectors()
         num_keys = self.keys.stage(segments, batch)
         give_vectors(batch, vectors)
@@ -117,7 +115,6 @@ class FreshPlan(ExecutionPlan):
         return copies
 
     def run_network(self, batch: JoinedBatch) -> Answer:
-        """See ExecutionPlan."""
         for copy in batch.copies:
             copy()
         # There is room for few CUDA graphs: a plan that will be replaced by a RecordedPlan takes none.
@@ -126,7 +123,6 @@ class FreshPlan(ExecutionPlan):
         return dict(zip(self.outputs, results, strict=True))
 
     def num_unknown(self, lookup: Lookup) -> NDArray[np.int64]:
-        """See ExecutionPlan."""
         self._device.wait()
         counts: NDArray[np.int64] = lookup.num_unknown.copy()
         return counts
@@ -143,7 +139,6 @@ class BoundPlan(ExecutionPlan):
         self.outputs, self.network, self._device = outputs, network, device
 
     def run_network(self, batch: JoinedBatch) -> Answer:
-        """See ExecutionPlan."""
         for copy in batch.copies:
             copy()
         return dict(zip(self.outputs, self.network.run(), strict=True))
@@ -177,11 +172,9 @@ class RecordedPlan(BoundPlan):
         self.keys, self.inputs, self._lookup = keys, inputs, lookup
 
     def held(self) -> AbstractContextManager[None]:
-        """See ExecutionPlan."""
         return self._device.held()
 
     def fill(self, batch: JoinedBatch) -> Lookup:
-        """See ExecutionPlan."""
         for staged in (*self.keys, *self.inputs):
             staged.fill(batch)
         return self.cleared()
@@ -222,13 +215,11 @@ class RaggedPlan(BoundPlan):
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """See ExecutionPlan."""
         with self._device.request():
             self._device.skip(self._used)
             yield
 
     def fill(self, batch: JoinedBatch) -> Lookup:
-        """See ExecutionPlan."""
         segments, num_unknown = self._lookup.segments.copy(), self._lookup.num_unknown
         num_keys = self._plan.keys.stage(segments, batch)
         for staged in self._staged:

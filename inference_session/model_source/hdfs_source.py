@@ -67,15 +67,12 @@ class HdfsSource(ModelSource):
         self._client = _create_client(url, self._session)
 
     def name_of(self, path: str) -> str:
-        """See ModelSource."""
         return f"{str(self.url).rstrip('/')}/{path}".rstrip("/")
 
     def stat(self, path: str) -> Entry | None:
-        """See ModelSource."""
         return self._try(path, lambda: self._stat(path))
 
     def entries(self, path: str = "") -> list[Entry]:
-        """See ModelSource."""
         top = self.stat(path)
         if top is None:
             raise SourceError(f"{self.name_of(path)}: no such file or folder")
@@ -101,7 +98,6 @@ class HdfsSource(ModelSource):
         return children
 
     def read(self, path: str, begin: int, num_bytes: int) -> bytes:
-        """See ModelSource."""
         parts: list[bytes] = []
         self._try(path, lambda: self._read_on(path, begin, num_bytes, parts))
         return b"".join(parts)
@@ -178,11 +174,9 @@ class HdfsSource(ModelSource):
         return None
 
     def make_folder(self, path: str) -> None:
-        """See ModelSource."""
         self._try(path, lambda: self._client.makedirs(self._path(path)))
 
     def rename(self, path: str, target: str) -> None:
-        """See ModelSource."""
         self._refuse_existing(target)
         name = path.rpartition("/")[2]
         with self._translated(path):
@@ -197,11 +191,9 @@ class HdfsSource(ModelSource):
             raise SourceError(f"{self.name_of(path)}: cannot be renamed to {self.name_of(target)}")
 
     def remove(self, path: str) -> None:
-        """See ModelSource."""
         self._try(path, lambda: self._client.delete(self._path(path), recursive=True))
 
     def close(self) -> None:
-        """See ModelSource."""
         self._session.close()
 
     def __repr__(self) -> str:

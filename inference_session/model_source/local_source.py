@@ -19,7 +19,6 @@ class LocalSource(ModelSource):
         self.root = root.absolute()
 
     def name_of(self, path: str) -> str:
-        """See ModelSource."""
         return str(self.root / path)
 
     def stat(self, path: str) -> Entry | None:
@@ -59,7 +58,6 @@ class LocalSource(ModelSource):
         return entry
 
     def read(self, path: str, begin: int, num_bytes: int) -> bytes:
-        """See ModelSource."""
         with (self.root / path).open("rb", buffering=0) as file:
             file.seek(begin)
             parts: list[bytes] = []
@@ -75,7 +73,6 @@ class LocalSource(ModelSource):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def write(self, path: str, chunks_from: ChunksFrom) -> None:
-        """See ModelSource."""
         target = self.root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         with open_for_writing(target, "ab") as file:
@@ -83,11 +80,9 @@ class LocalSource(ModelSource):
                 file.write(chunk)
 
     def make_folder(self, path: str) -> None:
-        """See ModelSource."""
         (self.root / path).mkdir(parents=True, exist_ok=True)
 
     def rename(self, path: str, target: str) -> None:
-        """See ModelSource."""
         if os.path.lexists(self.root / target):
             raise ConfigurationError(f"{self.name_of(target)}: already exists; choose another target")
         flush_tree(self.root / path)
@@ -95,7 +90,6 @@ class LocalSource(ModelSource):
         flush((self.root / target).parent)
 
     def remove(self, path: str) -> None:
-        """See ModelSource."""
         target = self.root / path
         if target.is_dir() and not target.is_symlink():
             shutil.rmtree(target)

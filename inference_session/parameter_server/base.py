@@ -222,7 +222,6 @@ class BoundStore(EmbeddingStore):
 
     @property
     def num_malformed(self) -> int:
-        """See EmbeddingStore."""
         return self._malformed.count
 
     @property

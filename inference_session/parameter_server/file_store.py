@@ -47,7 +47,6 @@ class TableFileStore(EmbeddingStore):
         return self._spec.table_in(table).num_rows
 
     def fetch(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
-        """See EmbeddingStore."""
         return self._files[self._spec.table_in(table).folder].fetch(keys, out)
 
     def scan(self, table: str) -> Iterator[RowBatch]:
@@ -79,7 +78,6 @@ class DeletableFiles(EmbeddingStore):
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """See EmbeddingStore."""
         return self._files.tables
 
     @property
@@ -98,7 +96,6 @@ class DeletableFiles(EmbeddingStore):
         return self._store.is_shared
 
     def embedding_dim(self, table: str) -> int:
-        """See EmbeddingStore."""
         return self._files.embedding_dim(table)
 
     def num_rows(self, table: str) -> int:
@@ -114,7 +111,6 @@ class DeletableFiles(EmbeddingStore):
         return found
 
     def scan(self, table: str) -> Iterator[RowBatch]:
-        """See EmbeddingStore."""
         for keys, vectors in self._files.scan(table):
             left = ~self._erased(table, keys)
             yield keys[left], vectors[left]
@@ -123,7 +119,6 @@ class DeletableFiles(EmbeddingStore):
         """Does nothing: the store above has the rows, and is asked before the files."""
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
-        """See EmbeddingStore."""
         found = self._files.fetch(table, keys, np.empty((len(keys), self.embedding_dim(table)), np.float32))
         if found.any():
             self._store.insert(table + ERASED_SUFFIX, keys[found], np.ones((int(found.sum()), 1), np.float32))

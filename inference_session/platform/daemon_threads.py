@@ -33,7 +33,6 @@ class DaemonThreads(Executor):
     def submit(
         self, call: Callable[Parameters, Result], /, *args: Parameters.args, **kwargs: Parameters.kwargs
     ) -> Future[Result]:
-        """See Executor."""
         future: Future[Result] = Future()
         self._waiting.put((future, partial(call, *args, **kwargs)))
         return future

@@ -31,7 +31,6 @@ class HugectrLayout(RequestLayout):
     """
 
     def __init__(self, spec: ModelSpec, outputs: Outputs, *, network_inputs: frozenset[str], max_elements: int) -> None:
-        """See RequestLayout."""
         super().__init__(spec, outputs, network_inputs=network_inputs, max_elements=max_elements)
         options = dict(spec.layout_options)
         try:
@@ -82,7 +81,6 @@ class HpsLayout(RequestLayout):
     has_network = False
 
     def __init__(self, spec: ModelSpec, outputs: Outputs, *, network_inputs: frozenset[str], max_elements: int) -> None:
-        """See RequestLayout."""
         super().__init__(spec, outputs, network_inputs=network_inputs, max_elements=max_elements)
         self._names = [f"{HPS_KEYS}/{table}" for table in range(len(spec.tables))]
         self._vectors = [lookup.dense_input for lookup in spec.lookups]

@@ -28,7 +28,6 @@ class RankingLayout(TensorLayout):
     """
 
     def __init__(self, spec: ModelSpec, outputs: Outputs, *, network_inputs: frozenset[str], max_elements: int) -> None:
-        """See RequestLayout."""
         super().__init__(spec, outputs, network_inputs=network_inputs, max_elements=max_elements)
         self._context = frozenset(spec.context)
         self._may_pad = spec.ranking is not None and spec.ranking.may_pad

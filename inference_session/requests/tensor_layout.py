@@ -37,7 +37,6 @@ class TensorLayout(RequestLayout):
     keys_follow_inputs = True
 
     def __init__(self, spec: ModelSpec, outputs: Outputs, *, network_inputs: frozenset[str], max_elements: int) -> None:
-        """See RequestLayout."""
         super().__init__(spec, outputs, network_inputs=network_inputs, max_elements=max_elements)
         self._equal_sizes = spec.equal_sizes
         self.ragged = _ragged_inputs(spec, network_inputs)

@@ -43,23 +43,18 @@ class FileRows(Rows):
             prefer_large_pages(array)
 
     def prepare(self, segments: NDArray[np.void]) -> PreparedLookup | None:
-        """See Rows."""
         return self._tables.prepare(segments)
 
     def repeated(self, lookup: Lookup) -> Callable[[], None]:
-        """See Rows."""
         return self._tables.repeated(lookup)
 
     def bound_lookups(self) -> BoundLookups | None:
-        """See Rows."""
         return self._tables.bound_lookups()
 
     def look_up(self, lookup: Lookup) -> None:
-        """See Rows."""
         self._tables.look_up(lookup)
 
     def scan(self, table: str) -> Iterator[RowBatch]:
-        """See Rows."""
         if self.changes is None:
             yield from self._files[table].scan()
             return
@@ -75,7 +70,6 @@ class FileRows(Rows):
             map_pages(array, deadline)
 
     def stats(self) -> RowStats:
-        """See Rows."""
         updated = None if self.changes is None else self.changes.stats()
         return RowStats(updated=updated, placement=self._tables.placement)
 

@@ -70,11 +70,9 @@ class StoredRows(Rows):
         self.writer = self._writer = writer or StoredWriter(specs, [cache], server)
 
     def prepare(self, segments: NDArray[np.void]) -> PreparedLookup | None:
-        """See Rows."""
         return self.cache.prepare(segments)
 
     def look_up(self, lookup: Lookup) -> None:
-        """See Rows."""
         if self._row_numbers is not None:
             self._row_numbers.count_from_start(lookup)
         num_missing = self.cache.look_up(lookup)
@@ -84,11 +82,9 @@ class StoredRows(Rows):
                 self._complete(misses, waits)
 
     def scan(self, table: str) -> Iterator[RowBatch]:
-        """See Rows."""
         return self.server.scan(table)
 
     def hot_keys(self) -> HotKeys:
-        """See Rows."""
         return {spec.folder: self.cache.hottest(spec.folder) for spec in self._specs}
 
     def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:
@@ -102,7 +98,6 @@ class StoredRows(Rows):
                 self._writer.bring_in(self.cache, table, keys[begin : begin + _KEYS_PER_FETCH])
 
     def stats(self) -> RowStats:
-        """See Rows."""
         dropped = None if self._late is None else self._late.num_dropped
         return RowStats(cache=self.cache.stats(), dropped_inserts=dropped, server=self.server.stats())
 
@@ -111,7 +106,6 @@ class StoredRows(Rows):
         return self._late is None or self._late.wait(timeout_s)
 
     def close(self) -> None:
-        """See Rows."""
         self._writer.close()
         if self._late is not None:
             self._late.close()

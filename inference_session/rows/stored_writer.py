@@ -68,25 +68,20 @@ class StoredWriter(RowWriter):
         self._write(table, keys, insert, lambda cache: cache.update(table, keys, vectors))
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
-        """See RowWriter."""
         erase = partial(self._server.erase, table, keys)
         self._write(table, keys, erase, lambda cache: cache.erase(table, keys))
 
     @property
     def is_durable(self) -> bool:  # type: ignore[override]
-        """See RowWriter."""
         return self._server.is_durable
 
     def note(self, table: str) -> str | None:
-        """See RowWriter."""
         return self._server.note(table)
 
     def save_note(self, table: str, text: str) -> None:
-        """See RowWriter."""
         self._server.save_note(table, text)
 
     def forget(self, table: str, keys: NDArray[np.int64]) -> None:
-        """See RowWriter."""
         self._server.forget(table, keys)
         self._forget(table, keys)
 
@@ -95,7 +90,6 @@ class StoredWriter(RowWriter):
         self._refresh_all(over_s=0.0)
 
     def renew(self) -> None:
-        """See RowWriter."""
         try:
             self.refresh()
         except UnavailableError:
@@ -104,7 +98,6 @@ class StoredWriter(RowWriter):
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """See RowWriter."""
         with self._server.frozen():
             yield
 

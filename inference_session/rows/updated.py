@@ -54,7 +54,6 @@ class TableWriter(RowWriter):
             self._readers.leave(reader)
 
     def update(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
-        """See RowWriter."""
         with self._writing:
             self.tables[table].insert(keys, vectors)
             self._publish(table)
@@ -64,7 +63,6 @@ class TableWriter(RowWriter):
                 self.log.add(table, keys)
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
-        """See RowWriter."""
         with self._writing:
             self.tables[table].erase(keys)
             self._publish(table)
@@ -77,7 +75,6 @@ class TableWriter(RowWriter):
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """See RowWriter."""
         with self._writing:
             yield
 
@@ -117,7 +114,6 @@ class UpdatedTables(DeviceTables):
         self._row_numbers = RowNumbers(writer.specs)
 
     def look_up(self, lookup: Lookup) -> None:
-        """See DeviceTables."""
         self._row_numbers.count_from_start(lookup)
         with self._writer.reading() as state:
             cpu.look_up(state.records, lookup.segments, lookup.num_unknown, NO_POSITIONS, self._num_threads)

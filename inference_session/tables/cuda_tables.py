@@ -81,13 +81,11 @@ class CudaTables(DeviceTables):
 
     @property
     def placement(self) -> Placement:
-        """See DeviceTables."""
         changed = sum(rows.num_bytes for rows in [*self._updated.values()])
         copied = sum(copies.num_bytes for copies in [*self._copies.values()])
         return self._placement._replace(bytes=self._placement.bytes + changed + copied)
 
     def prepare(self, segments: NDArray[np.void]) -> gpu.Launch:
-        """See DeviceTables."""
         if self._records is None:
             raise SessionClosedError("the session has been closed")
         num_rows = np.array([table.num_host_rows for table in self._tables], np.int64)
@@ -102,7 +100,6 @@ class CudaTables(DeviceTables):
             )
 
     def repeated(self, lookup: Lookup) -> Callable[[], None]:
-        """See DeviceTables."""
         return self.prepare(lookup.segments).repeated(address_of(lookup.num_unknown))
 
     def look_up(self, lookup: Lookup) -> None:

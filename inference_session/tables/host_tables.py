@@ -25,11 +25,9 @@ class HostTables(DeviceTables):
         self._num_threads = num_threads
 
     def bound_lookups(self) -> BoundLookups | None:
-        """See DeviceTables."""
         return BoundLookups(self.records, self._num_threads)
 
     def look_up(self, lookup: Lookup) -> None:
-        """See DeviceTables."""
         cpu.look_up(self.records, lookup.segments, lookup.num_unknown, NO_POSITIONS, self._num_threads)
 
     def close(self) -> None:

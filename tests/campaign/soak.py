@@ -86,7 +86,6 @@ class _LearnedStores(Stores):
         self._learned: dict[int, str] = {}
 
     def settings(self, version: int) -> Mapping[str, str]:
-        """See Stores."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         return {**super().settings(version), "update_since": self._learned.setdefault(version, now)}
 

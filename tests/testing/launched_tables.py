@@ -21,12 +21,10 @@ class LaunchedTables(HostTables):
     is_launched = True
 
     def repeated(self, lookup: Lookup) -> Callable[[], None]:
-        """See DeviceTables."""
         copy = Lookup(lookup.segments.copy(), np.zeros(1, np.int64), np.zeros(len(lookup.segments), np.int64))
         return lambda: HostTables.look_up(self, copy)
 
     def look_up(self, lookup: Lookup) -> None:
-        """See DeviceTables."""
         if lookup.repeat is not None:
             lookup.repeat()
         else:
@@ -45,11 +43,9 @@ class Echo(DenseEngine):
         return True
 
     def run(self, inputs: Any, outputs: Sequence[str], prepared: Any = None) -> list[Any]:
-        """See DenseEngine."""
         return [inputs[name].copy() for name in outputs]
 
     def bind(self, inputs: Any, outputs: Sequence[str]) -> BoundRun:
-        """See DenseEngine."""
         engine, copied = self, {name: inputs[name].copy() for name in self._given}
 
         class Run(BoundRun):
@@ -73,7 +69,6 @@ class CopiedColumns(Columns):
         self.upload = self._upload = lambda: HostColumns(matrix, first, widths).fill(self.arrays)
 
     def fill(self, arrays: Sequence[Any]) -> None:
-        """See Columns."""
         for target, values in zip(self.arrays, arrays, strict=True):
             target[...] = values
         self._upload()
@@ -83,5 +78,4 @@ class CopyingDevice(HostDevice):
     """A device whose matrices the host does not write."""
 
     def columns(self, matrix: Any, first: int, widths: Sequence[int]) -> Any:
-        """See Device."""
         return CopiedColumns(matrix, first, widths)

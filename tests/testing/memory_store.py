@@ -33,7 +33,6 @@ class MemoryStore(BoundStore):
         return len(self._open(table))
 
     def fetch(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
-        """See EmbeddingStore."""
         rows = self._open(table)
         check_fetch(keys, out, self.embedding_dim(table))
         found = np.zeros(len(keys), np.bool_)
@@ -52,37 +51,31 @@ class MemoryStore(BoundStore):
             yield keys, np.array(vectors)
 
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
-        """See EmbeddingStore."""
         rows = self._open(table)
         check_insert(keys, vectors, self.embedding_dim(table))
         with self._lock:
             rows.update(zip(keys.tolist(), vectors.copy(), strict=True))
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
-        """See EmbeddingStore."""
         rows = self._open(table)
         with self._lock:
             for key in keys.tolist():
                 rows.pop(key, None)
 
     def clear(self, table: str) -> None:
-        """See EmbeddingStore."""
         rows = self._open(table)
         with self._lock:
             rows.clear()
             self._notes.pop(table, None)
 
     def check(self) -> None:
-        """See EmbeddingStore."""
         self._refuse_if_closed()
 
     def note(self, table: str) -> str | None:
-        """See EmbeddingStore."""
         self._open(table)
         return self._notes.get(table)
 
     def set_note(self, table: str, text: str) -> None:
-        """See EmbeddingStore."""
         self._open(table)
         self._notes[table] = text
 

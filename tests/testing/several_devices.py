@@ -39,7 +39,6 @@ class StandIn(HostDevice):
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
-        """See Device."""
         with self._lock:
             if self.broken is not None:
                 raise UnavailableError(self.broken)
@@ -52,17 +51,14 @@ class StandInCache(CpuEmbeddingCache):
     inserts_at_once = 64
 
     def insert(self, *arguments: Any) -> None:
-        """See EmbeddingCache."""
         with self.device.request():
             super().insert(*arguments)
 
     def update(self, *arguments: Any) -> None:
-        """See EmbeddingCache."""
         with self.device.request():
             super().update(*arguments)
 
     def erase(self, *arguments: Any) -> None:
-        """See EmbeddingCache."""
         with self.device.request():
             super().erase(*arguments)
 
@@ -77,7 +73,6 @@ class StandInTables(DeviceTables):
         self._room = 4
 
     def look_up(self, lookup: Lookup) -> None:
-        """See DeviceTables."""
         for segment in range(len(lookup.segments)):
             part = slice(segment, segment + 1)
             segments = lookup.segments[part].copy()
@@ -86,7 +81,6 @@ class StandInTables(DeviceTables):
             rows.look_up(Lookup(segments, lookup.num_keys[part], lookup.num_unknown[part]))
 
     def put(self, table: int, updated: UpdatedRows, all_updated: Callable[[], UpdatedRows]) -> None:
-        """See DeviceTables."""
         assert self._rows_change
         with self.device.request():
             rows = self._rows[table]

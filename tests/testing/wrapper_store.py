@@ -26,48 +26,38 @@ class WrapperStore(EmbeddingStore):
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """See EmbeddingStore."""
         return self.store.tables
 
     @property
     def supports_writes(self) -> bool:
-        """See EmbeddingStore."""
         return self.store.supports_writes
 
     @property
     def keeps_rows(self) -> bool:
-        """See EmbeddingStore."""
         return self.store.keeps_rows
 
     @property
     def lags(self) -> bool:
-        """See EmbeddingStore."""
         return self.store.lags
 
     @property
     def is_shared(self) -> bool:
-        """See EmbeddingStore."""
         return self.lags or self.store.is_shared
 
     @property
     def num_malformed(self) -> int:
-        """See EmbeddingStore."""
         return self.store.num_malformed
 
     def embedding_dim(self, table: str) -> int:
-        """See EmbeddingStore."""
         return self.store.embedding_dim(table)
 
     def num_rows(self, table: str) -> int:
-        """See EmbeddingStore."""
         return self.around("num_rows", lambda: self.store.num_rows(table))
 
     def fetch(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
-        """See EmbeddingStore."""
         return self.around("fetch", lambda: self.store.fetch(table, keys, out))
 
     def fetch_many(self, requests: Sequence[FetchRequest]) -> list[NDArray[np.bool_]]:
-        """See EmbeddingStore."""
         return self.around("fetch_many", lambda: self.store.fetch_many(requests))
 
     def scan(self, table: str) -> Iterator[RowBatch]:
@@ -75,59 +65,45 @@ class WrapperStore(EmbeddingStore):
         return self.around("scan", lambda: self.store.scan(table))
 
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
-        """See EmbeddingStore."""
         self.around("insert", lambda: self.store.insert(table, keys, vectors))
 
     def insert_absent(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
-        """See EmbeddingStore."""
         self.around("insert_absent", lambda: self.store.insert_absent(table, keys, vectors))
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
-        """See EmbeddingStore."""
         self.around("erase", lambda: self.store.erase(table, keys))
 
     def clear(self, table: str) -> None:
-        """See EmbeddingStore."""
         self.around("clear", lambda: self.store.clear(table))
 
     def touch(self, table: str, keys: NDArray[np.int64]) -> None:
-        """See EmbeddingStore."""
         self.around("touch", lambda: self.store.touch(table, keys))
 
     def check(self) -> None:
-        """See EmbeddingStore."""
         self.around("check", self.store.check)
 
     def incarnation(self) -> str:
-        """See EmbeddingStore."""
         return self.around("incarnation", self.store.incarnation)
 
     def trust(self, incarnation: str) -> None:
-        """See EmbeddingStore."""
         self.store.trust(incarnation)
 
     def refresh(self) -> None:
-        """See EmbeddingStore."""
         self.around("refresh", self.store.refresh)
 
     def sync(self) -> None:
-        """See EmbeddingStore."""
         self.around("sync", self.store.sync)
 
     def note(self, table: str) -> str | None:
-        """See EmbeddingStore."""
         return self.around("note", lambda: self.store.note(table))
 
     def set_note(self, table: str, text: str) -> None:
-        """See EmbeddingStore."""
         self.around("set_note", lambda: self.store.set_note(table, text))
 
     def versions(self) -> set[str]:
-        """See EmbeddingStore."""
         return self.around("versions", self.store.versions)
 
     def remove_versions(self, versions: Collection[str]) -> int:
-        """See EmbeddingStore."""
         return self.around("remove_versions", lambda: self.store.remove_versions(versions))
 
     def close(self) -> None:

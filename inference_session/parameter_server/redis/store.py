@@ -79,11 +79,9 @@ class RedisStore(BoundStore):
         return sum(map(int, counts))
 
     def fetch(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
-        """See EmbeddingStore."""
         return self.fetch_many([FetchRequest(table, keys, out)])[0]
 
     def fetch_many(self, requests: Sequence[FetchRequest]) -> list[NDArray[np.bool_]]:
-        """See EmbeddingStore."""
         found = [np.zeros(len(request.keys), np.bool_) for request in requests]
         reads = [r for request, hits in zip(requests, found, strict=True) for r in self._reads(request, hits)]
         self.client.run(reads, self._read_rows)
@@ -127,7 +125,6 @@ class RedisStore(BoundStore):
         self._make_room(table, keys)
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
-        """See EmbeddingStore."""
         tag = self.namespace.tag(table)
         writes: list[Write] = []
         for partition, part in self._parts(table, keys):
@@ -224,12 +221,10 @@ class RedisStore(BoundStore):
         self.client.trust(incarnation)
 
     def note(self, table: str) -> str | None:
-        """See EmbeddingStore."""
         text = self._replies([("GET", layout.note_name(self.namespace.tag(table)))])[0]
         return None if text is None else text.decode(errors="replace")
 
     def set_note(self, table: str, text: str) -> None:
-        """See EmbeddingStore."""
         self._replies([("SET", layout.note_name(self.namespace.tag(table)), text.encode())])
 
     def close(self) -> None:

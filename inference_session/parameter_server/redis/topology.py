@@ -43,11 +43,9 @@ class OneServer(Topology):
         self._address = url.host, url.port
 
     def address(self, name: bytes, deadline: Deadline) -> Address:  # noqa: ARG002
-        """See Topology."""
         return self._address
 
     def servers(self, deadline: Deadline) -> Sequence[Address]:  # noqa: ARG002
-        """See Topology."""
         return [self._address]
 
 
@@ -77,7 +75,6 @@ class Cluster(Topology):
         return address
 
     def servers(self, deadline: Deadline) -> Sequence[Address]:
-        """See Topology."""
         if not self._slots:
             self.refresh(deadline)
         return sorted(set(filter(None, self._slots)))
@@ -117,11 +114,9 @@ class Sentinel(Topology):
         self._lock = threading.Lock()
 
     def address(self, name: bytes, deadline: Deadline) -> Address:  # noqa: ARG002
-        """See Topology."""
         return self._master or self._ask_for_master(deadline)
 
     def servers(self, deadline: Deadline) -> Sequence[Address]:
-        """See Topology."""
         return [self.address(b"", deadline)]
 
     def refresh(self, deadline: Deadline) -> None:

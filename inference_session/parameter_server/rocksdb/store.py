@@ -103,7 +103,6 @@ class RocksDbStore(BoundStore):
             return 0 if family is None else _count(family)
 
     def fetch(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
-        """See EmbeddingStore."""
         family = self.family(table)
         check_fetch(keys, out, self.embedding_dim(table))
         if family is None:
@@ -144,7 +143,6 @@ class RocksDbStore(BoundStore):
         return keys[found], vectors[found]
 
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
-        """See EmbeddingStore."""
         check_insert(keys, vectors, self.embedding_dim(table))
         opened = self._become_writer()
         self._create_family(opened, table)
@@ -153,7 +151,6 @@ class RocksDbStore(BoundStore):
             self._insert(opened, table, keys[begin : begin + step], vectors[begin : begin + step])
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
-        """See EmbeddingStore."""
         self.embedding_dim(table)
         opened = self._become_writer()
         if opened.family(self._tags[table]) is not None:
@@ -165,13 +162,11 @@ class RocksDbStore(BoundStore):
         self._become_writer().drop({self._tags[table]})
 
     def versions(self) -> set[str]:
-        """See EmbeddingStore."""
         self._refuse_if_closed()
         with translated(self.path):
             return set(filter(None, map(self.namespace.version_of, list_families(self.path))))
 
     def remove_versions(self, versions: Collection[str]) -> int:
-        """See EmbeddingStore."""
         opened = self._become_writer()
         with translated(self.path):
             tags = {tag for tag in list_families(self.path) if self.namespace.version_of(tag) in versions}
@@ -179,7 +174,6 @@ class RocksDbStore(BoundStore):
         return len(tags)
 
     def check(self) -> None:
-        """See EmbeddingStore."""
         self._current()
 
     def refresh(self) -> None:
@@ -189,12 +183,10 @@ class RocksDbStore(BoundStore):
             self.reopen(opened)
 
     def sync(self) -> None:
-        """See EmbeddingStore."""
         if not self.lags:
             self.database().sync()
 
     def note(self, table: str) -> str | None:
-        """See EmbeddingStore."""
         self.embedding_dim(table)
         text = self.database().note(self._tags[table])
         return None if text is None else text.decode()
