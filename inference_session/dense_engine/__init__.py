@@ -107,27 +107,15 @@ def _open_in_bfloat16(path: Path, content: bytes | None, config: SessionConfig) 
 def _open(path: Path, content: bytes | None, config: SessionConfig, device: Device) -> OnnxEngine:
     if device is HOST:
         return OnnxEngine(path, content=content, num_threads=config.num_dense_threads)
+    num_threads, gpu = config.num_dense_threads, cast("CudaDevice", device)
     if config.dense_engine == "tensorrt":
-        return _open_tensorrt(path, content, config, cast("CudaDevice", device))
+        from inference_session.dense_engine.tensorrt import TensorRtEngine
+
+        in_float16, max_samples = config.dense_precision == "float16", config.tensorrt_max_samples
+        return TensorRtEngine(
+            path, content=content, num_threads=num_threads, gpu=gpu, in_float16=in_float16, max_samples=max_samples
+        )
     from inference_session.dense_engine.cuda import CudaEngine
 
-    return CudaEngine(
-        path,
-        content=content,
-        num_threads=config.num_dense_threads,
-        gpu=cast("CudaDevice", device),
-        use_tf32=config.dense_precision == "tf32",
-    )
-
-
-def _open_tensorrt(path: Path, content: bytes | None, config: SessionConfig, gpu: CudaDevice) -> OnnxEngine:
-    from inference_session.dense_engine.tensorrt import TensorRtEngine
-
-    return TensorRtEngine(
-        path,
-        content=content,
-        num_threads=config.num_dense_threads,
-        gpu=gpu,
-        in_float16=config.dense_precision == "float16",
-        max_samples=config.tensorrt_max_samples,
-    )
+    use_tf32 = config.dense_precision == "tf32"
+    return CudaEngine(path, content=content, num_threads=num_threads, gpu=gpu, use_tf32=use_tf32)

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-import onnx
-from google.protobuf.message import DecodeError, EncodeError
+from google.protobuf.message import EncodeError
 from onnx import ModelProto, NodeProto, TensorProto
-from onnx.checker import ValidationError
 from onnxruntime.transformers.float16 import convert_float_to_float16
 
 from inference_session.dense_engine.cross_layers import merge_cross_layers
-from inference_session.dense_engine.parts import names_read
+from inference_session.dense_engine.parts import names_read, read_network
 from inference_session.dense_engine.relu_layers import merge_relu_layers
-from inference_session.errors import ModelFormatError, UnsupportedModelError
+from inference_session.errors import UnsupportedModelError
 
-_READ_ERRORS = (DecodeError, OSError, ValidationError, ValueError)
 _CONVERSION_ERRORS = (AssertionError, EncodeError, ValueError, RuntimeError)
 """What the converter raises, for instance of networks of 2 GiB and more."""
 
@@ -36,10 +33,7 @@ def in_float16(path: Path, vectors: Collection[str] = (), content: bytes | None 
         ModelFormatError: the file, or the one with its weights, is missing or damaged.
         UnsupportedModelError: the network cannot be converted.
     """
-    try:
-        model = onnx.load(path) if content is None else onnx.load_model_from_string(content)
-    except _READ_ERRORS as error:
-        raise ModelFormatError(f"{path}: cannot be read: {error}") from error
+    model = read_network(path, content)
     try:
         merge_cross_layers(model)
         converted: ModelProto = convert_float_to_float16(model, keep_io_types=True)

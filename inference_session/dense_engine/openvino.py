@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 import onnx
-from google.protobuf.message import DecodeError, EncodeError
+from google.protobuf.message import EncodeError
 from numpy.typing import NDArray
-from onnx.checker import ValidationError
 from onnx.shape_inference import InferenceError
 
 from inference_session.dense_engine.base import BoundRun, DenseEngine, PreparedRuns
 from inference_session.dense_engine.layers import Division, divide_layers
 from inference_session.dense_engine.onnx import OnnxEngine, refused
+from inference_session.dense_engine.parts import read_network
 from inference_session.errors import (
     ConfigurationError,
     InvalidRequestError,
@@ -32,7 +32,6 @@ from inference_session.errors import (
 PACKAGE = "openvino"
 """Also the extra of hotrow that brings it."""
 _CAPABILITY = "BF16"
-_READ_ERRORS = (DecodeError, OSError, ValidationError, ValueError)
 _DIVISION_ERRORS = (EncodeError, InferenceError, ValueError, RuntimeError)
 """What ONNX raises of networks whose shapes contradict each other, or of 2 GiB and more."""
 
@@ -57,10 +56,7 @@ def read_division(path: Path, content: bytes | None = None) -> Division:
         ModelFormatError: the file, or the one with its weights, is missing or damaged.
         UnsupportedModelError: the network cannot be divided.
     """
-    try:
-        model = onnx.load(path) if content is None else onnx.load_model_from_string(content)
-    except _READ_ERRORS as error:
-        raise ModelFormatError(f"{path}: cannot be read: {error}") from error
+    model = read_network(path, content)
     try:
         return divide_layers(model)
     except _DIVISION_ERRORS as error:

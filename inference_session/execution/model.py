@@ -123,21 +123,17 @@ def _open_engines(directory: Path, files: _NetworkFiles, config: SessionConfig, 
 
 def _create_engine(path: Path, spec: ModelSpec, config: SessionConfig, thread: DeviceThread) -> DenseEngine:
     """The dense engine; if ONNX Runtime cannot use the GPU, and no setting requires it, it runs on the CPU."""
+    vectors = {lookup.dense_input for lookup in spec.lookups}
+    # Rows of a context are fewer than those of candidates: they do not stand next to each other.
+    operands = concat_operands(spec, on_gpu=thread.device is not HOST) if path.name == DENSE_FILE else None
     try:
-        return _create_engine_on(thread.device, path, spec, config)
+        return create_engine(path, config, thread.device, vectors, operands)
     except ConfigurationError as error:
         if config.device != "auto" or thread.device is HOST:
             raise
         _log.warning("Using the CPU: %s", error)
         thread.device = HOST
-        return _create_engine_on(HOST, path, spec, config)
-
-
-def _create_engine_on(device: Device, path: Path, spec: ModelSpec, config: SessionConfig) -> DenseEngine:
-    vectors = {lookup.dense_input for lookup in spec.lookups}
-    # Rows of a context are fewer than those of candidates: they do not stand next to each other.
-    operands = concat_operands(spec, on_gpu=device is not HOST) if path.name == DENSE_FILE else None
-    return create_engine(path, config, device, vectors, operands)
+        return _create_engine(path, spec, config, thread)
 
 
 def _stage(config: SessionConfig, layout: RequestLayout, network: Network, ranking: Network) -> StagingPool | None:

@@ -16,6 +16,10 @@ from inference_session.rows.hot_keys import HotKeys
 from inference_session.rows.stats import RowStats
 from inference_session.tables.base import RowBatch, RowReader
 
+_READ_ONLY = (
+    "rows in table files are read-only; to change them, set volatile_store or persistent_store, or update_stream"
+)
+
 
 class RowWriter:
     """Changes the rows of a model while they are looked up. Tables are named by their folders.
@@ -38,17 +42,11 @@ class RowWriter:
             StoreError: there is no store that takes writes.
             UnavailableError: a store cannot take them at present.
         """
-        raise StoreError(
-            "rows in table files are read-only; to update rows, set volatile_store or persistent_store, or "
-            "update_stream"
-        )
+        raise StoreError(_READ_ONLY)
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:  # noqa: ARG002
         """Drop rows, as `update` writes them: their keys are answered with the default vector, whatever is in files."""
-        raise StoreError(
-            "rows in table files are read-only; to delete rows, set volatile_store or persistent_store, or "
-            "update_stream"
-        )
+        raise StoreError(_READ_ONLY)
 
     def forget(self, table: str, keys: NDArray[np.int64]) -> None:
         """Make later look-ups read these rows again: another process has changed them in the stores."""
