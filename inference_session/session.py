@@ -98,9 +98,9 @@ class InferenceSession:
         check_precision(config, devices[0])
         with devices[0].opening():
             session = cls(version, config, devices)
-            with session._closed_on_error():
+            with closed_on_error(session):
                 session._warm_up()
-        with session._closed_on_error():
+        with closed_on_error(session):
             if config.canary_requests:
                 check_canary(session.run, version.model_file(config.canary_requests), config.canary_tolerance)
             session._begin_counting()
@@ -369,14 +369,6 @@ class InferenceSession:
         if self._closed:
             raise SessionClosedError(f"the session of {str(self.directory)!r} has been closed")
 
-    @contextlib.contextmanager
-    def _closed_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
-
     def _warm_up(self) -> None:
         """Prepare everything that the first requests need: the network, its memory, the hot rows."""
         seconds = self.config.warm_up_s / len(self.replicas.all)
@@ -405,6 +397,16 @@ class InferenceSession:
     def _row_stats(self) -> RowStats:
         """The counters of the rows on all devices, warm-up included."""
         return RowStats.on_devices([rows.stats() for rows in dict.fromkeys(self.rows)])
+
+
+@contextlib.contextmanager
+def closed_on_error(session: InferenceSession) -> Iterator[None]:
+    """Close a session if the context ends with an error."""
+    try:
+        yield
+    except BaseException:
+        session.close()
+        raise
 
 
 _sessions: WeakSet[InferenceSession] = WeakSet()

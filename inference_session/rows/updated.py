@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -54,24 +54,14 @@ class TableWriter(RowWriter):
             self._readers.leave(reader)
 
     def update(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
-        with self._writing:
-            self.tables[table].insert(keys, vectors)
-            self._publish(table)
-            try:
-                self._copy(table, UpdatedRows(keys, vectors, np.zeros(len(keys), np.bool_)))
-            finally:
-                self.log.add(table, keys)
+        rows = UpdatedRows(keys, vectors, np.zeros(len(keys), np.bool_))
+        self._write(table, rows, lambda: self.tables[table].insert(keys, vectors))
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
-        with self._writing:
-            self.tables[table].erase(keys)
-            self._publish(table)
-            spec = self.specs[self._numbers[table]]
-            default = np.full(spec.embedding_dim, spec.default_vector, np.float32)
-            try:
-                self._copy(table, UpdatedRows(keys, np.tile(default, (len(keys), 1)), np.ones(len(keys), np.bool_)))
-            finally:
-                self.log.add(table, keys)
+        spec = self.specs[self._numbers[table]]
+        defaults = np.full((len(keys), spec.embedding_dim), spec.default_vector, np.float32)
+        rows = UpdatedRows(keys, defaults, np.ones(len(keys), np.bool_))
+        self._write(table, rows, lambda: self.tables[table].erase(keys))
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
@@ -81,6 +71,16 @@ class TableWriter(RowWriter):
     def stats(self) -> dict[str, UpdatedTableStats]:
         """The changed rows by table."""
         return {folder: UpdatedTableStats(table.num_rows, table.num_bytes) for folder, table in self.tables.items()}
+
+    def _write(self, table: str, rows: UpdatedRows, change: Callable[[], None]) -> None:
+        """Change a table on the host, then its copies; `rows`: as look-ups answer them from then on."""
+        with self._writing:
+            change()
+            self._publish(table)
+            try:
+                self._copy(table, rows)
+            finally:
+                self.log.add(table, rows.keys)
 
     def _copy(self, folder: str, updated: UpdatedRows) -> None:
         """Copy these rows to each device. If one fails, the others still get them, and its error is raised. Must be

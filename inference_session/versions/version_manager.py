@@ -14,14 +14,14 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from inference_session.errors import ConfigurationError, SessionClosedError, UnavailableError
 from inference_session.model_spec import TABLES_FOLDER, ModelSpec
-from inference_session.session import InferenceSession, SessionSnapshot
+from inference_session.session import InferenceSession, SessionSnapshot, closed_on_error
 from inference_session.stats import added
 from inference_session.version_directory import manifest
 from inference_session.version_directory.manifest import FileEntry
@@ -162,7 +162,7 @@ class VersionManager:
         if old.upkeep.shares_rows:  # it must not overwrite the new content's rows with older ones
             held.enter_context(old.upkeep.updates_held())
         session, served = self._load()
-        with _closed_on_error(session):
+        with closed_on_error(session):
             check_same(self.spec, session.spec)
             if session.config.has_store:
                 _check_same_tables(self._served, served)
@@ -175,7 +175,7 @@ class VersionManager:
         before = manifest.file_states(self._directory)
         served = manifest.read_manifest(self._directory)
         session = self._open_session()
-        with _closed_on_error(session):
+        with closed_on_error(session):
             if manifest.file_states(self._directory) != before:
                 raise UnavailableError(f"{self._directory}: changed while it was opened")
         return session, served
@@ -229,15 +229,6 @@ class VersionManager:
                 _log.error("%s: the new content was rejected, the old one stays active: %s", self._directory, failure)
             return failure
         return ""
-
-
-@contextlib.contextmanager
-def _closed_on_error(session: InferenceSession) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        session.close()
-        raise
 
 
 def check_same(served: ModelSpec, new: ModelSpec) -> None:
