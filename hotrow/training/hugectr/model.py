@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,23 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.training.hugectr import snapshot
+from hotrow.training.hugectr.design import Design
 from hotrow.training.hugectr.embedding_collection import EmbeddingCollectionConfig
-from hotrow.training.hugectr.enums import DataReaderType_t, Embedding_t, Tensor_t
+from hotrow.training.hugectr.enums import Tensor_t
 from hotrow.training.hugectr.fitting import Fitting
-from hotrow.training.hugectr.graph_json import (
-    data_document,
-    dense_document,
-    embedding_document,
-    read_data,
-    read_dense,
-    read_embedding,
-)
 from hotrow.training.hugectr.metrics import Metrics
 from hotrow.training.hugectr.network import TrainingNetwork
 from hotrow.training.hugectr.original_states import layout_of
 from hotrow.training.hugectr.parameters import (
     DataReaderParams,
-    DataReaderSparseParam,
     DenseLayer,
     GroupDenseLayer,
     Input,
@@ -40,7 +31,7 @@ from hotrow.training.hugectr.parameters import (
 )
 from hotrow.training.hugectr.processes import join_processes
 from hotrow.training.hugectr.readers.batches import DataReader
-from hotrow.training.hugectr.readers.block import Block, RecordShape, SparseInput
+from hotrow.training.hugectr.readers.block import Block
 from hotrow.training.hugectr.readers.sources import Source
 from hotrow.training.hugectr.schedule import LearningRateScheduler
 from hotrow.training.hugectr.summary import summary_text
@@ -49,21 +40,11 @@ from hotrow.training.hugectr.training_cache import Oversubscriber, TrainingCache
 from hotrow.training.hugectr.tuning import TrainingCacheParams
 from inference_session.errors import ConfigurationError, ModelFormatError, UnsupportedModelError
 from inference_session.importers.hugectr.data_source import DataSourceParams
-from inference_session.importers.hugectr.graph import EMBEDDING_LAYERS, Graph, parse_graph
 from inference_session.importers.hugectr.json_file import JsonFile, read_json
 from inference_session.importers.hugectr.ps_fields import KeyType
 
 _ADDED = {"input", "sparse_embedding", "ebc_config", "dense_layer", "group_dense_layer"}
 """HugeCTR's names of what `Model.add` takes."""
-
-
-@dataclass
-class _Design:
-    """The parts that were added to a model."""
-
-    data: Input | None = None
-    embeddings: list[SparseEmbedding] = field(default_factory=list)
-    layers: list[DenseLayer] = field(default_factory=list)
 
 
 class Model:
@@ -79,20 +60,20 @@ class Model:
         """Join the processes of the job; see `join_processes`.
 
         Raises:
-            ConfigurationError: the batch size does not divide among the processes; or as `join_processes`.
+            ConfigurationError: the batch size is not a multiple of the processes; or as `join_processes`.
         """
         if etc_params is not None and solver.repeat_dataset:
             raise ConfigurationError("the embedding training cache is for epoch mode: repeat_dataset=False")
         self._cache_params = etc_params
         self._cache: TrainingCache | None = None
-        self._solver, self._reader_params, self._opt_params = solver, reader_params, opt_params
+        self._solver, self._reader_params = solver, reader_params
         self._processes = join_processes(solver.vvgpu)
         if solver.batchsize % self._processes.count:
             raise ConfigurationError(
                 f"CreateSolver: batchsize {solver.batchsize} is not a multiple of the number of processes, "
                 f"{self._processes.count}"
             )
-        self._design = _Design()
+        self._design = Design(solver, opt_params)
         self._trainer: Trainer | None = None
         self._readers: dict[str, DataReader] = {}
         self._metrics = Metrics(solver.metrics_spec)
@@ -117,23 +98,7 @@ class Model:
             (layer,) = named.values()
         elif named:
             raise TypeError(f"Model.add takes one layer, as its first argument or as one of {sorted(_ADDED)}")
-        if isinstance(layer, Input):
-            if self._design.data is not None:
-                raise ConfigurationError("Model.add: the model has an Input already")
-            self._design.data = layer
-        elif isinstance(layer, SparseEmbedding):
-            self._add_embedding(layer)
-        elif isinstance(layer, EmbeddingCollectionConfig):
-            self._add_collection(layer)
-        elif isinstance(layer, DenseLayer):
-            self._design.layers.append(layer)
-        elif isinstance(layer, GroupDenseLayer):
-            self._design.layers += layer.layers()
-        else:
-            raise UnsupportedModelError(
-                f"Model.add: {type(layer).__name__} is not supported; Input, SparseEmbedding, "
-                "EmbeddingCollectionConfig, DenseLayer and GroupDenseLayer are"
-            )
+        self._design.add(layer)
 
     def compile(self, loss_names: Sequence[str] | None = None, loss_weights: Sequence[float] | None = None) -> None:
         """Build the network and make its first weights; losses are weighted by the names of their labels or tops.
@@ -143,11 +108,10 @@ class Model:
             UnsupportedModelError: names a layer or parameter that cannot be trained.
             ConfigurationError: no data layer, or the weights do not fit the losses.
         """
-        data, graph = self._data(), self._graph()
+        design, data = self._design, self._design.data
         names = [item.top_name for item in data.data_reader_sparse_param_array]
-        params = [embedding.optimizer or self._opt_params for embedding in self._design.embeddings]
-        inputs = [names.index(embedding.bottom_name) for embedding in self._design.embeddings]
-        self._trainer = Trainer(graph, inputs, params, self._opt_params, self._solver, self._processes)
+        inputs = [names.index(embedding.bottom_name) for embedding in design.embeddings]
+        self._trainer = Trainer(design.graph(), inputs, design.params, design.optimizer, self._solver, self._processes)
         if self._cache_params is not None:
             self._cache = TrainingCache(self._cache_params, self._trainer.tables)
             for table, place in self._cache.existing:
@@ -162,14 +126,14 @@ class Model:
 
     def summary(self) -> None:
         """Print the layers with the names and shapes of their tensors, also before `compile`; errors as there."""
-        network = self._trainer.network if self._trainer else TrainingNetwork(self._graph(), self._solver.seed)
-        tensors = network.translated.tensors
-        self._say(summary_text(self._data(), self._design.embeddings, self._design.layers, tensors))
+        design = self._design
+        network = self._trainer.network if self._trainer else TrainingNetwork(design.graph(), self._solver.seed)
+        self._say(summary_text(design.data, design.embeddings, design.layers, network.translated.tensors))
 
     def graph_to_json(self, graph_config_file: str) -> None:
         """Write the graph as HugeCTR and `hotrow import hugectr` read it."""
         if self._processes.rank == 0:
-            Path(graph_config_file).write_text(json.dumps(self._document(), indent=2) + "\n", encoding="utf-8")
+            Path(graph_config_file).write_text(json.dumps(self._design.document(), indent=2) + "\n", encoding="utf-8")
         self._say(f"Save the model graph to {graph_config_file} successfully")
 
     def construct_from_json(self, graph_config_file: str, include_dense_network: bool) -> None:
@@ -183,11 +147,7 @@ class Model:
 
     def add_document(self, file: JsonFile, *, dense: bool) -> None:
         """As `construct_from_json`, of a file that was read."""
-        layers = file.document.get("layers")
-        if not isinstance(layers, list) or not layers or not all(isinstance(layer, dict) for layer in layers):
-            file.fail(("layers",), "a list of layers is required")
-        for position, layer in enumerate(layers):
-            self._add_from(file, position, layer, dense=dense)
+        self._design.add_document(file, dense=dense)
 
     def fit(
         self,
@@ -449,58 +409,6 @@ class Model:
     def _data_source(self) -> DataSourceParams:
         return self._solver.data_source_params or self._reader_params.data_source_params or DataSourceParams()
 
-    def _add_from(self, file: JsonFile, position: int, layer: Mapping[str, Any], *, dense: bool) -> None:
-        try:
-            if position == 0:
-                self.add(read_data(layer))
-            elif layer.get("type") in EMBEDDING_LAYERS:
-                self.add(read_embedding(layer))
-            elif dense:
-                self.add(read_dense(layer))
-        except (ConfigurationError, TypeError) as error:
-            file.fail(("layers", position), str(error))
-
-    def _add_embedding(self, layer: SparseEmbedding) -> None:
-        same = [each for each in (*self._design.embeddings, layer) if each.table_name == layer.table_name]
-        if any(each.table for each in same) and not all(each.table for each in same):
-            raise ConfigurationError(
-                f"Model.add: the model has a table {layer.table_name!r} already; give each table its own name"
-            )
-        if not layer.table:  # else a layer that a collection was saved as
-            _check_readers(_inputs_of_slots(self._design.data), [layer])
-        self._design.embeddings.append(layer)
-
-    def _add_collection(self, collection: EmbeddingCollectionConfig) -> None:
-        present = {embedding.table_name for embedding in self._design.embeddings}
-        if again := sorted(present & {*collection.table_names}):
-            raise ConfigurationError(f"Model.add: the model has tables {again} already; give each table its own name")
-        before, after = self._data(), collection.data(self._data())
-        embeddings, layers = collection.layers(after)
-        _check_readers(_inputs_of_slots(after) - _inputs_of_slots(before), self._design.embeddings)
-        self._design.data = after
-        self._design.embeddings += embeddings
-        self._design.layers += layers
-
-    def _data(self) -> Input:
-        if self._design.data is None:
-            raise ConfigurationError("the model has no Input; add one before the other layers")
-        return self._design.data
-
-    def _document(self) -> dict[str, Any]:
-        embeddings = [
-            embedding_document(layer, layer.optimizer or self._opt_params, self._solver.num_gpus)
-            for layer in self._design.embeddings
-        ]
-        joins_slots = any(embedding.table for embedding in self._design.embeddings)
-        dense = [dense_document(layer, joins_slots=joins_slots) for layer in self._design.layers]
-        layers = [data_document(self._data()), *embeddings, *dense]
-        name = {"model_name": self._solver.model_name} if self._solver.model_name else {}
-        return {"layers": layers, **name}
-
-    def _graph(self) -> Graph:
-        text = json.dumps(self._document(), indent=2)
-        return parse_graph(JsonFile(Path("graph of the model"), text, json.loads(text), ModelFormatError))
-
     def _weight_losses(self, names: Sequence[str], weights: Sequence[float]) -> None:
         trainer = self._compiled("compile")
         if len(names) != len(weights):
@@ -516,39 +424,10 @@ class Model:
             trainer.loss_weights[labels[name]] = weight
 
     def _source(self, *, train: bool) -> Source:
-        data, params = self._data(), self._reader_params
-        shape = RecordShape(
-            sum(data.label_dims),
-            data.dense_dim,
-            tuple(self._sparse_input(item) for item in data.data_reader_sparse_param_array),
-            8 if self._solver.i64_input_key else 4,
-        )
+        params = self._reader_params
         place = params.source[0] if train else params.eval_source
         count = params.num_samples if train else params.eval_num_samples
-        return Source(place, params, shape, count, self._data_source)
-
-    def _sparse_input(self, item: DataReaderSparseParam) -> SparseInput:
-        """What readers need; keys that a HybridSparseEmbedding reads count per slot."""
-        readers = [embedding for embedding in self._design.embeddings if embedding.bottom_name == item.top_name]
-        hybrid = [embedding for embedding in readers if embedding.embedding_type is Embedding_t.HybridSparseEmbedding]
-        reader = self._reader_params
-        is_one_hot = reader.data_reader_type is DataReaderType_t.RawAsync and not reader.raw_format.is_multi_hot
-        is_collection = any(embedding.table for embedding in readers)
-        if len(hybrid) != (len(readers) if is_one_hot and not is_collection else 0):
-            raise ConfigurationError(
-                f"the sparse input {item.top_name!r}: HybridSparseEmbedding and RawAsync without multi_hot_reader are "
-                "used together, in HugeCTR too; else use LocalizedSlotSparseEmbeddingHash and DataReaderType_t.Raw, "
-                "whose keys differ over slots"
-            )
-        if not hybrid:
-            return item.sparse_input()
-        sizes = tuple(hybrid[0].slot_size_array)
-        if len(sizes) != item.slot_num:
-            raise ConfigurationError(
-                f"SparseEmbedding {hybrid[0].sparse_embedding_name!r}: {len(sizes)} numbers in slot_size_array for the "
-                f"{item.slot_num} slots of {item.top_name!r}"
-            )
-        return replace(item.sparse_input(), slot_sizes=sizes)
+        return Source(place, params, self._design.record_shape(params), count, self._data_source)
 
     def _reader(self, source: Source, batch_size: int) -> DataReader:
         staging, repeats = self.trainer.staging, self._solver.repeat_dataset
@@ -598,18 +477,3 @@ class Model:
 def _on_hdfs(params: DataSourceParams | None, name: str) -> Any:
     """The files of that name in parameters that are for HDFS; else nothing."""
     return getattr(params, name) if params is not None and params.is_hdfs else None
-
-
-def _inputs_of_slots(data: Input | None) -> set[str]:
-    """The sparse inputs whose keys are slots, for look-ups with `concat`."""
-    return {item.top_name for item in data.data_reader_sparse_param_array if item.keys_are_slots} if data else set()
-
-
-def _check_readers(of_slots: set[str], embeddings: Sequence[SparseEmbedding]) -> None:
-    """Refuse other look-ups in such inputs: their bags would be others."""
-    for each in embeddings:
-        if each.bottom_name in of_slots:
-            raise UnsupportedModelError(
-                f"Model.add: {each.sparse_embedding_name!r} and a look-up with 'concat' read {each.bottom_name!r}, "
-                "which is not supported; give one of them a sparse input of its own"
-            )

@@ -897,7 +897,7 @@ def test_keys_of_hybrid_embeddings_count_per_slot(tmp_path: Path, monkeypatch: p
     again = hybrid_model(tmp_path, sizes)
     again.graph_to_json("again.json")
     assert Path("again.json").read_text() == Path("dlrm.json").read_text()
-    rebuilt = Model(model._solver, model._reader_params, model._opt_params)
+    rebuilt = Model(model._solver, model._reader_params, model._design.optimizer)
     rebuilt.construct_from_json("dlrm.json", include_dense_network=True)
     rebuilt.graph_to_json("rebuilt.json")
     assert Path("rebuilt.json").read_text() == Path("dlrm.json").read_text()
