@@ -34,7 +34,7 @@ from inference_session.execution.full_path import FullPath
 from inference_session.execution.model import open_model
 from inference_session.execution.staged_batch import Arrays
 from inference_session.execution.stages import Mark, unmarked
-from inference_session.execution.upkeep import Upkeep
+from inference_session.execution.upkeep import SessionUpkeep
 from inference_session.execution.warm_up import WarmUp
 from inference_session.kernels.cpu import lookup as cpu
 from inference_session.requests.batch import Request
@@ -130,7 +130,7 @@ class InferenceSession:
         self._writer = self.rows[0].writer  # the same for all devices
         self._count_into(SessionStats(spec), None)  # until warmed up
         self._rows_before: RowStats | None = None
-        self.upkeep = Upkeep(version, config, self.rows)
+        self.upkeep = SessionUpkeep(version, config, self.rows)
         """What goes on besides requests."""
         self._closed = False
         _sessions.add(self)

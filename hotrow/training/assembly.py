@@ -8,7 +8,7 @@ from pathlib import Path
 
 from onnx import ModelProto
 
-from hotrow.training.dense_network import TableFile
+from hotrow.training.dense_network import ExportedTable
 from inference_session.errors import UnsupportedModelError
 from inference_session.importers.onnx import ImportReport, TablePlace, import_staged
 from inference_session.importers.onnx.carve import CONSTANT_KEYS_ONLY
@@ -17,12 +17,12 @@ from inference_session.model_spec import ModelSpec
 _TRACED_FILE = ".traced.onnx"
 
 
-def folder_of(file: TableFile) -> str:
+def folder_of(file: ExportedTable) -> str:
     """The folder of a table, which is its name in stores and topics."""
     return Path(file.location).parent.name
 
 
-def assemble(staging: Path, target: Path, network: ModelProto, files: Mapping[str, TableFile]) -> ModelSpec:
+def assemble(staging: Path, target: Path, network: ModelProto, files: Mapping[str, ExportedTable]) -> ModelSpec:
     """Take the network apart and describe the result; the caller writes session.json and the manifest.
 
     Args:
@@ -45,7 +45,7 @@ def assemble(staging: Path, target: Path, network: ModelProto, files: Mapping[st
     return report.spec
 
 
-def _check_cut(report: ImportReport, files: Mapping[str, TableFile]) -> None:
+def _check_cut(report: ImportReport, files: Mapping[str, ExportedTable]) -> None:
     for item in report.stays_dense:
         file = files.get(item.name)
         if file is not None and item.reason != CONSTANT_KEYS_ONLY:

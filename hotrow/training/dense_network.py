@@ -42,7 +42,7 @@ _ELEM_TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
 
 
 @dataclass(frozen=True)
-class TableFile:
+class ExportedTable:
     """The place where a table has been written."""
 
     table: Table
@@ -157,7 +157,7 @@ def trace(
     inputs: ServedInputs,
     chosen: Sequence[int],
     outputs: Sequence[str],
-    files: Sequence[TableFile],
+    files: Sequence[ExportedTable],
 ) -> ModelProto:
     """The model as ONNX, for any number of samples; its tables are initializers in the files given.
 
@@ -197,7 +197,7 @@ def trace(
     return _finished(exported.model_proto, list(arrays), list(outputs), files)
 
 
-def table_names(files: Sequence[TableFile]) -> list[str]:
+def table_names(files: Sequence[ExportedTable]) -> list[str]:
     """The names of the tables' initializers in a traced network."""
     return [f"hotrow_table_{number}" for number in range(len(files))]
 
@@ -265,7 +265,7 @@ class _Sizes:
 # What the exporter wrote, finished
 
 
-def _finished(model: ModelProto, inputs: list[str], outputs: list[str], files: Sequence[TableFile]) -> ModelProto:
+def _finished(model: ModelProto, inputs: list[str], outputs: list[str], files: Sequence[ExportedTable]) -> ModelProto:
     graph = model.graph
     forget_sources(model)
     _replace_pooling(graph)
@@ -303,7 +303,7 @@ def _opsets(model: ModelProto) -> list[Any]:
     ]
 
 
-def external_tensor(name: str, file: TableFile) -> TensorProto:
+def external_tensor(name: str, file: ExportedTable) -> TensorProto:
     dims = [file.num_rows, file.table.embedding_dim]
     tensor = TensorProto(name=name, data_type=_ELEM_TYPES[file.table.file_type], dims=dims)
     refer_to(tensor, file.location, file.num_rows * file.table.row_bytes)

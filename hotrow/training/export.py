@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hotrow.training.assembly import assemble, folder_of
 from hotrow.training.cutting import Cut, find_cuts
-from hotrow.training.dense_network import TableFile, first_lines, flat_outputs, table_names, trace, unwrapped
+from hotrow.training.dense_network import ExportedTable, first_lines, flat_outputs, table_names, trace, unwrapped
 from hotrow.training.inputs import Form, ServedInputs
 from hotrow.training.ranks import Ranks
 from hotrow.training.state import exporting
@@ -249,7 +249,7 @@ class _Export:
     def _stored_rows(self) -> list[_Rows | None]:
         return [_stored_rows(table) for table in self._tables()]
 
-    def _files(self, rows: list[list[_Rows | None]]) -> list[TableFile]:
+    def _files(self, rows: list[list[_Rows | None]]) -> list[ExportedTable]:
         tables = self._tables()
         folders = folder_names([table.name for table in tables])
         files = []
@@ -265,10 +265,10 @@ class _Export:
                     f"{table.path}: table {table.name!r} is float64, and tables are stored as float32 or float16; "
                     "convert the model with .float()"
                 )
-            files.append(TableFile(table, count, f"{TABLES_FOLDER}/{folder}/{VECTOR_FILE}"))
+            files.append(ExportedTable(table, count, f"{TABLES_FOLDER}/{folder}/{VECTOR_FILE}"))
         return files
 
-    def _create(self, staging: Path, files: list[TableFile]) -> None:
+    def _create(self, staging: Path, files: list[ExportedTable]) -> None:
         free = shutil.disk_usage(staging).free
         num_bytes = sum(file.num_rows * (file.table.row_bytes + 8 * file.table.has_keys) for file in files)
         if num_bytes > free:
@@ -279,7 +279,7 @@ class _Export:
                 create_file((staging / file.location).with_name(KEY_FILE), file.num_rows * 8)
 
     def _write_and_trace(
-        self, staging: Path, files: list[TableFile], rows: list[list[_Rows | None]]
+        self, staging: Path, files: list[ExportedTable], rows: list[list[_Rows | None]]
     ) -> tuple[Any, dict[str, str]]:
         """Write this rank's rows while rank 0 traces the network.
 
@@ -297,7 +297,7 @@ class _Export:
             traced = (plan.network, plan.cuts, plan.inputs, plan.chosen, plan.outputs, files)
             return (trace(*traced) if is_traced else None), checksums.result()
 
-    def _write(self, staging: Path, files: list[TableFile], rows: list[list[_Rows | None]]) -> dict[str, str]:
+    def _write(self, staging: Path, files: list[ExportedTable], rows: list[list[_Rows | None]]) -> dict[str, str]:
         """Write the rows of this rank; returns the checksums of files that it wrote alone."""
         checksums: dict[str, str | None] = {}
         with torch.no_grad():
@@ -314,7 +314,7 @@ class _Export:
         staging: Path,
         target: Path,
         network: ModelProto,
-        files: list[TableFile],
+        files: list[ExportedTable],
         rows: list[list[_Rows | None]],
         expected: list[NDArray[Any]],
         checksums: dict[str, str],
@@ -329,7 +329,7 @@ class _Export:
         write_model_config(staging, spec, self.name)
         share_unchanged(staging)
 
-    def _spec(self, spec: ModelSpec, files: list[TableFile], rows: list[list[_Rows | None]]) -> ModelSpec:
+    def _spec(self, spec: ModelSpec, files: list[ExportedTable], rows: list[list[_Rows | None]]) -> ModelSpec:
         defaults = {
             folder_of(file): _default_vector(file.table, [of_rank[number] for of_rank in rows])
             for number, file in enumerate(files)
@@ -374,7 +374,7 @@ def _rows_at(table: Table, rows: Tensor) -> NDArray[Any]:
     raise UnsupportedModelError(f"{table.path}: table {table.name!r} has rows on another rank than its ids")
 
 
-def _write_stored(staging: Path, file: TableFile, first: int) -> dict[str, str | None]:
+def _write_stored(staging: Path, file: ExportedTable, first: int) -> dict[str, str | None]:
     """Write keys and rows of this rank, from that row of the file on; returns the files' checksums, if known."""
     table = file.table
     known = table.known_keys()

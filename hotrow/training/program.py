@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hotrow.training.assembly import assemble
 from hotrow.training.checkpoint_files import CheckpointReader
-from hotrow.training.dense_network import TableFile, external_tensor, first_lines, forget_sources, quiet
+from hotrow.training.dense_network import ExportedTable, external_tensor, first_lines, forget_sources, quiet
 from hotrow.training.tables import Shard, Table, create_file, write_table
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError
 from inference_session.importers.onnx import ImportReport
@@ -345,11 +345,11 @@ def _tensor(content: bytes, payload: _Payload) -> Tensor:
 
 def _write_tables(
     staging: Path, tables: Mapping[str, Table], weights: _Weights, progress: Progress | None
-) -> dict[str, TableFile]:
+) -> dict[str, ExportedTable]:
     folders = folder_names([table.name for table in tables.values()])
-    files: dict[str, TableFile] = {}
+    files: dict[str, ExportedTable] = {}
     for (name, table), folder in zip(tables.items(), folders, strict=True):
-        files[name] = TableFile(table, table.num_rows, f"{TABLES_FOLDER}/{folder}/{VECTOR_FILE}")
+        files[name] = ExportedTable(table, table.num_rows, f"{TABLES_FOLDER}/{folder}/{VECTOR_FILE}")
         path = staging / files[name].location
         create_file(path, table.num_rows * table.row_bytes)
         for shard in weights.shards(name):
@@ -359,7 +359,7 @@ def _write_tables(
     return files
 
 
-def _network(program: Any, files: Mapping[str, TableFile]) -> ModelProto:
+def _network(program: Any, files: Mapping[str, ExportedTable]) -> ModelProto:
     """The program as ONNX, its tables as external data."""
     keys = program.call_spec.out_spec.context if program.call_spec.out_spec.type is dict else None
     count = len(program.graph_signature.user_outputs)
@@ -376,7 +376,7 @@ def _network(program: Any, files: Mapping[str, TableFile]) -> ModelProto:
     return _bound(exported.model_proto, files)
 
 
-def _unbind(graph: Any, files: Mapping[str, TableFile]) -> None:
+def _unbind(graph: Any, files: Mapping[str, ExportedTable]) -> None:
     """Make tables into inputs: the ONNX optimizer would compute with the stand-ins for their values."""
     for name in files:
         value = graph.initializers.pop(name)
@@ -384,7 +384,7 @@ def _unbind(graph: Any, files: Mapping[str, TableFile]) -> None:
         graph.inputs.append(value)
 
 
-def _bound(model: ModelProto, files: Mapping[str, TableFile]) -> ModelProto:
+def _bound(model: ModelProto, files: Mapping[str, ExportedTable]) -> ModelProto:
     """Make these inputs into external data."""
     inputs = [value for value in model.graph.input if value.name not in files]
     del model.graph.input[:]

@@ -14,7 +14,7 @@ from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine
 from inference_session.device.base import Device
 from inference_session.device.host import HOST
 from inference_session.errors import ConfigurationError
-from inference_session.execution.concat_inputs import concat_operands, with_concat_inputs
+from inference_session.execution.concat_operands import concat_operands, with_concat_inputs
 from inference_session.execution.host_staging import stage_on_host
 from inference_session.execution.network import Network, check_network, check_outputs
 from inference_session.execution.ranking_staging import stage_ranking

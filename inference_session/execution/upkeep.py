@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from inference_session.update_stream.stream_stats import StreamSnapshot
 
 
-class Upkeep:
+class SessionUpkeep:
     """Does nothing until `begin` and `follow_updates`."""
 
     def __init__(self, version: VersionDirectory, config: SessionConfig, rows: Sequence[Rows]) -> None:

@@ -28,7 +28,7 @@ from inference_session.parameter_server.promotions import Promotion, Touch
 from inference_session.parameter_server.retirement import Retirement
 from inference_session.parameter_server.tier import Tier, TierStats
 from inference_session.parameter_server.unknown_keys import UnknownKeys
-from inference_session.parameter_server.upkeep import Upkeep
+from inference_session.parameter_server.upkeep import TierUpkeep
 from inference_session.parameter_server.write_log import TierWrites
 from inference_session.tables.base import RowBatch
 from inference_session.tables.ordered_keys import contains
@@ -117,7 +117,7 @@ class ParameterServer:
         self._degraded_keys = 0
         self._closed = False
         self._known = known or KnownIncarnation()
-        self.upkeep = Upkeep(self.tiers, self._writes, self._known)
+        self.upkeep = TierUpkeep(self.tiers, self._writes, self._known)
         """The work in the background."""
 
     def fetch(

@@ -50,7 +50,7 @@ _MAY_HAVE_LOST = (
 _log = logging.getLogger(__name__)
 
 
-class Upkeep:
+class TierUpkeep:
     """Does the work in its own thread, until closed. All methods may be called from any thread."""
 
     def __init__(self, tiers: Sequence[Tier], writes: TierWrites, known: KnownIncarnation) -> None:

@@ -16,7 +16,7 @@ from inference_session.dense_engine import create_engine
 from inference_session.dense_engine.base import ConcatOperands
 from inference_session.device.host import HOST
 from inference_session.errors import ModelFormatError
-from inference_session.execution.concat_inputs import concat_operands
+from inference_session.execution.concat_operands import concat_operands
 from inference_session.model_spec import DENSE_FILE
 from tests.testing import concat_model
 from tests.testing.onnx_models import model_of

@@ -12,7 +12,7 @@ import pytest
 from inference_session import InferenceSession, Request
 from inference_session.dense_engine.concat_inputs import read_with_concat_inputs
 from inference_session.errors import InvalidRequestError
-from inference_session.execution.concat_inputs import concat_operands
+from inference_session.execution.concat_operands import concat_operands
 from inference_session.importers.hugectr.importer import import_hugectr
 from inference_session.model_spec import DENSE_FILE
 from inference_session.version_directory.version import VersionDirectory

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from inference_session.dense_engine import DenseEngine, OnnxEngine
 from inference_session.dense_engine.concat_engine import ConcatEngine
-from inference_session.execution.concat_inputs import with_concat_inputs
+from inference_session.execution.concat_operands import with_concat_inputs
 from inference_session.execution.gathered_model import GatheredModel, gather_model
 from inference_session.execution.network import Network
 from inference_session.importers.hugectr.importer import import_hugectr

@@ -17,7 +17,7 @@ from inference_session.dense_engine.base import BoundRun
 from inference_session.dense_engine.concat_engine import ConcatEngine
 from inference_session.device.arena import Arena
 from inference_session.device.host import HostDevice
-from inference_session.execution.concat_inputs import with_concat_inputs
+from inference_session.execution.concat_operands import with_concat_inputs
 from inference_session.execution.network import Network
 from inference_session.execution.plan import FreshPlan, RaggedPlan, RecordedPlan
 from inference_session.importers.hugectr.importer import import_hugectr

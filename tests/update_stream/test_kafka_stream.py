@@ -18,7 +18,7 @@ import pytest
 
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, UnavailableError
-from inference_session.execution.upkeep import Upkeep
+from inference_session.execution.upkeep import SessionUpkeep
 from inference_session.model_spec import TABLES_FOLDER
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
@@ -485,13 +485,13 @@ def test_hot_rows_that_were_read_before_the_note_are_read_again(
         publisher.publish("user.weight", [3], vectors(1))
         await_rows(writer, "user.weight", [3], 1)
         writer.upkeep.save_hot_keys()
-        follow = Upkeep.follow_updates
+        follow = SessionUpkeep.follow_updates
 
         def is_noted() -> bool:
             with create_store(database, Namespace(small.model, "1"), DIMS) as store:
                 return '": 2' in (store.note("user_weight") or "")  # the offset after both messages
 
-        def follow_later(upkeep: Upkeep) -> None:
+        def follow_later(upkeep: SessionUpkeep) -> None:
             answered = fetch(upkeep.rows[0], 0, np.array([3]), np.empty((1, 4), np.float32))
             np.testing.assert_array_equal(answered, vectors(1))
             publisher.publish("user.weight", [3], vectors(2))
@@ -499,7 +499,7 @@ def test_hot_rows_that_were_read_before_the_note_are_read_again(
             wait_until(is_noted, "the update to be noted")
             follow(upkeep)
 
-        monkeypatch.setattr(Upkeep, "follow_updates", follow_later)
+        monkeypatch.setattr(SessionUpkeep, "follow_updates", follow_later)
         with InferenceSession.open(small.directory, **settings) as reader:
             await_rows(reader, "user.weight", [3], 2)
 

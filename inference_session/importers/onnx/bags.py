@@ -13,7 +13,7 @@ from onnx import GraphProto, NodeProto, TensorProto
 
 from inference_session.importers.onnx.evaluation import fixed_value
 from inference_session.importers.onnx.graph import attribute, bodies, producers, reads, replace_node, use_counts
-from inference_session.importers.onnx.lookups import Lookup, Surgery, skip_identities
+from inference_session.importers.onnx.lookups import GraphLookup, Surgery, skip_identities
 from inference_session.importers.onnx.taint import values_of_vectors
 from inference_session.model_spec import Pooling
 
@@ -29,7 +29,7 @@ class _Cut(NamedTuple):
     ends: str
 
 
-def pool_bags(surgery: Surgery, lookups: list[Lookup]) -> None:
+def pool_bags(surgery: Surgery, lookups: list[GraphLookup]) -> None:
     """Change the graph and the look-ups whose vectors only such a Loop reads."""
     for lookup in lookups:
         if lookup.keys_dims is not None and len(lookup.keys_dims) == len(lookup.row_shape) == 1:
@@ -37,7 +37,7 @@ def pool_bags(surgery: Surgery, lookups: list[Lookup]) -> None:
     skip_identities(surgery.graph)
 
 
-def _pool(surgery: Surgery, lookup: Lookup, vectors: set[str]) -> None:
+def _pool(surgery: Surgery, lookup: GraphLookup, vectors: set[str]) -> None:
     loop = _only_loop(surgery.graph, lookup.vectors)
     cut = _cut(surgery, loop, lookup) if loop is not None else None
     if loop is None or cut is None:
@@ -65,7 +65,7 @@ def _only_loop(graph: GraphProto, vectors: str) -> NodeProto | None:
     return node if is_plain and node.input[0] and vectors not in node.input else None
 
 
-def _cut(surgery: Surgery, loop: NodeProto, lookup: Lookup) -> _Cut | None:
+def _cut(surgery: Surgery, loop: NodeProto, lookup: GraphLookup) -> _Cut | None:
     (body,) = bodies(loop)
     reduce = producers(body).get(body.output[1].name)
     if reduce is None or reduce.op_type not in _POOLINGS or not _runs_to_the_end(surgery, loop, body):
@@ -88,7 +88,7 @@ def _runs_to_the_end(surgery: Surgery, loop: NodeProto, body: GraphProto) -> boo
     return goes_on and (not loop.input[1] or _constant(surgery, surgery.graph, loop.input[1]) == [1])
 
 
-def _slice_behind(surgery: Surgery, body: GraphProto, value: str, lookup: Lookup) -> NodeProto | None:
+def _slice_behind(surgery: Surgery, body: GraphProto, value: str, lookup: GraphLookup) -> NodeProto | None:
     """The Slice of the vectors, along the keys and without gaps, that a value of the body is."""
     made_by = producers(body)
     node = made_by.get(value)
@@ -101,7 +101,7 @@ def _slice_behind(surgery: Surgery, body: GraphProto, value: str, lookup: Lookup
     return node if along_keys and (not steps or _constant(surgery, body, steps) == [1]) else None
 
 
-def _keeps_shape(surgery: Surgery, body: GraphProto, node: NodeProto, lookup: Lookup) -> bool:
+def _keeps_shape(surgery: Surgery, body: GraphProto, node: NodeProto, lookup: GraphLookup) -> bool:
     """Whether it is the Reshape by which the hoister restates the shape of a row."""
     return node.op_type == "Reshape" and _constant(surgery, body, node.input[1]) == [0, *lookup.row_shape]
 

@@ -14,7 +14,7 @@ from inference_session.importers.onnx.columns import read_columns
 from inference_session.importers.onnx.empty_lists import correct_empty_sums
 from inference_session.importers.onnx.graph import reads, sink_constants
 from inference_session.importers.onnx.hoisting import Hoister
-from inference_session.importers.onnx.lookups import Lookup, Surgery, skip_same_casts, take_lookups
+from inference_session.importers.onnx.lookups import GraphLookup, Surgery, skip_same_casts, take_lookups
 from inference_session.importers.onnx.matrices import share_matrices, vectors_per_sample
 from inference_session.importers.onnx.negative_keys import read_negative_keys
 from inference_session.importers.onnx.pooling import pool_lookups
@@ -42,7 +42,7 @@ class CarvedModel:
     dense_weights: list[Weight]
     keys: ModelProto | None
     keys_weights: list[Weight]
-    lookups: list[Lookup]
+    lookups: list[GraphLookup]
     tables: list[Weight]
     stays_dense: dict[str, str] = field(default_factory=dict)
     """Why initializers that are read by rows did not become tables, by name."""
@@ -117,7 +117,7 @@ def carve_tables(
     )
 
 
-def _dense_network(surgery: Surgery, lookups: list[Lookup], *, declare_shapes: bool) -> ModelProto:
+def _dense_network(surgery: Surgery, lookups: list[GraphLookup], *, declare_shapes: bool) -> ModelProto:
     inputs = list(surgery.graph.input)
     matrices: dict[str, Dims | None] = {}
     for lookup in lookups:
@@ -128,13 +128,13 @@ def _dense_network(surgery: Surgery, lookups: list[Lookup], *, declare_shapes: b
     return _network(surgery, inputs, list(surgery.graph.output))
 
 
-def _width(lookups: list[Lookup], matrix: str) -> int | None:
+def _width(lookups: list[GraphLookup], matrix: str) -> int | None:
     """Elements per sample of the vectors that share a matrix."""
     widths = [vectors_per_sample(lookup.dims) for lookup in lookups if lookup.matrix == matrix]
     return sum(filter(None, widths)) if None not in widths else None
 
 
-def _keys_network(surgery: Surgery, lookups: list[Lookup]) -> ModelProto | None:
+def _keys_network(surgery: Surgery, lookups: list[GraphLookup]) -> ModelProto | None:
     """The network that computes the keys, and their factors, that are not themselves inputs of the model."""
     given = {value.name for value in surgery.graph.input}
     wanted = dict.fromkeys(name for lookup in lookups for name in lookup.reads)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from onnx import GraphProto, NodeProto
 
 from inference_session.importers.onnx.graph import attribute, constants, integers, producers
-from inference_session.importers.onnx.lookups import KEY_TYPES, SHAPE_OPS, Lookup, Surgery, casts_keys
+from inference_session.importers.onnx.lookups import KEY_TYPES, SHAPE_OPS, GraphLookup, Surgery, casts_keys
 
 Columns = tuple[int, int]
 _FAR = 1 << 31
 
 
-def read_columns(surgery: Surgery, lookups: list[Lookup]) -> None:
+def read_columns(surgery: Surgery, lookups: list[GraphLookup]) -> None:
     """Let look-ups that share a matrix read columns of a model's input [samples, n], where their keys are such columns.
 
     Only those: the vectors of a look-up without a shared matrix need the shape that the graph gave its keys.

@@ -37,7 +37,7 @@ _MAX_FIXED_BYTES = 64 << 20
 
 
 @dataclass
-class Lookup:
+class GraphLookup:
     """One read of a table that the session does instead of the dense network."""
 
     table: str
@@ -99,7 +99,7 @@ class Surgery:
         return Builder(self.graph, self.names, stem)
 
 
-def take_lookups(surgery: Surgery) -> list[Lookup]:
+def take_lookups(surgery: Surgery) -> list[GraphLookup]:
     """Remove the row reads from the graph; their vectors become values that no node makes.
 
     Raises:
@@ -107,7 +107,7 @@ def take_lookups(surgery: Surgery) -> list[Lookup]:
     """
     graph, tables = surgery.graph, surgery.tables
     tainted = values_of_vectors(graph, set(tables))
-    lookups: list[Lookup] = []
+    lookups: list[GraphLookup] = []
     gathers = [node for node in graph.node if is_row_read(node) and node.input[0] in tables]
     for gather in gathers:
         _check_keys(surgery, tables[gather.input[0]], gather.input[1], tainted)
@@ -150,12 +150,12 @@ def _fixed_rows(surgery: Surgery, table: Weight, keys: NDArray[np.int64], output
     return make_node("Identity", [tensor.name], output)
 
 
-def _take(surgery: Surgery, table: Weight, gather: NodeProto) -> Lookup:
+def _take(surgery: Surgery, table: Weight, gather: NodeProto) -> GraphLookup:
     """Replace a row read by a look-up, and nodes that give its vectors the shape and type that the graph expects."""
     keys, output = gather.input[1], gather.output[0]
     base, shape = _keys_behind(surgery, keys)
     vectors = surgery.names.fresh(f"{table.name}_vectors")
-    lookup = Lookup(table.name, base, surgery.types.dims(base), table.dims[1:], vectors)
+    lookup = GraphLookup(table.name, base, surgery.types.dims(base), table.dims[1:], vectors)
     is_narrow = table.elem_type != TensorProto.FLOAT
     shaped = surgery.names.fresh(f"{output}_float32") if is_narrow else output
     builder = surgery.builder(vectors)

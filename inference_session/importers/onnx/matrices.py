@@ -18,13 +18,13 @@ from inference_session.importers.onnx.graph import (
     replace_node,
     use_counts,
 )
-from inference_session.importers.onnx.lookups import SHAPE_OPS, Lookup, Surgery, skip_identities
+from inference_session.importers.onnx.lookups import SHAPE_OPS, GraphLookup, Surgery, skip_identities
 from inference_session.importers.onnx.types import Dims
 
 
-def share_matrices(surgery: Surgery, lookups: list[Lookup]) -> list[Lookup]:
+def share_matrices(surgery: Surgery, lookups: list[GraphLookup]) -> list[GraphLookup]:
     """Change the graph; returns the look-ups, those of one matrix adjacent and in its order."""
-    shared: list[Lookup] = []
+    shared: list[GraphLookup] = []
     counts = use_counts(surgery.graph)
     for concat in [node for node in surgery.graph.node if node.op_type == "Concat" and not node.domain]:
         shared += _share_among(surgery, lookups, counts, concat)
@@ -33,10 +33,12 @@ def share_matrices(surgery: Surgery, lookups: list[Lookup]) -> list[Lookup]:
     return [*shared, *(lookup for lookup in lookups if lookup.matrix is None)]
 
 
-def _share_among(surgery: Surgery, lookups: list[Lookup], counts: dict[str, int], concat: NodeProto) -> list[Lookup]:
+def _share_among(
+    surgery: Surgery, lookups: list[GraphLookup], counts: dict[str, int], concat: NodeProto
+) -> list[GraphLookup]:
     """Let the neighbours among one Concat's inputs share a matrix; returns the look-ups that now share a matrix."""
     members = [(name, _member(surgery, lookups, counts, concat, name)) for name in concat.input]
-    shared: list[Lookup] = []
+    shared: list[GraphLookup] = []
     inputs: list[str] = []
     builder = surgery.builder(concat.output[0])
     for _, block in groupby(members, key=lambda member: member[1] is not None):
@@ -57,8 +59,8 @@ def _share_among(surgery: Surgery, lookups: list[Lookup], counts: dict[str, int]
 
 
 def _member(
-    surgery: Surgery, lookups: list[Lookup], counts: dict[str, int], concat: NodeProto, name: str
-) -> Lookup | None:
+    surgery: Surgery, lookups: list[GraphLookup], counts: dict[str, int], concat: NodeProto, name: str
+) -> GraphLookup | None:
     """The look-up whose vectors, sample by sample and in their order, are this input of a Concat."""
     lookup = _lookup_behind(surgery, lookups, counts, name)
     if lookup is None:
@@ -70,7 +72,9 @@ def _member(
     return lookup if per_sample is not None and per_sample == vectors_per_sample(dims) else None
 
 
-def _lookup_behind(surgery: Surgery, lookups: list[Lookup], counts: dict[str, int], name: str) -> Lookup | None:
+def _lookup_behind(
+    surgery: Surgery, lookups: list[GraphLookup], counts: dict[str, int], name: str
+) -> GraphLookup | None:
     made_by = producers(surgery.graph)
     while counts[name] == 1 and name in made_by and made_by[name].op_type in SHAPE_OPS:
         name = made_by[name].input[0]
@@ -89,7 +93,7 @@ def vectors_per_sample(dims: Dims | None) -> int | None:
     return math.prod(sizes) if dims and len(sizes) == len(dims) - 1 else None
 
 
-def _share(surgery: Surgery, run: list[Lookup], inputs: list[str], builder: Builder) -> str:
+def _share(surgery: Surgery, run: list[GraphLookup], inputs: list[str], builder: Builder) -> str:
     """Let look-ups share a matrix; returns the value that stands for all of them in the Concat."""
     shapes = [
         lookup.dims if name == lookup.vectors else surgery.types.dims(name)
@@ -103,7 +107,7 @@ def _share(surgery: Surgery, run: list[Lookup], inputs: list[str], builder: Buil
     return builder.add("Reshape", [matrix, builder.integers([-1, width, *rest])]) if rest else matrix
 
 
-def _skip_flattening(surgery: Surgery, shared: list[Lookup]) -> None:
+def _skip_flattening(surgery: Surgery, shared: list[GraphLookup]) -> None:
     """Let nodes that flatten the vectors of a sample read them as the matrix that they are."""
     widths: Counter[str] = Counter()
     for lookup in shared:

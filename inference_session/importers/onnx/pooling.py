@@ -12,7 +12,7 @@ from inference_session.importers.onnx.graph import (
     replace_node,
     use_counts,
 )
-from inference_session.importers.onnx.lookups import Lookup, Surgery, skip_identities
+from inference_session.importers.onnx.lookups import GraphLookup, Surgery, skip_identities
 from inference_session.importers.onnx.taint import values_of_vectors
 from inference_session.importers.onnx.types import Dims
 from inference_session.model_spec import Pooling
@@ -21,7 +21,7 @@ _POOLINGS: dict[str, Pooling] = {"ReduceSum": "sum", "ReduceMean": "mean", "Redu
 _AXES_INPUT_OPSET = 13
 
 
-def pool_lookups(surgery: Surgery, lookups: list[Lookup]) -> None:
+def pool_lookups(surgery: Surgery, lookups: list[GraphLookup]) -> None:
     """Change the graph and the look-ups; those whose pooling is not exactly ours are not changed."""
     for lookup in lookups:
         dims = lookup.keys_dims
@@ -30,7 +30,7 @@ def pool_lookups(surgery: Surgery, lookups: list[Lookup]) -> None:
     skip_identities(surgery.graph)
 
 
-def _pool(surgery: Surgery, lookup: Lookup, vectors: set[str]) -> None:
+def _pool(surgery: Surgery, lookup: GraphLookup, vectors: set[str]) -> None:
     """`vectors`: those of all look-ups, of which no factor may be computed: factors come before the look-ups."""
     reader = _only_reader(surgery, lookup.vectors)
     if reader is None:
@@ -56,7 +56,7 @@ def _only_reader(surgery: Surgery, value: str) -> NodeProto | None:
     return next((node for node in surgery.graph.node if value in node.input and not node.domain), None)
 
 
-def _reduces_bags(surgery: Surgery, reader: NodeProto, lookup: Lookup) -> bool:
+def _reduces_bags(surgery: Surgery, reader: NodeProto, lookup: GraphLookup) -> bool:
     if lookup.keys_dims is None or reader.op_type not in _POOLINGS:
         return False
     axes = axes_of(surgery.graph, reader)
@@ -64,7 +64,7 @@ def _reduces_bags(surgery: Surgery, reader: NodeProto, lookup: Lookup) -> bool:
     return axes is not None and [axis % rank for axis in axes] == [len(lookup.keys_dims) - 1]
 
 
-def _reshaped(surgery: Surgery, lookup: Lookup, reader: NodeProto) -> NodeProto:
+def _reshaped(surgery: Surgery, lookup: GraphLookup, reader: NodeProto) -> NodeProto:
     """The nodes that give the pooled vectors the shape that the reduction gave them."""
     output, leading = reader.output[0], len(lookup.keys_dims or ()) - 1
     kept = [1] if attribute(reader, "keepdims", 1) else []
@@ -75,7 +75,7 @@ def _reshaped(surgery: Surgery, lookup: Lookup, reader: NodeProto) -> NodeProto:
     return make_node("Reshape", [lookup.vectors, shape], output)
 
 
-def _key_weights(surgery: Surgery, lookup: Lookup, product: NodeProto, vectors: set[str]) -> str | None:
+def _key_weights(surgery: Surgery, lookup: GraphLookup, product: NodeProto, vectors: set[str]) -> str | None:
     """A value shaped as the keys that holds each key's factor; None where the factors are not one per key."""
     factor = next((name for name in product.input if name != lookup.vectors), None)
     if factor is None or factor in values_of_vectors(surgery.graph, {*surgery.tables, *vectors}):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from onnx import TensorProto, helper
 
 from inference_session.importers.onnx.carve import CarvedModel
-from inference_session.importers.onnx.lookups import Lookup
+from inference_session.importers.onnx.lookups import GraphLookup
 from inference_session.importers.onnx.probe import Findings
 from inference_session.importers.onnx.tables import VECTOR_TYPES
 from inference_session.importers.onnx.types import Dims, ValueType
@@ -127,7 +127,7 @@ def _table_spec(table: Weight, folder: str, places: Mapping[str, TablePlace]) ->
     )
 
 
-def lookup_spec(lookup: Lookup, folder: str) -> LookupSpec:
+def lookup_spec(lookup: GraphLookup, folder: str) -> LookupSpec:
     """One read of a table, as session.json says it."""
     return LookupSpec(
         table=folder,

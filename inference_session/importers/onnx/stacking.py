@@ -24,7 +24,7 @@ from inference_session.importers.onnx.graph import (
     set_nodes,
     sort_nodes,
 )
-from inference_session.importers.onnx.lookups import Lookup, Surgery
+from inference_session.importers.onnx.lookups import GraphLookup, Surgery
 
 _MIN_COLUMNS = 4
 """For fewer, the Split takes as long as what it saves."""
@@ -38,7 +38,7 @@ _SPLIT_BY_INPUT = 13
 """The first opset in which Split takes its sizes as an input."""
 
 
-def stack_columns(surgery: Surgery, network: ModelProto, lookups: Sequence[Lookup]) -> None:
+def stack_columns(surgery: Surgery, network: ModelProto, lookups: Sequence[GraphLookup]) -> None:
     """Change the network that computes keys, of these look-ups. Keys [samples] may become [samples, 1].
 
     Only those of look-ups that share a matrix of vectors, for which either is one key for each sample.
@@ -49,7 +49,7 @@ def stack_columns(surgery: Surgery, network: ModelProto, lookups: Sequence[Looku
     stacker.finish()
 
 
-def _loose_keys(lookups: Sequence[Lookup]) -> set[str]:
+def _loose_keys(lookups: Sequence[GraphLookup]) -> set[str]:
     """Keys whose dimensions no look-up needs."""
     loose = [lookup.matrix and lookup.pooling == "none" and not lookup.weights for lookup in lookups]
     needed = {name for lookup, is_loose in zip(lookups, loose, strict=True) if not is_loose for name in lookup.reads}
