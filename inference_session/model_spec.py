@@ -233,6 +233,12 @@ class ModelSpec:
         """Whether several requests can be computed at once: those of HPS as well, although they have no samples."""
         return self.joinable and (self.batched or self.answers_vectors)
 
+    @property
+    def looked_up_tables(self) -> list[int]:
+        """For each look-up, the number of its table."""
+        numbers = {table.folder: number for number, table in enumerate(self.tables)}
+        return [numbers[lookup.table] for lookup in self.lookups]
+
     def table(self, name: str) -> TableSpec:
         """The table of that original name, else of that folder; TableNotFoundError where neither exists."""
         by_folder = {table.folder: table for table in self.tables}

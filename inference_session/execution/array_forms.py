@@ -315,9 +315,9 @@ def _lookup_records(spec: ModelSpec, lookups: ModelLookups, names: Sequence[str]
 def _plain_lookup_records(spec: ModelSpec, lookups: ModelLookups) -> NDArray[np.void]:
     """LOOKUP records that say which table is looked up, and which vector input they fill."""
     records = np.zeros(len(spec.lookups), LOOKUP)
-    tables = {table.folder: i for i, table in enumerate(spec.tables)}
+    records["table"] = spec.looked_up_tables
     for record, lookup, number in zip(records, spec.lookups, lookups.vector_input_of, strict=True):
-        record["table"], record["pooling"] = tables[lookup.table], PoolingCode[lookup.pooling.upper()]
+        record["pooling"] = PoolingCode[lookup.pooling.upper()]
         record["embedding_dim"] = spec.tables[record["table"]].embedding_dim
         record["vector_input"], record["in_matrix"] = number, lookups.vector_inputs[number].is_matrix
     return records

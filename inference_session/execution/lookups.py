@@ -107,9 +107,8 @@ class ModelLookups:
         self.lookups = spec.lookups
         self._by_column = by_column
         self._counts_samples = spec.batched
-        position = {table.folder: i for i, table in enumerate(spec.tables)}
-        self._table_positions = [position[lookup.table] for lookup in spec.lookups]
-        self._table_specs = [spec.tables[i] for i in self._table_positions]
+        self._tables = spec.looked_up_tables
+        self._table_specs = [spec.tables[number] for number in self._tables]
         self.vector_inputs = _vector_inputs(spec.lookups, narrow_inputs, concat_inputs)
         self.vector_input_of = np.empty(len(spec.lookups), np.intp)
         """For each look-up, the number of its vector input."""
@@ -150,7 +149,7 @@ class ModelLookups:
         """The geometry of the keys of a batch. Scalars count as one row."""
         keys = tuple(self._shape(i, batch) for i in range(len(self.lookups)))
         segments = np.zeros(len(keys), SEGMENT)
-        segments["table"] = self._table_positions
+        segments["table"] = self._tables
         segments["pooling"] = [PoolingCode[lookup.pooling.upper()] for lookup in self.lookups]
         segments["key_bytes"] = segments["key_stride"] = _KEY_BYTES
         described = [

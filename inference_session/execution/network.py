@@ -42,8 +42,7 @@ class Network:
         self.spec = spec
         self.rows = rows
         self.dense = dense
-        position = {table.folder: i for i, table in enumerate(spec.tables)}
-        self.tables = np.array([position[lookup.table] for lookup in spec.lookups], np.intp)
+        self.tables = np.array(spec.looked_up_tables, np.intp)
         """For each look-up, the number of its table."""
         self.keys = keys
         self.key_names = tuple(sorted(keys.output_names)) if keys else ()
