@@ -1,6 +1,6 @@
 """The fast path: requests whose arrays match the model's inputs exactly are answered without Python per input or table.
 
-Compiled code reads and checks the arrays: host_staging.py on the processor, gathered_model.py on a GPU. It takes no
+Compiled code reads and checks the arrays: host_staging.py on the processor, cuda_staging.py on a GPU. It takes no
 other requests. They go through `InferenceSession.run_many`, which also says what is wrong with a malformed one.
 """
 

@@ -149,11 +149,9 @@ def _stage_network(layout: RequestLayout, spec: ModelSpec, network: Network) -> 
     if network.rows.device is HOST:
         return stage_on_host(spec, layout, network)
     # Imported where needed: the reader of HugeCTR's requests takes half a second to load.
-    from inference_session.execution.gathered_model import gather_model
+    from inference_session.execution.cuda_staging import stage_on_gpu
 
-    gathered = gather_model(spec, layout, network)
-    # Its memory is that of the recorded batches, which the thread that holds the device owns.
-    return None if gathered is None else StagingPool(lambda: gathered)
+    return stage_on_gpu(spec, layout, network)
 
 
 def _keep_contexts(

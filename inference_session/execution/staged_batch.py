@@ -7,7 +7,7 @@
         results = batch.run.run()
     pool.free.append(staging)                                      # once the results have been used: they may be in it
 
-host_staging.py fulfils it on the processor, gathered_model.py on a GPU, ranking_staging.py for requests of either kind
+host_staging.py fulfils it on the processor, cuda_staging.py on a GPU, ranking_staging.py for requests of either kind
 to a model with context inputs.
 """
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from inference_session.dense_engine import DenseEngine, OnnxEngine
 from inference_session.dense_engine.concat_engine import ConcatEngine
 from inference_session.execution.concat_operands import with_concat_inputs
-from inference_session.execution.gathered_model import GatheredModel, gather_model
+from inference_session.execution.cuda_staging import stage_on_gpu
 from inference_session.execution.network import Network
 from inference_session.importers.hugectr.importer import import_hugectr
 from inference_session.kernels.cpu.gathering import COPY, FROM_UINT32, SAME, gather
@@ -65,9 +65,9 @@ class Model:
         dense: DenseEngine = ConcatEngine(echo, (CONCAT,), CopyingDevice()) if joined else echo
         own = with_concat_inputs(spec, dense.concat_inputs)
         self.network = Network(own, self.rows, dense, keys, keys_follow_inputs=kind.keys_follow_inputs)
-        gathered = gather_model(own, self.layout, self.network)
-        assert gathered is not None
-        self.gathered: GatheredModel = gathered
+        pool = stage_on_gpu(own, self.layout, self.network)
+        assert pool is not None
+        self.staging = pool.new()
         self.names = [tensor.name for tensor in spec.inputs]
 
     def record(self, requests: list[Inputs]) -> None:
@@ -79,7 +79,7 @@ class Model:
     def answer(self, requests: list[Inputs]) -> Inputs | None:
         """The arrays that the network reads."""
         arrays = [inputs[name] for inputs in requests for name in self.names]
-        batch = self.gathered.fill(arrays, len(requests), self.outputs)
+        batch = self.staging.fill(arrays, len(requests), self.outputs)
         if batch is None:
             return None
         batch.look_up()
@@ -220,7 +220,7 @@ def test_inputs_of_the_network_are_copied_during_the_look_up(native: Model, vect
     (request,) = requests
     before = request["codes"].copy()
     arrays = [request[name] for name in native.names]
-    batch = native.gathered.fill(arrays, 1, native.outputs)
+    batch = native.staging.fill(arrays, 1, native.outputs)
     assert batch is not None
     request["codes"] += 1
     request["dense"] += 1
@@ -275,16 +275,16 @@ def test_requests_of_one_context_are_answered(
     rng = np.random.default_rng(2)
     assert isinstance(ranking.layout, RankingLayout)
     ranking.layout.replayed = replayed
-    gathered = gather_model(ranking.network.spec, ranking.layout, ranking.network)
-    assert gathered is not None
-    ranking.gathered = gathered
+    pool = stage_on_gpu(ranking.network.spec, ranking.layout, ranking.network)
+    assert pool is not None
+    ranking.staging = pool.new()
     for sizes in ([4], [7], [4, 4], [2, 2, 2], [9, 9, 9, 9]):
         requests = [ranking_request(rng, size) for size in sizes]
         ranking.record(requests)
         for _ in range(2):
             requests = [ranking_request(rng, size) for size in sizes]
             arrays = [inputs[name] for inputs in requests for name in ranking.names]
-            batch = gathered.fill(arrays, len(requests), ranking.outputs)
+            batch = ranking.staging.fill(arrays, len(requests), ranking.outputs)
             assert batch is not None
             assert (batch.counts.tolist(), batch.num_samples, batch.num_contexts) == (sizes, sum(sizes), len(sizes))
             batch.look_up()

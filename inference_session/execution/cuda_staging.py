@@ -22,7 +22,7 @@ from inference_session.dense_engine.base import BoundRun
 from inference_session.execution.array_forms import ARRAY_TYPE, input_records, is_readable
 from inference_session.execution.network import Network
 from inference_session.execution.plan import RecordedPlan
-from inference_session.execution.staged_batch import Arrays, StagedBatch
+from inference_session.execution.staged_batch import Arrays, StagedBatch, StagingPool
 from inference_session.kernels.array_headers import can_read_arrays, dtype_addresses
 from inference_session.kernels.cpu.gathering import (
     COPY,
@@ -167,7 +167,7 @@ class GatheredBagForm(GatheredForm):
         return self._sources
 
 
-class GatheredModel:
+class CudaStaging:
     """The recorded batches of a model, and how they are filled with requests. Safe to use from several threads."""
 
     def __init__(self, spec: ModelSpec, layout: RequestLayout, form: GatheredForm, network: Network) -> None:
@@ -277,8 +277,8 @@ class GatheredModel:
         self._targets[case] = target
 
 
-def gather_model(spec: ModelSpec, layout: RequestLayout, network: Network) -> GatheredModel | None:
-    """The object that fills recorded batches; None: the model needs something that only `run_many` supports."""
+def stage_on_gpu(spec: ModelSpec, layout: RequestLayout, network: Network) -> StagingPool | None:
+    """What stages requests to a model; None: the model needs something that only `run_many` supports."""
     if not can_read_arrays() or not spec.batched or not network.may_record or any(each.bags for each in spec.lookups):
         return None
     form: GatheredForm
@@ -289,7 +289,9 @@ def gather_model(spec: ModelSpec, layout: RequestLayout, network: Network) -> Ga
     else:
         return None
     compile_kernels()
-    return GatheredModel(spec, layout, form, network)
+    staging = CudaStaging(spec, layout, form, network)
+    # Its memory is that of the recorded batches, which the thread that holds the device owns.
+    return StagingPool(lambda: staging)
 
 
 def _compute_keys(graph: _KeyGraph, copy: Callable[[NDArray[np.void]], object]) -> bool:
