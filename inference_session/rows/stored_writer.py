@@ -182,18 +182,13 @@ class StoredWriter(RowWriter):
 
         Rows that were fetched before the write are not cached after it.
         """
-
-        def erase(cache: EmbeddingCache) -> None:
-            cache.erase(table, keys)
-
-        # Stores that fail may have written any of the rows.
-        to_caches: Callable[[EmbeddingCache], None] = erase
         with self._updating:
             try:
                 write()
-                to_caches = then
-            finally:
-                self._change_caches(table, keys, to_caches)
+            except BaseException:  # the stores may have written any of the rows
+                self._change_caches(table, keys, lambda cache: cache.erase(table, keys))
+                raise
+            self._change_caches(table, keys, then)
 
     def _forget(self, table: str, keys: NDArray[np.int64] | None) -> None:
         """Drop cached rows that the parameter server has had to drop from a tier."""
