@@ -13,6 +13,7 @@ from inference_session.errors import ConfigurationError
 from inference_session.model_spec import TABLES_FOLDER, ModelSpec, VectorType, is_folder_name
 from inference_session.platform.staging import MAX_VERSION
 from inference_session.version_directory.session_file import read_spec
+from triton_backend.repository.config_writer import write_model_config
 from triton_backend.repository.instances import suitable_instances
 from triton_backend.repository.model_config import MAX_BATCH_SIZE
 from triton_backend.repository.view import has_gpu
@@ -51,13 +52,14 @@ def model_name(ctx: click.Context, parameter: click.Parameter, value: str) -> st
     return value
 
 
-_repository = click.option(
+_name = click.option("--name", required=True, callback=model_name, help="Name by which clients request the model.")
+repository_option = click.option(
     "--repository",
     required=True,
     type=click.Path(file_okay=False, path_type=Path),
     help="Model repository; created if it does not exist.",
 )
-_version = click.option(
+version_option = click.option(
     "--version", type=click.IntRange(1, MAX_VERSION), help="Version number.  [default: one above the highest]"
 )
 _tables = click.option(
@@ -69,23 +71,6 @@ _tables = click.option(
 )
 
 
-def _configure(
-    version_dir: Path,
-    spec: ModelSpec,
-    *,
-    name: str,
-    max_batch_size: int | None = None,
-    standalone: bool = False,
-    instances: int = 1,
-) -> None:
-    """Write the config.pbtxt of an imported version."""
-    from triton_backend.repository.config_writer import write_model_config
-
-    write_model_config(
-        version_dir, spec, name, max_batch_size=max_batch_size, standalone=standalone, num_instances=instances
-    )
-
-
 @click.group()
 def command() -> None:
     """Import a trained model into a model repository that `hotrow serve` serves."""
@@ -93,9 +78,9 @@ def command() -> None:
 
 @command.command()
 @click.argument("model", type=FileOrUrl(), metavar="MODEL.onnx")
-@click.option("--name", required=True, callback=model_name, help="Name by which clients request the model.")
-@_repository
-@_version
+@_name
+@repository_option
+@version_option
 @click.option(
     "--min-rows",
     type=click.IntRange(min=1),
@@ -159,9 +144,8 @@ def onnx(
     from inference_session.importers.onnx.remote_model import local_model
 
     configure = partial(
-        _configure, name=name, max_batch_size=max_batch_size, standalone=standalone, instances=instances
+        write_model_config, name=name, max_batch_size=max_batch_size, standalone=standalone, num_instances=instances
     )
-
     with byte_progress(f"Importing {model}") as progress, local_model(model, progress) as path:
         report = import_onnx(
             path,
@@ -180,8 +164,8 @@ def onnx(
 @command.command()
 @click.argument("ps_json", type=FileOrUrl(), metavar="PS_JSON")
 @click.option("--model", metavar="NAME", help="Import only this model of ps.json.  [default: all of them]")
-@_repository
-@_version
+@repository_option
+@version_option
 @click.option(
     "--keep-rows-of",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -213,7 +197,7 @@ def hugectr(
     from inference_session.importers.hugectr.ps_fields import PsModel
 
     def configure(version_dir: Path, spec: ModelSpec, item: PsModel) -> None:
-        _configure(version_dir, spec, name=item.name, max_batch_size=item.max_batch_size)
+        write_model_config(version_dir, spec, item.name, max_batch_size=item.max_batch_size)
 
     with byte_progress(f"Importing {ps_json}") as progress:
         reports = import_hugectr(
@@ -237,9 +221,9 @@ def hugectr(
     metavar="DIR",
     help="Distributed checkpoint, a folder or hdfs:// URL, whose weights replace those in the program.",
 )
-@click.option("--name", required=True, callback=model_name, help="Name by which clients request the model.")
-@_repository
-@_version
+@_name
+@repository_option
+@version_option
 def from_torch(program: Path, checkpoint: str | None, name: str, repository: Path, version: int | None) -> None:
     """Import a program written by torch.export.save; its tables may be in a torch distributed checkpoint. Needs
     hotrow[torch]. To import a live model, TorchRec tables included, use hotrow.training.export.
@@ -264,16 +248,16 @@ def from_torch(program: Path, checkpoint: str | None, name: str, repository: Pat
             checkpoint=checkpoint,
             version=version,
             progress=progress,
-            complete=partial(_configure, name=name),
+            complete=partial(write_model_config, name=name),
         )
     click.echo(str(report))
 
 
 @command.command()
 @click.argument("dump", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--name", required=True, callback=model_name, help="Name by which clients request the model.")
-@_repository
-@_version
+@_name
+@repository_option
+@version_option
 def dynamicemb(dump: Path, name: str, repository: Path, version: int | None) -> None:
     """Import the tables that DynamicEmb (recsys-examples) dumped, of all ranks; needs no CUDA.
 
@@ -285,7 +269,7 @@ def dynamicemb(dump: Path, name: str, repository: Path, version: int | None) -> 
     """
     from inference_session.importers.dynamicemb import import_dynamicemb
 
-    configure = partial(_configure, name=name)
+    configure = partial(write_model_config, name=name)
     with byte_progress(f"Importing {dump}") as progress:
         report = import_dynamicemb(dump, repository, name, version=version, progress=progress, complete=configure)
     click.echo(str(report))

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hotrow.commands.import_model import model_name
+from hotrow.commands.import_model import model_name, repository_option, version_option
 from hotrow.progress import byte_progress
 from inference_session.model_spec import ModelSpec
 from inference_session.platform.memory import available_bytes
-from inference_session.platform.staging import MAX_VERSION
 from inference_session.version_directory import manifest
 from inference_session.version_directory.session_file import read_spec
 from triton_backend.repository.config_writer import STANDALONE_CODE, write_model_config
@@ -24,15 +23,8 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--name", required=True, callback=model_name, help="The model to which the version belongs.")
-@click.option(
-    "--repository",
-    required=True,
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Model repository; created if it does not exist.",
-)
-@click.option(
-    "--version", type=click.IntRange(1, MAX_VERSION), help="Version number.  [default: one above the highest]"
-)
+@repository_option
+@version_option
 @click.option(
     "--max-batch-size",
     type=click.IntRange(1, MAX_BATCH_SIZE),

@@ -47,7 +47,7 @@ def import_program(
     checkpoint: str | Path | None = None,
     version: int | None = None,
     progress: Progress | None = None,
-    complete: Callable[[Path, ModelSpec], None] | None = None,
+    complete: Callable[[Path, ModelSpec], object] | None = None,
 ) -> ImportReport:
     """Import a file of torch.export.save as `<repository>/<name>/<version>`, completely or not at all.
 

@@ -42,7 +42,7 @@ def import_dynamicemb(
     *,
     version: int | None = None,
     progress: Progress | None = None,
-    complete: Callable[[Path, ModelSpec], None] | None = None,
+    complete: Callable[[Path, ModelSpec], object] | None = None,
 ) -> ImportReport:
     """Import a dump as `<repository>/<name>/<version>`, a model of tables alone: KEYS, NUMKEYS in, vectors out.
 

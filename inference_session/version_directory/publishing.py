@@ -122,7 +122,7 @@ def publish_version(
     *,
     version: int | None = None,
     progress: Progress | None = None,
-    complete: Callable[[Path, ModelSpec], None] | None = None,
+    complete: Callable[[Path, ModelSpec], object] | None = None,
 ) -> PublishReport:
     """Publish a version directory as `<repository>/<name>/<version>`: whole and verified, or not at all.
 
@@ -164,7 +164,7 @@ def finish_version(
     staging: Path,
     spec: ModelSpec,
     progress: Progress | None = None,
-    complete: Callable[[Path, ModelSpec], None] | None = None,
+    complete: Callable[[Path, ModelSpec], object] | None = None,
 ) -> None:
     """Write session.json and the manifest of a staged version, and share its files with the model's other versions.
 

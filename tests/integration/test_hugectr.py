@@ -374,8 +374,8 @@ def test_an_imported_model_keeps_its_requests(serve: Serve, models: ExampleModel
         import_hugectr(
             ps_json,
             tmp_path,
-            complete=lambda staged, spec, model: (
-                write_model_config(staged, spec, model.name, max_batch_size=model.max_batch_size) and None
+            complete=lambda staged, spec, model: write_model_config(
+                staged, spec, model.name, max_batch_size=model.max_batch_size
             ),
         )
     served = serve(tmp_path)

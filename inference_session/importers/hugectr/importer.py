@@ -90,7 +90,7 @@ def import_hugectr(
     keep_rows_of: Sequence[Path] = (),
     tables: VectorType = "float32",
     progress: Progress | None = None,
-    complete: Callable[[Path, ModelSpec, PsModel], None] | None = None,
+    complete: Callable[[Path, ModelSpec, PsModel], object] | None = None,
 ) -> list[ImportReport]:
     """Import one model of ps.json, or all of them, into a model repository.
 

@@ -66,7 +66,7 @@ def import_onnx(
     context: Sequence[str] = (),
     tables: VectorType = "float32",
     progress: Progress | None = None,
-    complete: Callable[[Path, ModelSpec], None] | None = None,
+    complete: Callable[[Path, ModelSpec], object] | None = None,
 ) -> ImportReport:
     """Import an ONNX model as `<repository>/<name>/<version>`.
 
