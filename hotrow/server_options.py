@@ -10,11 +10,11 @@ from typing import Any
 
 import click
 
+from hotrow.path_types import FILE
 from inference_session.errors import ConfigurationError
 from triton_backend.client.server import RemoteServer
 from triton_backend.client.tls import ClientTls
 
-PEM_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _MAX_KEY_BYTES = 4096
 """A key is sent with each call; a device could be read without end."""
 
@@ -73,14 +73,12 @@ def access_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     decorated: Callable[..., Any] = with_address
     for option in (
-        click.option("--tls-key", type=PEM_FILE, help="The key of --tls-certificate."),
+        click.option("--tls-key", type=FILE, help="The key of --tls-certificate."),
         click.option(
-            "--tls-certificate", type=PEM_FILE, help=("The client's certificate, for a server that requires one.")
+            "--tls-certificate", type=FILE, help=("The client's certificate, for a server that requires one.")
         ),
-        click.option("--tls-ca", type=PEM_FILE, help="Use TLS, and accept server certificates of this authority."),
-        click.option(
-            "--key-file", type=PEM_FILE, help="The key of a server started with `hotrow serve --restrict-apis`."
-        ),
+        click.option("--tls-ca", type=FILE, help="Use TLS, and accept server certificates of this authority."),
+        click.option("--key-file", type=FILE, help="The key of a server started with `hotrow serve --restrict-apis`."),
     ):
         decorated = option(decorated)
     return decorated

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from hotrow.path_types import FOLDER
 from hotrow.progress import row_progress
 from inference_session.errors import ConfigurationError
 from inference_session.version_directory.session_file import read_spec
@@ -22,7 +23,7 @@ _READING_ONLY = {
 
 
 @click.command()
-@click.argument("version_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("version_dir", type=FOLDER)
 @click.option("--to", "target", required=True, metavar="DIR|URL", help="New folder, or hdfs://HOST:PORT/path.")
 @click.option("--volatile-store", metavar="STORE_URL", help="[default: as in config.pbtxt]")
 @click.option("--persistent-store", metavar="STORE_URL", help="[default: as in config.pbtxt]")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hotrow.path_types import FOLDER_OR_URL
+from hotrow.path_types import FOLDER, FOLDER_OR_URL
 from hotrow.progress import byte_progress
 from hotrow.server_options import ServerAddress, server_options
 from inference_session.errors import ConfigurationError, HotrowError
@@ -39,7 +39,7 @@ _RETRY_S = 5.0
 @click.option(
     "--repository",
     required=True,
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    type=FOLDER,
     help="The server's model repository, which contains the model.",
 )
 @server_options

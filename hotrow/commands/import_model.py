@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from hotrow.path_types import FILE, FOLDER
 from hotrow.progress import byte_progress
 from inference_session.errors import ConfigurationError
 from inference_session.model_spec import TABLES_FOLDER, ModelSpec, VectorType, is_folder_name
@@ -168,7 +169,7 @@ def onnx(
 @version_option
 @click.option(
     "--keep-rows-of",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    type=FOLDER,
     metavar="VERSION_DIR",
     help="An earlier version of the model, whose rows are kept for keys that the new version lacks, as in HugeCTR's "
     "own update.  [default: keys that the new version lacks are unknown]",
@@ -215,7 +216,7 @@ def hugectr(
 
 
 @command.command(name="torch")
-@click.argument("program", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="PROGRAM.pt2")
+@click.argument("program", type=FILE, metavar="PROGRAM.pt2")
 @click.option(
     "--checkpoint",
     metavar="DIR",
@@ -254,7 +255,7 @@ def from_torch(program: Path, checkpoint: str | None, name: str, repository: Pat
 
 
 @command.command()
-@click.argument("dump", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("dump", type=FOLDER)
 @_name
 @repository_option
 @version_option

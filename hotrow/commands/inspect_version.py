@@ -13,7 +13,7 @@ from rich.table import Table
 from hotrow.dense_network import describe_dense_network
 from hotrow.formatting import as_cell
 from hotrow.output import output_console, print_json
-from hotrow.path_types import FOLDER_OR_URL
+from hotrow.path_types import FOLDER, FOLDER_OR_URL
 from hotrow.progress import byte_progress
 from inference_session.errors import ConfigurationError
 from inference_session.model_spec import INDEX_FILE, TABLES_FOLDER, VECTOR_FILE, ModelSpec, RankingSpec, TensorSpec
@@ -29,7 +29,7 @@ def _target(ctx: click.Context, parameter: click.Parameter, value: str) -> Path 
     """A directory that exists, or a store's URL."""
     if "://" in value or value.partition(":")[0] in URL_OPTIONS:  # an error must not repeat a mistyped URL
         return StoreUrl.parse(value)
-    path: Path = click.Path(exists=True, file_okay=False, path_type=Path).convert(value, parameter, ctx)
+    path: Path = FOLDER.convert(value, parameter, ctx)
     return path
 
 

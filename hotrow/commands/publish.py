@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
+from hotrow.path_types import FOLDER
 from hotrow.progress import row_progress
 from inference_session.errors import ConfigurationError
 from inference_session.model_spec import SESSION_FILE
@@ -19,15 +20,13 @@ if TYPE_CHECKING:
     from inference_session.update_stream.publisher import Encoding, Publisher
     from inference_session.update_stream.table_changes import Changes, Table
 
-_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-
 
 @click.command()
-@click.argument("source", metavar="VERSION_DIR|TABLE_FOLDER", type=_FOLDER)
+@click.argument("source", metavar="VERSION_DIR|TABLE_FOLDER", type=FOLDER)
 @click.option("--to", "url", required=True, metavar="KAFKA_URL", help="kafka://HOST:PORT[,HOST:PORT]")
 @click.option("--model", required=True, help="The model's name in the repository that serves it.")
 @click.option("--table", help="Publish only this table; required with a table folder.")
-@click.option("--since", metavar="OLD_VERSION", type=_FOLDER, help="Publish only what differs from this version.")
+@click.option("--since", metavar="OLD_VERSION", type=FOLDER, help="Publish only what differs from this version.")
 @click.option(
     "--encoding",
     type=click.Choice(["row", "batch"]),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hotrow.commands.import_model import model_name, repository_option, version_option
+from hotrow.path_types import FOLDER
 from hotrow.progress import byte_progress
 from inference_session.model_spec import ModelSpec
 from inference_session.platform.memory import available_bytes
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("folder", type=FOLDER)
 @click.option("--name", required=True, callback=model_name, help="The model to which the version belongs.")
 @repository_option
 @version_option

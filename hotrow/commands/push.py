@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hotrow.path_types import FOLDER_OR_URL
+from hotrow.path_types import FOLDER, FOLDER_OR_URL
 from hotrow.progress import byte_progress, row_progress
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.urls.store_url import StoreUrl
@@ -24,7 +24,7 @@ _TIMEOUT_MS = 30_000
 def _version_dir(ctx: click.Context, parameter: click.Parameter, value: str) -> Path:
     if "://" in value:  # errors must not repeat it: it may contain a password
         raise click.BadParameter("expected a directory, found a URL; give the store with --to")
-    path: Path = click.Path(exists=True, file_okay=False, path_type=Path).convert(value, parameter, ctx)
+    path: Path = FOLDER.convert(value, parameter, ctx)
     return path
 
 

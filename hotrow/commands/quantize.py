@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from hotrow.output import print_json
+from hotrow.path_types import FILE, FOLDER
 from hotrow.progress import byte_progress
 from inference_session.errors import CanaryError
 from inference_session.platform.staging import next_version
@@ -17,11 +18,9 @@ if TYPE_CHECKING:
     from hotrow.answer_quality import AnswerQuality
     from inference_session.version_directory.quantizing import QuantizedVersion
 
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-
 
 @click.command()
-@click.argument("version_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("version_dir", type=FOLDER)
 @click.option(
     "--tables",
     type=click.Choice(["float16", "int8"]),
@@ -36,14 +35,14 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 )
 @click.option(
     "--requests",
-    type=_FILE,
+    type=FILE,
     metavar="FILE.npz",
     help="The request whose answers are compared, as record-canary reads or writes it.  [default: the model's "
     "canary_requests, else random keys of its tables]",
 )
 @click.option(
     "--labels",
-    type=_FILE,
+    type=FILE,
     metavar="FILE.npy|FILE.npz",
     help="0 and 1 for the samples of --requests, [samples, labels], or an array for each label: reports AUC.",
 )

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import click
 
-from hotrow.path_types import FOLDER_OR_URL
+from hotrow.path_types import FILE, FOLDER_OR_URL
 from hotrow.port_options import port_options
 from hotrow.progress import byte_progress
-from hotrow.server_options import PEM_FILE, read_key
+from hotrow.server_options import read_key
 from inference_session.errors import ConfigurationError
 from inference_session.model_source import is_url
 from triton_backend.client.tls import ServerTls
@@ -41,15 +41,13 @@ _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @click.option(
     "--restrict-apis",
     "key_file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FILE,
     help="Allow loading, configuration, statistics, logging and shared memory only to clients that send the key in "
     "this file as header `hotrow-key` (gRPC: `triton-grpc-protocol-hotrow-key`).",
 )
-@click.option("--tls-certificate", type=PEM_FILE, help="Use TLS for gRPC with this certificate; needs --tls-key.")
-@click.option("--tls-key", type=PEM_FILE, help="The unencrypted key of the certificate.")
-@click.option(
-    "--tls-client-ca", type=PEM_FILE, help="Accept only gRPC clients whose certificate this authority signed."
-)
+@click.option("--tls-certificate", type=FILE, help="Use TLS for gRPC with this certificate; needs --tls-key.")
+@click.option("--tls-key", type=FILE, help="The unencrypted key of the certificate.")
+@click.option("--tls-client-ca", type=FILE, help="Accept only gRPC clients whose certificate this authority signed.")
 @click.option(
     "--http-host",
     metavar="ADDRESS",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from hotrow.output import print_json
+from hotrow.path_types import FOLDER
 from inference_session.errors import ConfigurationError
 from inference_session.model_spec import ModelSpec
 from inference_session.sizing.trace_file import TRACE_FORMATS
@@ -42,7 +43,7 @@ class _Bytes(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generi
 @click.argument(
     "directory",
     metavar="MODEL_OR_VERSION_DIR",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    type=FOLDER,
 )
 @click.option(
     "--trace",

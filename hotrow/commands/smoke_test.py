@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from hotrow.path_types import FILE
 from hotrow.progress import waiting
 from hotrow.server_options import ServerAddress, server_options
 from inference_session.platform.staging import MAX_VERSION
@@ -20,7 +21,7 @@ _VERSION = click.IntRange(1, MAX_VERSION)
 @click.option("--version", type=_VERSION, required=True, help="The version to test; it must be loaded.")
 @click.option(
     "--requests",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FILE,
     required=True,
     help='A request per line, as JSON: {"inputs": [{"name": …, "shape": …, "datatype": …, "data": …}]}.',
 )

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import click
 
+from hotrow.path_types import FILE
+
 
 @click.command()
-@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="CONFIG.json")
+@click.argument("config", type=FILE, metavar="CONFIG.json")
 def command(config: Path) -> None:
     """Train a model from HugeCTR's JSON configuration: solver, optimizer and layers in one file.
 
