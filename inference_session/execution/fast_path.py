@@ -7,8 +7,9 @@ other requests. They go through `InferenceSession.run_many`, which also says wha
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from types import NoneType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ from inference_session.stats import SessionStats
 if TYPE_CHECKING:
     from inference_session.sizing.key_recorder import KeyRecorder
 
+_Finished = TypeVar("_Finished")
 _NAMES = (NoneType, list, tuple)
 """Types of the outputs that a request asks for. NumPy compares arrays of names one by one, and an iterator could not be
 read again.
@@ -74,8 +76,7 @@ class FastPath:
         # Arrays on a GPU are no NumPy arrays: to be refused by compiled code, they would wait for the device.
         if not is_taken or type(arrays[0]) is not np.ndarray:
             return None
-        answer: Answer | None = self.run(arrays, 1, outputs, unmarked, JoinedAnswer.copied_answer)
-        return answer
+        return self.run(arrays, 1, outputs, unmarked, JoinedAnswer.copied_answer)
 
     def answer(self, requests: Sequence[Request], mark: Mark) -> list[Answer] | None:
         """The answers to requests that all ask for the same outputs."""
@@ -84,8 +85,7 @@ class FastPath:
             return self._answer_by_context(requests[0], mark)
         if not arrays or type(arrays[0]) is not np.ndarray:  # see `answer_one`
             return None
-        answers: list[Answer] | None = self.run(arrays, num, requests[0].outputs, mark, JoinedAnswer.copied_answers)
-        return answers
+        return self.run(arrays, num, requests[0].outputs, mark, JoinedAnswer.copied_answers)
 
     def _answer_by_context(self, request: Request, mark: Mark) -> list[Answer] | None:
         """The answer to a request of several contexts, as if each of them were a request."""
@@ -121,11 +121,11 @@ class FastPath:
         num_parts: int,
         outputs: Collection[str] | None,
         mark: Mark,
-        finish: Callable[[JoinedAnswer], Any] = JoinedAnswer.copied,
+        finish: Callable[[JoinedAnswer], _Finished],
         *,
         num_requests: int = 0,
         replica: Replica | None = None,
-    ) -> Any:
+    ) -> _Finished | None:
         """See InferenceSession.run_arrays.
 
         The arrays are in parts: one for each of `num_requests` (0: each part is one), or for each context of the only
@@ -133,7 +133,9 @@ class FastPath:
         """
         replica = replica or self._only_replica
         if replica is None:
-            return self._run_on_any(finish, arrays, num_parts, outputs, mark, num_requests=num_requests)
+            copied = JoinedAnswer.copied
+            run = partial(self.run, arrays, num_parts, outputs, mark, copied, num_requests=num_requests)
+            return self._run_on_any(finish, run)
         pool = replica.staged
         if pool is None or (num_parts > 1 and not self._joins_requests):
             return None
@@ -176,11 +178,11 @@ class FastPath:
             self._stats.count_contexts(batch.num_contexts, batch.num_samples, 0)
         return True
 
-    def _run_on_any(self, finish: Callable[[JoinedAnswer], Any], *arguments: Any, num_requests: int) -> Any:
+    def _run_on_any(
+        self, finish: Callable[[JoinedAnswer], _Finished], run: Callable[..., JoinedAnswer | None]
+    ) -> _Finished | None:
         try:
-            joined = self._replicas.run(
-                lambda replica: self.run(*arguments, num_requests=num_requests, replica=replica)
-            )
+            joined = self._replicas.run(lambda replica: run(replica=replica))
         except HotrowError:
             return None
         return None if joined is None else finish(joined)  # in the caller's thread, not the device's

@@ -16,7 +16,7 @@ from inference_session.execution.replicas import Replica
 from inference_session.execution.stages import unmarked
 from inference_session.model_spec import SESSION_FILE, ModelSpec
 from inference_session.requests.batch import Request, RequestLayout
-from inference_session.requests.outputs import Answer
+from inference_session.requests.outputs import Answer, JoinedAnswer
 from inference_session.requests.ranking_layout import RankingLayout
 from inference_session.rows.hot_keys import HotKeys
 from inference_session.version_directory.version import VersionDirectory
@@ -102,7 +102,7 @@ class WarmUp:
             number, outputs = batch.num_requests, batch.request.outputs
             if arrays := self.fast_path.arrays_of([batch.request] * number):
                 for _ in range(2):
-                    self.fast_path.run(arrays, number, outputs, unmarked, replica=replica)
+                    self.fast_path.run(arrays, number, outputs, unmarked, JoinedAnswer.copied, replica=replica)
         if answers and self.layout.has_network:
             if difference := self.layout.outputs.difference(answers[0]):
                 raise ModelFormatError(f"{self.version.path / SESSION_FILE}: {difference}")

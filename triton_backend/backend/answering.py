@@ -87,7 +87,7 @@ class RequestHandler:
                     arrays, outputs = plain
                     responses = session.fast_path.run(arrays, len(requests), outputs, mark, self._responses)
                     if responses is not None:
-                        return responses  # type: ignore[no-any-return]
+                        return responses
                 return self._answer_any(session, requests, mark)
         except Exception as error:  # noqa: BLE001  every request must get an answer, whatever the error
             if len(requests) == 1:
