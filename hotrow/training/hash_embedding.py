@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hotrow.training.hash_arguments import one_of
 from hotrow.training.hash_look_up import Bags, Pooled, Vectors
 from hotrow.training.hash_table import HashTable, eagerly
 from inference_session.errors import ConfigurationError
@@ -62,10 +63,8 @@ class HashEmbeddingBag(HashTable):
             mode: how the vectors of a bag become one.
             include_last_offset: whether `offsets` ends with the number of keys.
         """
-        if mode not in {"sum", "mean", "max"}:
-            raise ConfigurationError(f"mode is {mode!r}; allowed are 'sum', 'mean' and 'max'")
         super().__init__(embedding_dim, optimizer, initializer, **options)
-        self.mode, self.include_last_offset = mode, include_last_offset
+        self.mode, self.include_last_offset = one_of("mode", mode, ("sum", "mean", "max")), include_last_offset
 
     @eagerly
     def forward(

@@ -9,35 +9,32 @@ from functools import wraps
 from typing import Any, Literal, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from hotrow.training.hash_arguments import (
+    MAX_UINT32,
+    check_of_torch,
+    initial_rows,
+    is_whole_type,
+    key_type,
+    one_of,
+    padding_key,
+    row_optimizer,
+    whole,
+)
 from hotrow.training.hash_look_up import LookupResult
-from hotrow.training.hash_rows import INITIAL_ROWS, HashRows, Rows
+from hotrow.training.hash_rows import HashRows, Rows
 from hotrow.training.key_exchange import KeyExchange, MessageExchange
 from hotrow.training.key_index import HEADER, distinct, distinct_by_owner, message_size_for, most_requested, owners
 from hotrow.training.peer_memory import PeerExchange, peer_memory
 from hotrow.training.row_access import gather
-from hotrow.training.row_optimizers import SGD, Adagrad, RowOptimizer
+from hotrow.training.row_optimizers import SGD, RowOptimizer
 from inference_session.errors import ConfigurationError
 
-_KEY_TYPES = {"int64": torch.int64, "uint32": torch.uint32}
-_MAX_UINT32 = 2**32 - 1
-_OF_TORCH: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "num_embeddings": ((), "leave it out: a key gets a row when training first reads it"),
-    "max_norm": ((None,), "rows change by their optimizer only; divide vectors by their norms in forward"),
-    "norm_type": ((), "it belongs to max_norm, which is not supported; leave both out"),
-    "scale_grad_by_freq": ((False,), "leave it out; gradients of a row are summed"),
-    "sparse": ((True, False), ""),
-    "dtype": ((None, torch.float32), "rows are float32; `.to(dtype)` of the module converts the vectors"),
-    "_weight": ((None,), "give rows with their keys to `put`"),
-    "_freeze": ((False,), "call requires_grad_(False)"),
-}
-"""Arguments of torch's embeddings: the values that change nothing here, and what to do in place of others."""
 _OPTIMIZER = "optimizer."
 """Begins the names of what the optimizer keeps, in checkpoints."""
 
@@ -123,17 +120,17 @@ class HashTable(nn.Module):
             ConfigurationError: an argument is not allowed.
         """
         super().__init__()
-        _check_of_torch(type(self).__name__, of_torch)
-        self.embedding_dim, self.key_dtype = _whole("embedding_dim", embedding_dim), _key_type(key_dtype)
-        self.optimizer, self.padding_idx = _optimizer(optimizer), _padding(padding_idx, self.key_dtype)
-        self.max_rows = None if max_rows is None else _whole("max_rows", max_rows)
-        self.max_age = None if max_age is None else _whole("max_age", max_age)
-        self.evict_by = _one_of("evict_by", evict_by, ("age", "count"))
-        self.gradients = _one_of("gradients", gradients, ("sum", "mean", None))
+        check_of_torch(type(self).__name__, of_torch)
+        self.embedding_dim, self.key_dtype = whole("embedding_dim", embedding_dim), key_type(key_dtype)
+        self.optimizer, self.padding_idx = row_optimizer(optimizer), padding_key(padding_idx, self.key_dtype)
+        self.max_rows = None if max_rows is None else whole("max_rows", max_rows)
+        self.max_age = None if max_age is None else whole("max_age", max_age)
+        self.evict_by = one_of("evict_by", evict_by, ("age", "count"))
+        self.gradients = one_of("gradients", gradients, ("sum", "mean", None))
         self.grad_scaler = grad_scaler
         place = torch.get_default_device() if device is None else torch.device(device)
         counts_use = max_rows is not None or max_age is not None
-        self._rows = HashRows(_initial(initializer, embedding_dim), self.optimizer, place, counts_use=counts_use)
+        self._rows = HashRows(initial_rows(initializer, embedding_dim), self.optimizer, place, counts_use=counts_use)
 
     # Rows in bulk
 
@@ -210,13 +207,13 @@ class HashTable(nn.Module):
         Raises:
             ConfigurationError: they are no integers, or outside of `key_dtype`.
         """
-        if not isinstance(keys, Tensor) or not _is_whole(keys.dtype):
+        if not isinstance(keys, Tensor) or not is_whole_type(keys.dtype):
             found = keys.dtype if isinstance(keys, Tensor) else type(keys).__name__
             raise ConfigurationError(f"keys are {found}; give a tensor of {self.key_dtype} or smaller integers")
         widened = keys.detach().to(self.device, torch.int64).reshape(-1).contiguous()
         if self.key_dtype is torch.uint32 and keys.dtype.is_signed and len(widened):
             low, high = (int(key) for key in widened.aminmax())
-            if low < 0 or high > _MAX_UINT32:
+            if low < 0 or high > MAX_UINT32:
                 raise ConfigurationError(
                     f"keys from {low} to {high} are not uint32; make the embedding's key_dtype int64"
                 )
@@ -565,71 +562,3 @@ def _place() -> _Place:
 
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _initial(initializer: Callable[[Tensor], Any], embedding_dim: int) -> Tensor:
-    initial = torch.full((INITIAL_ROWS, embedding_dim), torch.nan, device="cpu")
-    with torch.no_grad():
-        initializer(initial)
-    if not bool(initial.isfinite().all()):
-        raise ConfigurationError(
-            "initializer left elements that are no numbers; it has to fill the tensor that it gets, in place, as "
-            "torch.nn.init.normal_ does"
-        )
-    return initial
-
-
-def _is_whole(dtype: torch.dtype) -> bool:
-    return not dtype.is_floating_point and not dtype.is_complex and dtype not in (torch.bool, torch.uint64)
-
-
-def _check_of_torch(owner: str, given: Mapping[str, Any]) -> None:
-    for name, value in given.items():
-        if name not in _OF_TORCH:
-            raise TypeError(f"{owner} has no argument {name!r}")
-        allowed, instead = _OF_TORCH[name]
-        if not any(value is item for item in allowed):
-            raise ConfigurationError(f"{owner}: {name} of torch's embeddings is not supported: {instead}")
-
-
-def _padding(key: int | None, key_dtype: torch.dtype) -> int | None:
-    low, high = (0, _MAX_UINT32) if key_dtype is torch.uint32 else (-(2**63), 2**63 - 1)
-    if key is not None and (not isinstance(key, int) or isinstance(key, bool) or not low <= key <= high):
-        raise ConfigurationError(f"padding_idx is {key!r}; allowed are None and keys from {low} to {high}")
-    return key
-
-
-def _whole(name: str, value: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigurationError(f"{name} is {value!r}; allowed are whole numbers from 1 on")
-    return value
-
-
-def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
-    if value not in allowed:
-        raise ConfigurationError(f"{name} is {value!r}; allowed are {', '.join(map(repr, allowed))}")
-    return value
-
-
-def _optimizer(optimizer: Any) -> RowOptimizer:
-    if optimizer is None:
-        return Adagrad()
-    if isinstance(optimizer, int):
-        raise ConfigurationError(
-            f"optimizer is {optimizer}; no number of rows is given here: embedding_dim is the first argument"
-        )
-    if not isinstance(optimizer, RowOptimizer):
-        raise ConfigurationError(
-            f"optimizer is {optimizer!r}; give training.SGD(lr), training.Adagrad(lr) or training.Adam(lr): rows learn "
-            "in backward, not by optimizers of torch"
-        )
-    return optimizer
-
-
-def _key_type(key_dtype: Any) -> torch.dtype:
-    name = str(key_dtype).removeprefix("torch.")
-    if not isinstance(key_dtype, (torch.dtype, str)):
-        name = np.dtype(key_dtype).name
-    if name not in _KEY_TYPES:
-        raise ConfigurationError(f"key_dtype is {key_dtype!r}; allowed are int64 and uint32")
-    return _KEY_TYPES[name]
