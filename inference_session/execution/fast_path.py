@@ -126,10 +126,8 @@ class FastPath:
         num_requests: int = 0,
         replica: Replica | None = None,
     ) -> _Finished | None:
-        """See InferenceSession.run_arrays.
-
-        The arrays are in parts: one for each of `num_requests` (0: each part is one), or for each context of the only
-        request. `replica`: the device that answers them; None: any.
+        """See InferenceSession.run_arrays. The arrays are in parts: one for each of `num_requests` (0: each part is
+        one), or for each context of the only request. `replica`: the device that answers them; None: any.
         """
         replica = replica or self._only_replica
         if replica is None:

@@ -102,18 +102,7 @@ class Trainer:
             )
             for i, item in enumerate(graph.tables)
         ]
-        numbered = list(zip(graph.embeddings, table_inputs, strict=True))
-        self._layers = [
-            (
-                table,
-                [
-                    _EmbeddingLayer(item.name, number, item.combiner)
-                    for item, number in numbered
-                    if item.table == table.name
-                ],
-            )
-            for table in self.tables
-        ]
+        self._layers = [(table, _layers_of(table.name, graph, table_inputs)) for table in self.tables]
         self._loss = torch.zeros((), device=processes.device)
         self._evaluated: tuple[Mapping[str, Tensor], int] | None = None
         """All tensors of the batch that was evaluated last, as HugeCTR keeps them, and its samples."""
@@ -228,6 +217,11 @@ class Trainer:
     def _labels(self, batch: Batch) -> dict[str, Tensor]:
         parts = batch.labels.split([label.dim for label in self._graph.labels], dim=1)
         return {label.name: part for label, part in zip(self._graph.labels, parts, strict=True)}
+
+
+def _layers_of(table: str, graph: Graph, inputs: Sequence[int]) -> list[_EmbeddingLayer]:
+    numbered = zip(graph.embeddings, inputs, strict=True)
+    return [_EmbeddingLayer(item.name, number, item.combiner) for item, number in numbered if item.table == table]
 
 
 def _bags(layers: Sequence[_EmbeddingLayer], batch: Batch) -> list[DeviceBags]:
