@@ -402,6 +402,10 @@ def _by_elements(step: Step) -> list[Kind]:
 
 
 def _picked_features(step: Step) -> list[Kind]:
+    """The features that a list of numbers names, which may be a class for each sample."""
+    numbers = step.kinds[1]
+    if step.only(1) is not None and isinstance(numbers, PerSample):
+        return step.outputs(max(step.rank(), 2) - 1, numbers.before)
     at = step.only()
     return step.outputs(at.axis, at.outer) if at and at.axis < step.rank() - 1 else neither(step)
 

@@ -257,6 +257,9 @@ SOUND = {
         y = ai.onnx.ml.FeatureVectorizer<inputdimensions = [4, 1, 1, 2]>(c, q, r, s)""",
     "categories of ONNX-ML": """o = ai.onnx.ml.OneHotEncoder<cats_int64s = [3, 998, 999], zeros = 1>(ids)
         x = ReduceSum<keepdims = 0>(o, one) y = Concat<axis = 1>(x, both)""",
+    "classes of ONNX-ML": """c = Constant<value = int64[4] {30, 10, 20, 40}>() i = ArgMax<axis = 1, keepdims = 0>(both)
+        l = ai.onnx.ml.ArrayFeatureExtractor(c, i) m = Constant<value = int64[2] {-1, 1}>() r = Reshape(l, m)
+        f = Cast<to = 1>(r) y = Add(f, both)""",
     "a new axis of TensorFlow": """u = Unsqueeze(both, two) b = Constant<value = int32[2] {0, 0}>()
         t = Constant<value = int32[2] {1000000000, 1000000000}>() a = Constant<value = int32[2] {0, 2}>()
         q = Constant<value = int32[2] {1, 1}>() r = Slice(u, b, t, a, q) v = Mul(r, r)
