@@ -3,6 +3,7 @@
 wire, weights                 the file, without loading what is bulky
 graph                         queries of graphs; `Builder` writes new nodes
 canonical, bag_loops          one form for the many forms that exporters write
+computed_tables               tables that are computed from constants become initializers
 tables                        which initializers are only read by rows
 hoisting                      row reads out of Loop, Scan and If
 lookups, pooling, bags, matrices, columns   row reads become look-ups

@@ -19,6 +19,7 @@ from inference_session.errors import ConfigurationError, HotrowError, ModelForma
 from inference_session.importers.onnx.bag_loops import bags_instead_of_loops
 from inference_session.importers.onnx.canonical import CanonicalModel, to_canonical
 from inference_session.importers.onnx.carve import CarvedModel, carve, keep_whole
+from inference_session.importers.onnx.computed_tables import compute_tables
 from inference_session.importers.onnx.empty_lists import guard_empty_lists, may_meet_empty_lists
 from inference_session.importers.onnx.evaluation import open_network, save_network
 from inference_session.importers.onnx.graph import all_nodes, attribute
@@ -70,8 +71,8 @@ def import_onnx(
 ) -> ImportReport:
     """Import an ONNX model as `<repository>/<name>/<version>`.
 
-    The version appears whole or not at all. Tables are streamed, never held in memory; those of bfloat16 are stored as
-    float32, which has all of its values.
+    The version appears whole or not at all. Tables are streamed, never held in memory, except those that the graph
+    computes from constants; those of bfloat16 are stored as float32, which has all of its values.
 
     Args:
         model: the .onnx file; its external data must lie in the same folder.
@@ -185,6 +186,8 @@ class _Import:
         whole = to_canonical(self.source.path, *read_skeleton(self.source.path))
         self._check_places(whole.weights)
         bags_instead_of_loops(whole)
+        if not self.places:  # whose tables change by rows
+            compute_tables(whole, self.min_rows)
         carved = carve(whole, self.min_rows, merge=True)
         folders = table_folders(carved, self.places)
         self._write_tables(carved, folders)

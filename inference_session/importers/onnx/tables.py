@@ -86,7 +86,7 @@ def _obstacle(weight: Weight, min_rows: int) -> str | None:
 
 def _uses(graph: GraphProto, weights: dict[str, Weight]) -> dict[str, _Uses]:
     uses = {name: _Uses() for name in weights}
-    aliases = _aliases(graph, set(weights))
+    aliases = copies_of_tables(graph, set(weights))
     read_by_rows = {node.input[0] for node in all_nodes(graph) if is_row_read(node)}
     for node in all_nodes(graph):
         for position, name in enumerate(node.input):
@@ -123,7 +123,7 @@ def _is_alias(node: NodeProto, aliases: dict[str, str]) -> bool:
     return node.op_type in ("Identity", "Cast") and aliases.get(node.output[0]) == aliases.get(node.input[0])
 
 
-def _aliases(graph: GraphProto, tables: set[str]) -> dict[str, str]:
+def copies_of_tables(graph: GraphProto, tables: set[str]) -> dict[str, str]:
     """The tables by their names, and by those of their copies in another float type."""
     aliases = {name: name for name in tables}
     for scope in all_graphs(graph):
@@ -139,7 +139,7 @@ def read_directly(graph: GraphProto, weights: dict[str, Weight], tables: list[st
 
     Shape nodes of a table become constants.
     """
-    aliases = _aliases(graph, set(tables))
+    aliases = copies_of_tables(graph, set(tables))
     casts = {name: _casts_to(graph, name) for name in aliases}
     for scope in all_graphs(graph):
         nodes: list[NodeProto] = []
