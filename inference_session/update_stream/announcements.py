@@ -60,7 +60,12 @@ class Announcements:
         self._refused: _Announcement | None = None
         """The refused message that was logged last."""
         # No consumer joins this group.
-        settings = {"group.id": f"hotrow.{self.topic}", "enable.auto.commit": False, "enable.partition.eof": True}
+        settings = {
+            "group.id": f"hotrow.{self.topic}",
+            "enable.auto.commit": False,
+            "enable.partition.eof": True,
+            "check.crcs": True,
+        }
         self._consumer = create_client(Consumer, url, settings)
 
     def newest(self, timeout_s: float) -> int | None:

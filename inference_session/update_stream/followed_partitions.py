@@ -26,7 +26,13 @@ from inference_session.update_stream.kafka_client import (
     create_client,
     topic_ids,
 )
-from inference_session.update_stream.positions import AppliedPartitions, LastMessage, Partition, Positions
+from inference_session.update_stream.positions import (
+    AppliedPartitions,
+    LastMessage,
+    Partition,
+    Positions,
+    partition_of,
+)
 from inference_session.update_stream.stream_stats import StreamStats
 from inference_session.update_stream.topics import table_of
 from inference_session.update_stream.update_applier import UpdateApplier
@@ -122,7 +128,7 @@ class FollowedPartitions:
 
     def is_new(self, message: Any) -> bool:
         """Whether a message, or a partition's end event, is to be applied; the first of a partition proves it."""
-        one, offset, error = (message.topic() or "", message.partition() or 0), message.offset() or 0, message.error()
+        one, offset, error = partition_of(message), message.offset() or 0, message.error()
         if error is not None and error.code() != KafkaError._PARTITION_EOF:
             return True
         if self.positions.is_unproved(one):
@@ -178,6 +184,7 @@ class FollowedPartitions:
                 partition,
             )
             self.positions.leave((topic, partition))
+        self._stats.find_whole(partitions)
 
     def _follow(self, partitions: Collection[Partition]) -> None:
         any_saved = False

@@ -41,7 +41,7 @@ from inference_session.update_stream.kafka_client import (
     create_client,
 )
 from inference_session.update_stream.message_batch import MessageBatch
-from inference_session.update_stream.positions import AppliedPartitions, Partition
+from inference_session.update_stream.positions import AppliedPartitions, Partition, partition_of
 from inference_session.update_stream.stream_stats import StreamSnapshot, StreamStats
 from inference_session.update_stream.update_applier import UpdateApplier, WritableRows
 from inference_session.urls.kafka_url import KafkaUrl
@@ -244,6 +244,8 @@ class KafkaUpdateStream:
             if not self._followed.positions.are_proved:
                 messages = [message for message in messages if self._followed.is_new(message)]  # noqa: PLW2901
             whole = [message for message in messages if not message.error()]
+            if self._stats.has_damaged:
+                self._stats.find_whole(map(partition_of, whole))
             for topic, group in groupby(whole, Message.topic):
                 own = list(group)
                 oldest_ms.append(own[0].timestamp()[1])
@@ -255,14 +257,15 @@ class KafkaUpdateStream:
     def _ends_among(self, failed: Iterable[Any]) -> Iterator[tuple[Partition, int]]:
         """The ends of partitions, from end events among the messages; other events report failures."""
         for message in failed:
-            topic, error = message.topic() or "", message.error()
-            one = topic, message.partition() or 0
+            one, error = partition_of(message), message.error()
             if error.code() == KafkaError._PARTITION_EOF:
                 yield one, message.offset() or 0
             elif error.code() == KafkaError._AUTO_OFFSET_RESET:
                 self._followed.note_unreadable(one)
+            elif error.code() == KafkaError._BAD_MSG:
+                self._stats.find_damaged(one, error.str())
             else:
-                self._stats.fail(f"topic {topic!r}: {error.str()}")
+                self._stats.fail(f"topic {one[0]!r}: {error.str()}")
                 self._discover_at = 0.0
 
     def _take(self) -> Iterator[list[Any]]:
@@ -331,6 +334,7 @@ def create_consumer(url: KafkaUrl, group: str, lost_broker: threading.Event) -> 
         "enable.auto.offset.store": False,
         "auto.offset.reset": "error",  # or else messages that were removed meanwhile would be missed without a word
         "enable.partition.eof": True,
+        "check.crcs": True,
         "fetch.wait.max.ms": 100,
         "fetch.error.backoff.ms": 200,
         "reconnect.backoff.max.ms": 1000,

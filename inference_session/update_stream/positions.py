@@ -19,6 +19,11 @@ Partition: TypeAlias = "tuple[str, int]"
 """A topic, and a partition's number in it."""
 
 
+def partition_of(message: Any) -> Partition:
+    """The partition of a message, or event, of the client library."""
+    return message.topic() or "", message.partition() or 0
+
+
 class LastMessage(NamedTuple):
     """The last message of a partition that was applied."""
 

@@ -6,11 +6,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from inference_session.stats import gauge
 from inference_session.update_stream.encodings import REASONS
+from inference_session.update_stream.positions import Partition
 
 MAX_SET_ASIDE = 100
 """Refused messages that the statistics list."""
@@ -55,6 +56,8 @@ class StreamStats:
         self._pending_since_s: float | None = None
         """When the oldest of the messages that are being applied was published; None: none are."""
         self._failure: str | None = None
+        self._damaged: dict[Partition, str] = {}
+        """Partitions whose next message arrives damaged, and what was found."""
 
     def begin(self, published_s: float) -> None:
         """Messages are about to be applied, the oldest of them published at this value of time.time()."""
@@ -115,6 +118,27 @@ class StreamStats:
             # A warning, like the one it resolves: a reader who saw that one must see this one too.
             _log.warning("the update stream of model %r continues", self._model)
 
+    @property
+    def has_damaged(self) -> bool:
+        """Whether the next message of a partition arrives damaged."""
+        return bool(self._damaged)
+
+    def find_damaged(self, one: Partition, what: str) -> None:
+        """The next message of a partition has arrived damaged; it is read again."""
+        with self._lock:
+            is_new = one not in self._damaged
+            self._counts["failures"] += 1
+            self._damaged[one] = f"topic {one[0]!r}, partition {one[1]}: {what}"
+        if is_new:
+            _log.warning("topic %r, partition %d, waits for a message that arrives damaged: %s", *one, what)
+
+    def find_whole(self, partitions: Iterable[Partition]) -> None:
+        """Messages of these partitions have arrived whole, or the partitions exist no more."""
+        with self._lock:
+            mended = [one for one in {*partitions} if self._damaged.pop(one, None)]
+        for one in mended:
+            _log.warning("topic %r, partition %d, continues", *one)
+
     def snapshot(self, topics: Sequence[str] = ()) -> StreamSnapshot:
         """All of it at one moment; `topics`: those that are followed."""
         with self._lock:
@@ -124,7 +148,7 @@ class StreamStats:
                 staleness_s=self._age_s(),
                 rejected=dict(self._rejected),
                 set_aside=list(self._set_aside),
-                failure=self._failure,
+                failure=self._failure or next(iter(self._damaged.values()), None),
                 topics=list(topics),
             )
 

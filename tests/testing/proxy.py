@@ -1,4 +1,4 @@
-"""A TCP proxy whose network can be cut, slowed, or made to swallow everything."""
+"""A TCP proxy whose network can be cut, slowed, or made to swallow everything or to damage it."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ class Proxy:
         self._target_port = target_port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
+        self.damage: tuple[bytes, bytes] | None = None
+        """Bytes of answers, which must come in one piece, and as many others that take their place."""
         self._network = Network.GOOD
         self._changed = threading.Condition()
         self._sockets: set[socket.socket] = set()
@@ -74,16 +76,17 @@ class Proxy:
                 self._hang_up()
         for source, sink in ((outside, inside), (inside, outside)):
             source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
+            threading.Thread(target=self._pump, args=(source, sink, source is inside), daemon=True).start()
 
-    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+    def _pump(self, source: socket.socket, sink: socket.socket, are_answers: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(_CHUNK_BYTES):
                 with self._changed:
                     self._changed.wait_for(lambda: self._network is not Network.SILENT)
                 if self._network is Network.SLOW:
                     time.sleep(_SLOW_S)
-                sink.sendall(data)
+                damage = self.damage if are_answers else None
+                sink.sendall(data if damage is None else data.replace(*damage))
         with self._changed:
             self._sockets -= {source, sink}
         for one in (source, sink):  # each direction ends both; the other one's thread closes nothing that is in use

@@ -1,0 +1,52 @@
+"""Messages that are damaged on a broker's disk or on their way: no row of them is applied, and none is lost."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inference_session import InferenceSession
+from tests.testing.broker import Broker
+from tests.testing.proxy import Proxy
+from tests.testing.servers import wait_until
+from tests.testing.small_version import SmallVersion
+from tests.testing.streamed_rows import await_rows, packed, vectors
+
+RIGHT, WRONG = vectors(12345).tobytes(), vectors(54321).tobytes()
+NUM_ROWS, DAMAGED = 6, 2
+
+
+def updates(session: InferenceSession) -> dict[str, Any]:
+    found: dict[str, Any] = session.stats()["updates"]
+    return found
+
+
+def test_a_damaged_message_is_waited_for(small: SmallVersion, caplog: pytest.LogCaptureFixture) -> None:
+    """Once it arrives whole, it and those behind it are applied; other topics go on meanwhile."""
+    broker = Broker()
+    with Proxy(broker.port) as proxy:
+        broker.advertised_port = proxy.port
+        with broker, InferenceSession.open(small.directory, update_stream=broker.url) as session:
+            proxy.damage = RIGHT, WRONG
+            for key in range(NUM_ROWS):  # each in a batch of its own
+                value = RIGHT if key == DAMAGED else vectors(key).tobytes()
+                broker.send(small.topic("user_weight"), (packed(key)[0], value))
+            wait_until(lambda: updates(session)["failures"] > 2, "the damage to be found")
+            for number in range(3):
+                broker.send(small.topic("user_weight", "hctr_et"), (packed(40)[0], vectors(number).tobytes()))
+                await_rows(session, "user.weight", [40], number)
+            assert "CRC" in updates(session)["failure"]
+            np.testing.assert_array_equal(
+                session.lookup("user.weight", np.arange(DAMAGED, NUM_ROWS)),
+                small.tables["user_weight"][DAMAGED:NUM_ROWS],
+            )
+            proxy.damage = None
+            await_rows(session, "user.weight", [DAMAGED], 12345)
+            await_rows(session, "user.weight", [NUM_ROWS - 1], NUM_ROWS - 1)
+            wait_until(lambda: updates(session)["failure"] is None, "the damage to be over")
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len([text for text in told if "CRC" in text]) == 1
+    assert len([text for text in told if text.endswith("partition 0, continues")]) == 1
