@@ -108,7 +108,8 @@ class HdfsSource(ModelSource):
         if not left:
             return
         self._session.prepare_for(self._client, self._path(path))
-        with self._client.read(self._path(path), offset=begin + num_bytes - left, length=left) as stream:
+        sent = self._client.read(self._path(path), offset=begin + num_bytes - left, length=left)
+        with sent as stream, contextlib.suppress(HTTPError):  # of a stream that ends early; it does not name the node
             while left and (part := stream.read(min(left, _READ_BYTES))):
                 parts.append(part)
                 left -= len(part)
@@ -120,7 +121,8 @@ class HdfsSource(ModelSource):
                     "changed while it was read"
                 )
             raise UnavailableError(
-                f"{self.name_of(path)}: the DataNode stopped sending at byte {begin + num_bytes - left}"
+                f"{self.name_of(path)}: the DataNode stopped sending after byte {begin + num_bytes - left}; if it does"
+                " so again, `hdfs fsck` says whether the file's blocks are damaged"
             )
 
     def write(self, path: str, chunks_from: ChunksFrom) -> None:

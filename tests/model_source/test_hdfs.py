@@ -239,6 +239,30 @@ def test_a_datanode_that_dies_is_waited_for(own_hdfs: Hdfs, monkeypatch: pytest.
         assert source.read("again", 0, len(CONTENT)) == CONTENT
 
 
+@pytest.mark.parametrize("damage", ["cut", "flipped"])
+def test_a_block_that_is_damaged_is_an_error(
+    own_hdfs: Hdfs, monkeypatch: pytest.MonkeyPatch, impatient: None, damage: str
+) -> None:
+    """HDFS finds it by its checksums; the error names the file, and the DataNode as the one that fails."""
+    monkeypatch.setenv("HADOOP_USER_NAME", "root")
+    monkeypatch.setattr(hdfs_source, "TIMEOUT_S", (5.0, 5.0))
+    with create_source(f"{own_hdfs.url}/{damage}") as source:
+        before = _blocks(own_hdfs)
+        put(source, "file", CONTENT)
+        block = min(_blocks(own_hdfs) - before)
+        content = bytearray(block.read_bytes())
+        content[len(content) // 2] ^= 0xFF
+        block.write_bytes(content if damage == "flipped" else content[: len(content) // 2])
+
+        said = r"file: the DataNode (stopped sending after byte \d+; .*fsck|at \S+ did not answer in time)"
+        with pytest.raises(UnavailableError, match=f"{damage}/{said}"):
+            source.read("file", 0, len(CONTENT))
+
+
+def _blocks(cluster: Hdfs) -> set[Path]:
+    return {path for path in cluster.folder.rglob("blk_*") if path.suffix != ".meta"}
+
+
 def test_a_cluster_that_counts_its_datanode_as_dead_is_waited_for(
     own_hdfs: Hdfs, monkeypatch: pytest.MonkeyPatch, patient: None
 ) -> None:
