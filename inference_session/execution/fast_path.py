@@ -74,7 +74,7 @@ class FastPath:
         except _NOT_BY_NAME:
             return None
         # Arrays on a GPU are no NumPy arrays: to be refused by compiled code, they would wait for the device.
-        if not is_taken or type(arrays[0]) is not np.ndarray:
+        if not is_taken or not arrays or type(arrays[0]) is not np.ndarray:
             return None
         return self.run(arrays, 1, outputs, unmarked, JoinedAnswer.copied_answer)
 

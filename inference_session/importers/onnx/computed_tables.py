@@ -38,7 +38,8 @@ def compute_tables(whole: CanonicalModel, min_rows: int) -> None:
     """
     graph = whole.model.graph
     made_by, outputs = producers(graph), [value.name for value in graph.output]
-    others = {*outputs, *copies_of_tables(graph, set(whole.weights))}
+    vectors = {name for name, weight in whole.weights.items() if weight.elem_type in VECTOR_TYPES}
+    others = {*outputs, *copies_of_tables(graph, vectors)}
     read = dict.fromkeys(node.input[0] for node in all_nodes(graph) if is_row_read(node))
     computed = False
     for name in [name for name in read if name in made_by and name not in others]:

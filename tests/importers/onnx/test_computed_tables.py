@@ -17,6 +17,7 @@ CONSTANTS = {
     "stack": np.stack([table(), table(seed=1)]),
     "q": np.arange(-4000, 4000).astype(np.int8).reshape(2000, 4),
     "zeros": np.zeros((1, 4), np.float32),
+    "wide": table(dtype=np.float64),
     "half": np.array(0.5, np.float32),
     "one": np.array(1),
     "flat": np.array([2000, 4]),
@@ -31,6 +32,7 @@ COMPUTED = {
     "a stack as one": ("t = Reshape(stack, flat)", 2000),
     "normalized, in two steps": ("n = LpNormalization<axis = 1>(w)  t = Mul(n, half)", 1000),
     "dequantized": ("t = DequantizeLinear(q, half)", 2000),
+    "doubles as floats": ("t = Cast<to = 1>(wide)", 1000),
     "one of several outputs": ("s, t = Split<axis = 0, num_outputs = 2>(q2)  q2 = DequantizeLinear(q, half)", 1000),
 }
 OTHERS = {

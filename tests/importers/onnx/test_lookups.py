@@ -341,6 +341,11 @@ def test_dead_inputs_are_kept_in_the_interface(tmp_path: Path) -> None:
     assert [i.name for i in report.spec.inputs] == ["keys"]
 
 
+def test_a_model_without_inputs(tmp_path: Path) -> None:
+    """It answers every request alike."""
+    check(tmp_path, model_of("m () => (float[2, 4] y) { y = Gather(w, k) }", {"w": table(), "k": np.arange(2)}), {})
+
+
 def test_functions_are_inlined(tmp_path: Path) -> None:
     """A look-up inside a model-local function is found."""
     text = """<ir_version: 8, opset_import: ["" : 18, "f" : 1]>
