@@ -1,8 +1,8 @@
 """Keeps ONNX Runtime from ending the process, or answering wrongly, where a list is empty.
 
-Its GRU and LSTM abort when they get no samples or no steps, its Einsum divides by zero; ONNX defines the result as
-empty, or zeros. Each such node moves into a branch that runs only where there is something to compute. Models
-that never get an empty list are not changed: CUDA graphs cannot hold branches.
+Its GRU and LSTM abort when they get no samples or no steps, its FeatureVectorizer when it gets no samples, its Einsum
+divides by zero; ONNX defines the result as empty, or zeros. Each such node moves into a branch that runs only where
+there is something to compute. Models that never get an empty list are not changed: CUDA graphs cannot hold branches.
 
 Reductions over axes that are counted from the end leave an empty axis unchanged. Products over an empty axis
 with a transposed matrix return uninitialized memory: ONNX Runtime fuses both steps, and the fused step writes nothing.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto, helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from inference_session.importers.onnx.graph import (
     Builder,
@@ -33,6 +33,7 @@ from inference_session.importers.onnx.types import ValueType
 
 _MIN_OPSET = 10
 _RECURRENT = ("GRU", "LSTM")
+_VECTORIZER = "FeatureVectorizer"
 _FILTERS = ("NonZero", "Compress", "Unique")
 
 
@@ -52,8 +53,14 @@ def guard_empty_lists(model: ModelProto) -> None:
         return
     for scope in list(all_graphs(model.graph)):
         for node in list(scope.node):
-            if node.domain in ("", "ai.onnx") and (node.op_type in _RECURRENT or _is_plain_einsum(node)):
+            if _ends_process(node):
                 replace_node(scope, node, _guarded(scope, names, node))
+
+
+def _ends_process(node: NodeProto) -> bool:
+    if node.domain in ("", "ai.onnx"):
+        return node.op_type in _RECURRENT or _is_plain_einsum(node)
+    return node.domain == "ai.onnx.ml" and node.op_type == _VECTORIZER
 
 
 def _is_plain_einsum(node: NodeProto) -> bool:
@@ -67,6 +74,8 @@ def _guarded(scope: GraphProto, names: Names, node: NodeProto) -> list[NodeProto
     outputs = [name for name in node.output if name]
     builder = Builder(scope, names, outputs[0])
     total = builder.add("Size", [operands[0]])
+    if node.op_type == _VECTORIZER:  # samples without features are no reason
+        total, operands = _dim(builder, operands[0], 0), operands[:1]
     for operand in operands[1:]:
         total = builder.add("Mul", [total, builder.add("Size", [operand])])
     is_empty = builder.add("Equal", [total, builder.integers(0)])
@@ -95,14 +104,17 @@ class _Empty:
 
     def branch(self) -> GraphProto:
         """All outputs of the node that are wanted."""
-        answers = self._recurrent() if self._node.op_type in _RECURRENT else [self._einsum()]
+        if self._node.op_type == _VECTORIZER:
+            answers = [self._vectorized()]
+        else:
+            answers = self._recurrent() if self._node.op_type in _RECURRENT else [self._einsum()]
         self._graph.node.extend(self._builder.nodes)
         self._graph.output.extend(_values(answers))
         return self._graph
 
     def _recurrent(self) -> list[str]:
         """Outputs without steps: an empty sequence and the initial state; without samples: empty outputs."""
-        steps, samples = (self._dim(self._node.input[0], axis) for axis in (0, 1))
+        steps, samples = (_dim(self._builder, self._node.input[0], axis) for axis in (0, 1))
         num_directions = 2 if text_attribute(self._node, "direction") == "bidirectional" else 1
         sizes = num_directions, attribute(self._node, "hidden_size", 0)
         directions, width = (self._builder.integers([size]) for size in sizes)
@@ -115,6 +127,12 @@ class _Empty:
                 answers.append(self._zeros([*([] if position else [steps]), directions, samples, width]))
         return answers
 
+    def _vectorized(self) -> str:
+        """No rows, as wide as all features."""
+        attributes = {each.name: each for each in self._node.attribute}
+        width = self._builder.integers([sum(attributes["inputdimensions"].ints)])
+        return self._builder.add("Cast", [self._zeros([self._builder.integers([0]), width])], to=TensorProto.FLOAT)
+
     def _einsum(self) -> str:
         """Sums over nothing are zero."""
         inputs, _, output = text_attribute(self._node, "equation").partition("->")
@@ -123,7 +141,7 @@ class _Empty:
             for operand, labels in zip(self._node.input, inputs.split(","), strict=True)
             for axis, label in enumerate(labels)
         }
-        return self._zeros([self._dim(*places[label]) for label in output])
+        return self._zeros([_dim(self._builder, *places[label]) for label in output])
 
     def _zeros(self, sizes: list[str]) -> str:
         """Zeros of the type of the first input: the sum over none of its elements."""
@@ -133,9 +151,10 @@ class _Empty:
         scalar = add("ReduceSum", [nothing], keepdims=0)
         return add("Expand", [scalar, add("Concat", sizes, axis=0)]) if sizes else scalar
 
-    def _dim(self, value: str, axis: int) -> str:
-        shape = self._builder.add("Shape", [value])
-        return self._builder.add("Gather", [shape, self._builder.integers([axis])], axis=0)
+
+def _dim(builder: Builder, value: str, axis: int) -> str:
+    shape = builder.add("Shape", [value])
+    return builder.add("Gather", [shape, builder.integers([axis])], axis=0)
 
 
 def correct_empty_sums(surgery: Surgery) -> None:

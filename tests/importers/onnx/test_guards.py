@@ -68,6 +68,26 @@ def test_sums_of_products_over_empty_lists(tmp_path: Path, num_samples: int, len
     np.testing.assert_allclose(found, np.einsum("ik,bkd->bid", weights, table(dim=WIDTH)[hist]), rtol=1e-6, atol=1e-6)
 
 
+def test_features_of_no_samples(tmp_path: Path) -> None:
+    """ONNX-ML's FeatureVectorizer gives rows of all features, none for no samples."""
+    model = model_of(
+        """g (double[n, 2] x, double[n, 2] d, int64[m] keys) => (float[n, 4] y, float[m, 4] z) {
+            z = Gather(table, keys)  y = ai.onnx.ml.FeatureVectorizer <inputdimensions = [2, 2]> (x, d)
+        }""",
+        {"table": table(dim=WIDTH)},
+    )
+    model.opset_import.add(domain="ai.onnx.ml", version=3)
+    inputs = {"x": np.ones((3, 2)), "d": np.full((3, 2), 2.0), "keys": IDS[0, :2]}
+
+    report = check(tmp_path, model, inputs)
+
+    with InferenceSession.open(report.version_dir) as session:
+        found = session.run({"x": inputs["x"][:0], "d": inputs["d"][:0], "keys": IDS[0, :1]})
+    assert found["y"].shape == (0, 4)
+    assert found["y"].dtype == np.float32
+    np.testing.assert_array_equal(found["z"], table(dim=WIDTH)[IDS[0, :1]])
+
+
 def test_models_that_meet_no_empty_lists_are_left_alone(tmp_path: Path) -> None:
     """Branches would keep a network from being a CUDA graph."""
     model = model_of(
