@@ -121,13 +121,11 @@ def is_up(session: InferenceSession) -> bool:
 
 
 def hits(session: InferenceSession) -> int:
-    count: int = session.stats()["tiers"]["volatile"]["hits"]
-    return count
+    return session.stats()["tiers"]["volatile"]["hits"]
 
 
 def outages(session: InferenceSession) -> int:
-    count: int = session.stats()["tiers"]["volatile"]["outages"]
-    return count
+    return session.stats()["tiers"]["volatile"]["outages"]
 
 
 def wait_for_redis(session: InferenceSession) -> None:

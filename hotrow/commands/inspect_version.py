@@ -29,8 +29,7 @@ def _target(ctx: click.Context, parameter: click.Parameter, value: str) -> Path 
     """A directory that exists, or a store's URL."""
     if "://" in value or value.partition(":")[0] in URL_OPTIONS:  # an error must not repeat a mistyped URL
         return StoreUrl.parse(value)
-    path: Path = FOLDER.convert(value, parameter, ctx)
-    return path
+    return FOLDER.convert(value, parameter, ctx)
 
 
 @click.command()

@@ -24,8 +24,7 @@ _TIMEOUT_MS = 30_000
 def _version_dir(ctx: click.Context, parameter: click.Parameter, value: str) -> Path:
     if "://" in value:  # errors must not repeat it: it may contain a password
         raise click.BadParameter("expected a directory, found a URL; give the store with --to")
-    path: Path = FOLDER.convert(value, parameter, ctx)
-    return path
+    return FOLDER.convert(value, parameter, ctx)
 
 
 @click.command()

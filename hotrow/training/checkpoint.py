@@ -297,8 +297,7 @@ def _held(ranks: Ranks, stage: Callable[[], Any]) -> Iterator[Path]:
     staged = stage()
 
     def enter() -> Path:
-        folder: Path = staged.__enter__()
-        return folder
+        return staged.__enter__()
 
     folder = ranks.first(enter)
     try:

@@ -66,5 +66,4 @@ def preprocess(module: Any, ids: Tensor) -> Tensor:
     """Raw ids as the mapping holds them."""
     if module._input_hash_func is None:
         return ids
-    hashed: Tensor = module._input_hash_func(ids, module._input_hash_size)
-    return hashed
+    return module._input_hash_func(ids, module._input_hash_size)

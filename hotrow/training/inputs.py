@@ -132,8 +132,7 @@ class ServedInputs:
 
     def arguments(self, served: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and the named arguments of `forward`, made from the served inputs by name."""
-        result: tuple[tuple[Any, ...], dict[str, Any]] = self._rebuild(served)
-        return result
+        return self._rebuild(served)
 
     def arrays(self) -> Arrays:
         """The example as a client would send it."""

@@ -134,8 +134,7 @@ class _LayerTable:
 
 
 def _rows(layer: Any) -> NDArray[np.float32]:
-    rows: NDArray[np.float32] = np.asarray(keras.ops.convert_to_numpy(layer.embeddings), np.float32)
-    return rows
+    return np.asarray(keras.ops.convert_to_numpy(layer.embeddings), np.float32)
 
 
 def export_keras(model: Any, repository: Path, name: str) -> int:

@@ -175,8 +175,7 @@ class _Archive:
 def _dtype(number: int) -> torch.dtype:
     from torch._export.serde.serialize import _SERIALIZE_TO_TORCH_DTYPE
 
-    dtype: torch.dtype = _SERIALIZE_TO_TORCH_DTYPE[number]
-    return dtype
+    return _SERIALIZE_TO_TORCH_DTYPE[number]
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

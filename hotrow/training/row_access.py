@@ -73,8 +73,7 @@ def add_up(
 
 def _array(tensor: Tensor) -> NDArray[np.float32]:
     """The same memory, float32 and contiguous, for compiled code."""
-    array: NDArray[np.float32] = tensor.detach().numpy()
-    return array
+    return tensor.detach().numpy()
 
 
 def _is_here(table: Tensor) -> bool:

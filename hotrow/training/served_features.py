@@ -156,8 +156,7 @@ class ServedFeatures(KeyedJaggedTensor):
 
     def device(self) -> torch.device:
         """Where the arrays are."""
-        device: torch.device = self._joined()[0].lengths().device
-        return device
+        return self._joined()[0].lengths().device
 
     def to(self, *_args: Any, **_options: Any) -> ServedFeatures:
         """The same: a served model has one device."""

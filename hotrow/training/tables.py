@@ -236,5 +236,4 @@ def _pieces(table: Table, shard: Shard) -> Iterator[tuple[int, NDArray[Any]]]:
 
 def as_vectors(rows: Tensor, table: Table) -> NDArray[Any]:
     """Rows as the file holds them."""
-    vectors: NDArray[Any] = rows.detach().to("cpu", getattr(torch, table.file_type)).contiguous().numpy()
-    return vectors
+    return rows.detach().to("cpu", getattr(torch, table.file_type)).contiguous().numpy()

@@ -245,8 +245,7 @@ class _FollowedKeys:
 
 
 def _numpy(keys: Tensor) -> NDArray[np.int64]:
-    numbers: NDArray[np.int64] = keys.cpu().numpy()
-    return numbers
+    return keys.cpu().numpy()
 
 
 class _FollowedTable:
@@ -361,5 +360,4 @@ def _inside(rows: Tensor, shard: Shard) -> Tensor:
 def _vectors(shard: Shard, rows: Tensor) -> NDArray[np.float32]:
     """Part of rows, by their numbers in the whole table."""
     local = rows - shard.first_row if shard.first_row else rows
-    vectors: NDArray[np.float32] = shard.tensor.index_select(0, local).to("cpu", torch.float32).numpy()
-    return vectors
+    return shard.tensor.index_select(0, local).to("cpu", torch.float32).numpy()

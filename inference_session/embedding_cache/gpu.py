@@ -150,8 +150,7 @@ class GpuEmbeddingCache(EmbeddingCache):
         self._check(table)
         cached = [(np.empty(0, np.int64), np.empty(0, np.uint8)), *self._cached(table)]
         keys, marks = map(np.concatenate, zip(*cached, strict=True))
-        hottest: NDArray[np.int64] = keys[np.argsort(np.uint8(255) - marks, kind="stable")]
-        return hottest
+        return keys[np.argsort(np.uint8(255) - marks, kind="stable")]
 
     def stats(self) -> CacheStats:
         """See EmbeddingCache; on a GPU that has failed, what was known last."""

@@ -169,10 +169,8 @@ def _in_bags(segment: np.void, num_keys: int, positions: NDArray[np.intp]) -> ND
 
 
 def _array_at(address: Any, num_elements: int) -> NDArray[np.int64]:
-    array: NDArray[np.int64] = np.ctypeslib.as_array((ctypes.c_int64 * num_elements).from_address(int(address)))
-    return array
+    return np.ctypeslib.as_array((ctypes.c_int64 * num_elements).from_address(int(address)))
 
 
 def _begins(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    begins: NDArray[np.int64] = np.cumsum(counts) - counts
-    return begins
+    return np.cumsum(counts) - counts

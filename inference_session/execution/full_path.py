@@ -34,14 +34,7 @@ class FullPath:
     def __init__(
         self, model: Model, stats: SessionStats, *, recorder: KeyRecorder | None, rejects_unknown: bool
     ) -> None:
-        """Answer on the model's devices.
-
-        Args:
-            model: what computes the answers.
-            stats: where requests are counted.
-            recorder: gets the keys that are looked up; None: nobody asked for them.
-            rejects_unknown: whether unknown keys are an error.
-        """
+        """Answer on the model's devices; arguments as of FastPath."""
         self._model, self._stats = model, stats
         self._recorder, self._rejects_unknown = recorder, rejects_unknown
         self.input_types = {tensor.name: np.dtype(tensor.dtype) for tensor in model.spec.inputs}

@@ -62,8 +62,7 @@ class WriteLog:
             return np.zeros(len(keys), np.bool_)
         if self._all_written_at > since:
             return np.ones(len(keys), np.bool_)
-        written: NDArray[np.bool_] = self._written_at[self.slots(table, keys)] > since
-        return written
+        return self._written_at[self.slots(table, keys)] > since
 
     def slots(self, table: str, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """What `any_written` needs for these rows, int64 [n]; may be joined with those of other tables."""

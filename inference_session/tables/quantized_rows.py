@@ -72,8 +72,7 @@ def quantize_int8(vectors: NDArray[np.floating]) -> NDArray[np.uint8]:
 def dequantize_int8(rows: NDArray[np.uint8]) -> NDArray[np.float32]:
     """The vectors that rows of an int8 table stand for: uint8 [n, dim + 8] → float32 [n, dim]."""
     scale, bias = _factors(rows)
-    vectors: NDArray[np.float32] = rows[:, :-SCALE_AND_BIAS_BYTES].view(np.int8) * scale[:, None] + bias[:, None]
-    return vectors
+    return rows[:, :-SCALE_AND_BIAS_BYTES].view(np.int8) * scale[:, None] + bias[:, None]
 
 
 def to_fbgemm(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -48,8 +48,7 @@ class RepeatingDevice(HostDevice):
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> NDArray[Any]:
         num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
         block, begin = self._arena.take(num_bytes)
-        array: NDArray[Any] = block[begin : begin + num_bytes].view(dtype).reshape(shape)
-        return array
+        return block[begin : begin + num_bytes].view(dtype).reshape(shape)
 
     def columns(self, matrix: Any, first: int, widths: Sequence[int]) -> Any:
         return CopiedColumns(matrix, first, widths)

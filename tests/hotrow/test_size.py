@@ -52,8 +52,7 @@ def _run(*arguments: object) -> Result:
 
 
 def _json(*arguments: object) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(_run(*arguments, "--json").stdout)
-    return document
+    return json.loads(_run(*arguments, "--json").stdout)
 
 
 def test_memory_without_a_trace(version_dir: Path) -> None:

@@ -52,5 +52,4 @@ class Look:
         from matplotlib.image import imread
 
         picture = io.BytesIO(self.tab.screenshot(full_page=True, timeout=_TIMEOUT_MS))
-        pixels: NDArray[np.float32] = imread(picture)[..., :3]
-        return pixels
+        return imread(picture)[..., :3]

@@ -90,8 +90,7 @@ class Source:
 
     @property
     def model(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.settings["models"][0]
-        return found
+        return self.settings["models"][0]
 
     def ps_json(self) -> Path:
         path = self.folder / "ps.json"

@@ -62,8 +62,7 @@ class Prometheus:
         if answer.status_code == requests.codes.service_unavailable:
             return []
         assert answer.ok, f"{parameters['query']}: {answer.text}"
-        result: list[dict[str, Any]] = answer.json()["data"]["result"]
-        return result
+        return answer.json()["data"]["result"]
 
 
 @dataclass(frozen=True)

@@ -94,8 +94,7 @@ def live(model: nn.Module, *args: Any) -> NDArray[Any]:
     with torch.no_grad():
         output = model(*args)
     model.train(mode)
-    result: NDArray[Any] = output.cpu().numpy()
-    return result
+    return output.cpu().numpy()
 
 
 def export(model: nn.Module, folder: Path, **options: Any) -> Path:

@@ -201,8 +201,7 @@ class Hostile:
         return {name: len(topic.partitions) for name, topic in found.items() if topic.error is None}
 
     def updates(self, number: int) -> dict[str, Any]:
-        found: dict[str, Any] = self.sessions[number].stats()["updates"]
-        return found
+        return self.sessions[number].stats()["updates"]
 
 
 @pytest.mark.slow

@@ -67,8 +67,7 @@ def values(base: int, num_rows: int) -> Any:
 
 
 def updates(session: InferenceSession) -> dict[str, Any]:
-    found: dict[str, Any] = session.stats()["updates"]
-    return found
+    return session.stats()["updates"]
 
 
 def note_of(small: SmallVersion, database: str) -> str:

@@ -63,8 +63,7 @@ def send(broker: ForgetfulBroker, small: SmallVersion, key: int) -> None:
 
 
 def updates(session: InferenceSession) -> dict[str, Any]:
-    found: dict[str, Any] = session.stats()["updates"]
-    return found
+    return session.stats()["updates"]
 
 
 def await_key(session: InferenceSession, key: int) -> None:

@@ -102,8 +102,7 @@ class EmbeddingTable:
 
     def keeps(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether this process keeps the rows of keys, int64 [n]: bool [n]."""
-        kept: NDArray[np.bool_] = self._processes.owns(torch.from_numpy(np.array(keys))).numpy()
-        return kept
+        return self._processes.owns(torch.from_numpy(np.array(keys))).numpy()
 
     def touch(self, bags: DeviceBags) -> BatchRows:
         """The rows of a batch's keys, new ones made.
@@ -128,8 +127,7 @@ class EmbeddingTable:
             return self._pool_all(vectors, bags, combiner)
         own = places[bags.own]
         if bags.width == 1:
-            pooled: Tensor = _Chosen.apply(vectors, own)
-            return pooled
+            return _Chosen.apply(vectors, own)
         if bags.width:
             return functional.embedding_bag(own.view(-1, bags.width), vectors, mode=combiner)
         return functional.embedding_bag(own, vectors, bags.offsets, mode=combiner, include_last_offset=True)

@@ -39,8 +39,7 @@ def _has_cupy() -> bool:
 
 def current_stream(device: int) -> int:
     """The address in torch.cuda.current_stream(), without an object."""
-    stream: int = torch._C._cuda_getCurrentRawStream(device)
-    return stream
+    return torch._C._cuda_getCurrentRawStream(device)
 
 
 def find_rows(entries: Tensor, table_keys: Tensor, keys: Tensor, rows: Tensor) -> None:

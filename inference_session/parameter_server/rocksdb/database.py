@@ -315,8 +315,7 @@ def _identity_file(path: Path) -> Path:
 
 def stored_families(path: Path) -> list[str]:
     """Names of a database's column families, `default` among them."""
-    names: list[str] = Rdict.list_cf(path_for_library(path))
-    return names
+    return Rdict.list_cf(path_for_library(path))
 
 
 def list_families(path: Path) -> list[str]:
