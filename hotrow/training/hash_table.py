@@ -31,6 +31,7 @@ from hotrow.training.hash_rows import HashRows, Rows
 from hotrow.training.key_exchange import KeyExchange, MessageExchange
 from hotrow.training.key_index import HEADER, distinct, distinct_by_owner, message_size_for, most_requested, owners
 from hotrow.training.peer_memory import PeerExchange, peer_memory
+from hotrow.training.ranks import place_in_group
 from hotrow.training.row_access import gather
 from hotrow.training.row_optimizers import SGD, RowOptimizer
 from inference_session.errors import ConfigurationError
@@ -169,7 +170,7 @@ class HashTable(nn.Module):
             ConfigurationError: the tensors do not fit each other or the embedding.
         """
         self._check_rows(rows)
-        self._rows.put(rows if _place().num_ranks == 1 else rows.chosen(self.owns(rows.keys)))
+        self._rows.put(rows if place_in_group().size == 1 else rows.chosen(self.owns(rows.keys)))
 
     def clear(self) -> None:
         """Remove all rows of this rank."""
@@ -190,7 +191,7 @@ class HashTable(nn.Module):
 
     def owns(self, keys: Tensor) -> Tensor:
         """Whether the rows of keys, int64 [n], belong to this rank: bool [n]."""
-        rank, num_ranks = _place()
+        rank, num_ranks = place_in_group()
         return owners(keys, num_ranks) == rank
 
     def listen(self, listener: Callable[[Tensor, Tensor], None]) -> RemovableHandle:
@@ -221,7 +222,7 @@ class HashTable(nn.Module):
 
     def look_up(self, keys: Tensor) -> LookupResult:
         """Rows for `checked` keys; all ranks call it."""
-        num_ranks = _place().num_ranks
+        num_ranks = place_in_group().size
         if num_ranks == 1:
             found, places = distinct(keys)
             with _ONE_THREAD:
@@ -354,13 +355,13 @@ class HashTable(nn.Module):
         ]
         self._rows.steps += 1
         # Several ranks may request the same row; each rank requests each row of a look-up once.
-        are_distinct = len(learning) == 1 and _place().num_ranks == 1
+        are_distinct = len(learning) == 1 and place_in_group().size == 1
         found = self._unscaled(_joined(rows), _joined([item.gradients for item in learning]))
         self._rows.learn(*found, are_distinct=are_distinct)
         if self.max_age is not None and self.steps % max(1, self.max_age // 8) == 0:
             self.evict(unused_for=self.max_age)
         if self.max_rows is not None:
-            self._keep_to(-(-self.max_rows // _place().num_ranks))
+            self._keep_to(-(-self.max_rows // place_in_group().size))
 
     def _is_scaled(self) -> bool:
         return self.grad_scaler is not None and self.grad_scaler.is_enabled()
@@ -547,17 +548,6 @@ def without_rows(model: nn.Module) -> Iterator[None]:
     finally:
         for table in tables:
             table._is_left_out = False
-
-
-class _Place(NamedTuple):
-    rank: int
-    num_ranks: int
-
-
-def _place() -> _Place:
-    if not (dist.is_available() and dist.is_initialized()):
-        return _Place(0, 1)
-    return _Place(dist.get_rank(), dist.get_world_size())
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -13,13 +13,24 @@ from inference_session.errors import HotrowError, UnavailableError
 Result = TypeVar("Result")
 
 
+class Place(NamedTuple):
+    """A process among those that train one model."""
+
+    rank: int
+    size: int
+
+
+def place_in_group() -> Place:
+    """The place in the default process group; alone where there is none."""
+    has_group = dist.is_available() and dist.is_initialized()
+    return Place(dist.get_rank(), dist.get_world_size()) if has_group else Place(0, 1)
+
+
 class Ranks:
     """The processes that train one model: one alone, or all of the default process group."""
 
     def __init__(self) -> None:
-        self._joined = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if self._joined else 0
-        self.size = dist.get_world_size() if self._joined else 1
+        self.rank, self.size = place_in_group()
         self.group: Any = _group(dist.group.WORLD) if self.size > 1 else None
         """The group of all ranks, for objects in host memory; None if there is only one rank."""
 
