@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
-from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -137,9 +136,7 @@ class EmbeddingCache(ABC):
     def __enter__(self: Cache) -> Cache:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import NamedTuple, TypeVar
 
 Source = TypeVar("Source", bound="ModelSource")
@@ -74,7 +73,5 @@ class ModelSource(ABC):
     def __enter__(self: Source) -> Source:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -12,7 +12,6 @@ from concurrent.futures import as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from types import TracebackType
 
 from inference_session.errors import ConfigurationError, ModelFormatError, SourceError, UnavailableError
 from inference_session.model_source.base import Entry
@@ -100,9 +99,7 @@ class Copy:
     def __enter__(self) -> Copy:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _refuse_bad_target(self) -> bool:

@@ -7,7 +7,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -177,9 +176,7 @@ class EmbeddingStore(ABC):
     def __enter__(self: Store) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

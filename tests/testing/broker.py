@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
@@ -137,9 +136,7 @@ class Broker:
     def __enter__(self) -> Broker:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 
@@ -170,7 +167,5 @@ class ForgetfulBroker:
     def __enter__(self) -> ForgetfulBroker:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         del self._producer, self._owner

@@ -7,7 +7,6 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, NamedTuple
 from unittest.mock import MagicMock
 
@@ -29,9 +28,7 @@ class _Device:
     def __enter__(self) -> None:
         self._before, _Device.current = _Device.current, self._number
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _Device.current = self._before
 
 

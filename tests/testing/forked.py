@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from types import TracebackType
 
 _FORKING = """
 import json, os, sys, traceback
@@ -68,8 +67,6 @@ class ForkedPrograms:
     def __enter__(self) -> ForkedPrograms:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._process as process:
             process.communicate()

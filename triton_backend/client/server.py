@@ -14,7 +14,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from inference_session.errors import ConfigurationError, HotrowError, UnavailableError
@@ -100,9 +99,7 @@ class RemoteServer:
     def __enter__(self) -> RemoteServer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._client.close()
 
     def repository_index(self) -> list[dict[str, str]]:

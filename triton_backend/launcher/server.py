@@ -26,7 +26,7 @@ from dataclasses import replace
 from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, get_args
 from urllib.error import HTTPError
 
@@ -216,9 +216,7 @@ class TritonServer:
     def __enter__(self) -> TritonServer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _await_ready(self) -> None:

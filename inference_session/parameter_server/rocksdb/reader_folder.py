@@ -12,7 +12,6 @@ import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 _PREFIX = "hotrow-rocksdb-reader-"
 
@@ -35,9 +34,7 @@ class ReaderFolder:
     def __enter__(self) -> ReaderFolder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
