@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import time
@@ -63,9 +64,15 @@ def read_ahead(file: FileIO, num_bytes: int) -> None:
     """
     begin = file.tell() // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES
     size = min(file.tell() + num_bytes, os.fstat(file.fileno()).st_size) - begin
-    with suppress(OSError, ValueError), mmap.mmap(file.fileno(), size, offset=begin, access=mmap.ACCESS_READ) as mapped:
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-        mapped.madvise(_POPULATE_READ)
+    if size < LARGE_PAGE_BYTES:
+        return
+    import numpy as np  # here, because small files need it for nothing
+
+    with suppress(OSError, ValueError):
+        content = np.frombuffer(mmap.mmap(file.fileno(), size, offset=begin, access=mmap.ACCESS_READ), np.uint8)
+        # Not by `madvise` of mmap, which holds the interpreter while the disk reads.
+        prefer_large_pages(content)
+        map_pages(content, math.inf)
 
 
 def _page_of(array: NDArray[Any]) -> int:

@@ -21,7 +21,7 @@ from inference_session.platform.large_pages import (
     write_zeros,
 )
 from inference_session.platform.mapped_large_pages import large_page_fraction, mapped_large_bytes
-from inference_session.platform.memory import prefer_large_pages
+from inference_session.platform.memory import prefer_large_pages, read_ahead
 from inference_session.version_directory.manifest import sha256_of
 
 SIZES = st.lists(
@@ -138,6 +138,17 @@ def test_checksums_of_any_size(tmp_path: Path, num_bytes: int) -> None:
     data = np.random.default_rng(num_bytes).bytes(num_bytes)
     (tmp_path / "file").write_bytes(data)
     assert sha256_of(tmp_path / "file") == hashlib.sha256(data).hexdigest()
+
+
+def test_reading_ahead_in_a_file_that_is_cut_meanwhile(tmp_path: Path) -> None:
+    """Reading on tells that."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(2 * LARGE_PAGE_BYTES))
+    with path.open("rb", buffering=0) as file:
+        file.seek(2 * LARGE_PAGE_BYTES)
+        os.truncate(path, 1)
+        read_ahead(file, LARGE_PAGE_BYTES)
+        assert file.read(1) == b""
 
 
 def test_appending(tmp_path: Path) -> None:
