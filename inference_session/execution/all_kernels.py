@@ -12,7 +12,18 @@ from pathlib import Path
 import numpy as np
 
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache, allocate
-from inference_session.kernels.cpu import bag_staging, bags, cache, capsules, dlpack, gathering, keys, lookup, staging
+from inference_session.kernels.cpu import (
+    bag_staging,
+    bags,
+    cache,
+    capsules,
+    dlpack,
+    gathering,
+    keys,
+    lookup,
+    named_arrays,
+    staging,
+)
 from inference_session.model_spec import ModelSpec, TableSpec
 from inference_session.parameter_server.redis import layout as redis_layout
 from inference_session.parameter_server.redis import replies as redis_replies
@@ -52,6 +63,7 @@ def _compile_others() -> None:
     keys.compile_kernels()
     dlpack.compile_kernels()
     capsules.compile_kernels()
+    named_arrays.compile_kernels()
     SessionStats(ModelSpec((), (), (), ()))
     redis_layout.compile_kernels()
     redis_replies.compile_kernels()
