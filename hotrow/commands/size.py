@@ -190,6 +190,7 @@ def _memory(
             cache_bytes=cache_bytes,
             rows_on_device=rows_on_device,
             cache_on_device=devices > 0 and config.has_store,
+            in_rocksdb=config.persistent_store is not None and config.persistent_store.scheme == "rocksdb",
             num_processes=num_processes if is_one_process else max(num_processes, devices),
             num_devices=devices,
             shard=shard or "none",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -21,6 +22,11 @@ PROCESS_BYTES = 80 << 20
 """Private memory of a serving process before any model: Python, NumPy, Numba's kernels, ONNX Runtime (as measured)."""
 SHARED_MEMORY_BYTES = 1 << 20
 """Shared memory in /dev/shm that Triton's Python backend sets up per process, without requests and answers."""
+
+_BLOCK_BYTES, _ROW_OVERHEAD_BYTES = 1024, 19
+"""Of RocksDB's files: a block ends with the row that fills it."""
+_FILTER_BYTES, _INDEX_BYTES = 1.25, 15
+"""What RocksDB has in memory for each row, and for each block (as measured)."""
 
 
 class MemoryItem(NamedTuple):
@@ -49,6 +55,7 @@ def memory_items(
     num_devices: int = 0,
     rows_on_device: bool = False,
     cache_on_device: bool = False,
+    in_rocksdb: bool = False,
     shard: Shard = "none",
 ) -> list[MemoryItem]:
     """The memory of one version; during a swap two versions are loaded, each with all of it.
@@ -61,10 +68,12 @@ def memory_items(
         num_devices: GPUs that hold the network; 0: the processes do.
         rows_on_device: whether the devices look rows up, instead of the processes.
         cache_on_device: whether the devices have the cache over stores, instead of the processes.
+        in_rocksdb: whether the persistent store is a RocksDB.
         shard: the setting, of one process with all devices.
     """
     tables = spec.tables if (version_dir / TABLES_FOLDER).is_dir() else ()
     stored = [table.num_rows for table in tables if table.keys == "stored"]
+    rocksdb = sum(map(rocksdb_bytes, spec.tables))
     networks = sum(_file_bytes(version_dir / name) for name in NETWORK_FILES)
     place: MemoryKind = "device" if num_devices else "process"
     copies = num_devices or num_processes
@@ -76,6 +85,7 @@ def memory_items(
         MemoryItem("cache", "device", cache_bytes, num_devices)
         if cache_on_device
         else MemoryItem("cache", "process", 0 if rows_on_device else cache_bytes, num_processes),
+        *([MemoryItem("RocksDB", "process", rocksdb, num_processes)] if in_rocksdb else ()),
         MemoryItem("dense network", place, networks, copies),
         MemoryItem("program", "process", PROCESS_BYTES, num_processes),
         MemoryItem("tensors", "shared memory", SHARED_MEMORY_BYTES, num_processes),
@@ -98,6 +108,12 @@ def _rows_on_device(
         MemoryItem("index on device", "device", sum(map(index_bytes_on_device, tables)), num_devices),
         MemoryItem("pinned vectors", "process", sum(map(vectors_bytes, pinned)), num_processes),
     ]
+
+
+def rocksdb_bytes(table: TableSpec) -> int:
+    """The filters and indexes that a process keeps of a table in a RocksDB whose files have been merged."""
+    rows_per_block = math.ceil(_BLOCK_BYTES / (4 * table.embedding_dim + _ROW_OVERHEAD_BYTES))
+    return round(_FILTER_BYTES * table.num_rows) + _INDEX_BYTES * math.ceil(table.num_rows / rows_per_block)
 
 
 def bytes_in(items: Iterable[MemoryItem], place: MemoryKind) -> int:

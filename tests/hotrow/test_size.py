@@ -18,6 +18,8 @@ from inference_session import InferenceSession
 from inference_session.errors import HotrowError
 from inference_session.kernels.cuda.records import buckets_for_all, index_bytes
 from inference_session.sizing.hit_rate import LruCurve
+from inference_session.sizing.memory import rocksdb_bytes
+from inference_session.version_directory.session_file import read_spec
 from tests.testing import small_model
 from tests.testing.browser import Look
 from tests.testing.hugectr_source import Source
@@ -163,6 +165,16 @@ def test_rows_of_stores_are_not_on_devices(version_dir: Path) -> None:
     on_device = {item["name"]: item["each_bytes"] for item in document["memory"] if item["place"] == "device"}
     assert list(on_device) == ["cache", "dense network"]
     assert on_device["cache"] == document["cache_bytes"] > 0
+
+
+def test_filters_and_indexes_of_a_rocksdb_are_counted(version_dir: Path) -> None:
+    """Once for each process."""
+    (version_dir.parent / "config.pbtxt").write_text(
+        'backend: "hotrow" parameters { key: "persistent_store" value { string_value: "rocksdb:///d" } }'
+    )
+    [item] = [item for item in _json(version_dir, "--processes", 3)["memory"] if item["name"] == "RocksDB"]
+    assert (item["place"], item["copies"]) == ("process", 3)
+    assert item["each_bytes"] == sum(map(rocksdb_bytes, read_spec(version_dir).tables)) > 0
 
 
 def test_rows_that_a_stream_changes_are_on_devices(version_dir: Path) -> None:
