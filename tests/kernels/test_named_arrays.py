@@ -55,7 +55,7 @@ def taken(take: Callable[[int, int, int], int], items: Sequence[Any], num_names:
 def test_arrays_come_in_the_order_of_the_names(names: list[str], data: st.DataObject) -> None:
     """Whatever the order of the objects, and whatever it was before."""
     take = array_taker(Item, PLACES, names)
-    arrays = {name: np.arange(i) for i, name in enumerate(names)}
+    arrays = {name: np.arange(1 + i) for i, name in enumerate(names)}
     for _ in range(3):
         order = data.draw(st.permutations(names))
         found = taken(take, [make(name, arrays[name]) for name in order], len(names))
@@ -73,9 +73,13 @@ def test_other_names_are_refused(names: list[str], sent: list[str]) -> None:
     assert (taken(take, [make(name, np.zeros(1)) for name in twice], len(names)) is None) == (len(names) > 1)
 
 
-@pytest.mark.parametrize("array", [None, [1.0], 5, np.ma.zeros(2), np.float32(1)], ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize(
+    "array",
+    [None, [1.0], 5, np.ma.zeros(2), np.float32(1), np.array(None), np.zeros(0), np.zeros((2, 0))],
+    ids=lambda each: f"{type(each).__name__}{np.shape(each)}",
+)
 def test_objects_without_an_array_are_refused(array: Any) -> None:
-    """Tensors on a GPU have none."""
+    """Tensors on a GPU have an array of None; arrays without elements are left to the caller."""
     take = array_taker(Item, PLACES, ["x", "y"])
     good = make("x", np.zeros(1))
     assert taken(take, [good, make("y", array)], 2) is None
@@ -104,7 +108,7 @@ def test_arrays_are_counted_as_long_as_they_are_held() -> None:
 
 def samples(kind: type) -> list[tuple[Any, str, NDArray[Any]]]:
     """Objects, and what they have."""
-    each = [(name, np.zeros(i)) for i, name in enumerate(("a", "fifteen letters", "a longer name than these"))]
+    each = [(name, np.zeros(1 + i)) for i, name in enumerate(("a", "fifteen letters", "a longer name than these"))]
     return [(make(name, array, kind), name, array) for name, array in each]
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.kernels.array_headers import LIST_ITEMS, OBJECT_TYPE, can_read_arrays
+from inference_session.kernels.array_headers import LIST_ITEMS, OBJECT_TYPE, RANK, SIZES, can_read_arrays
 from inference_session.kernels.cpu.arguments import Arguments, array_at, int_at
 from inference_session.kernels.cpu.capsules import call
 from inference_session.kernels.cpu.intrinsics import kernel, kernel_with_gil, load
@@ -106,7 +106,8 @@ def array_taker(kind: type, places: Places, names: Sequence[str]) -> Callable[[i
 @kernel_with_gil
 def take_arrays(arguments: int, objects: int, num_objects: int, arrays: int) -> int:
     """Put the arrays of some objects into a list, each in the place of its object's name; returns 1, or 0 where the
-    objects are not of the type, have no arrays, or have not just these names. The list is then not complete.
+    objects are not of the type, have no arrays of at least one element and one dimension, or have not just these names.
+    The list is then not complete.
 
     Args:
         arguments: address of Arguments:
@@ -136,12 +137,24 @@ def take_arrays(arguments: int, objects: int, num_objects: int, arrays: int) -> 
         array = load(content + int_at(arguments, 6), np.int64, 0)
         if number < 0 or array == 0 or load(array + OBJECT_TYPE, np.int64, 0) != int_at(arguments, 3):
             return 0
+        if not _has_elements(array):
+            return 0
         if load(taken, np.int64, number) != int_at(arguments, 4):
             return 0
         order[i] = number
         call(int_at(arguments, 7), (array,))
         call(int_at(arguments, 8), (arrays, number, array))
     return 1
+
+
+@kernel
+def _has_elements(array: int) -> bool:
+    """Where a tensor has no array, as on a GPU, pybind11 has one of None, without dimensions."""
+    rank, sizes = load(array + RANK, np.int32, 0), load(array + SIZES, np.int64, 0)
+    for i in range(rank):
+        if load(sizes, np.int64, i) == 0:
+            return False
+    return bool(rank > 0)
 
 
 @kernel

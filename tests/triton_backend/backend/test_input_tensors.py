@@ -53,8 +53,7 @@ class InMemory(Methods, ctypes.Structure):
     def __init__(self, name: str, array: NDArray[Any]) -> None:
         Methods.__init__(self, name, array)
         self.address, self.length = self.kept[2].ctypes.data, len(self.kept[2])
-        if array is not None:
-            self.array = array
+        self.array = np.array(None) if array is None else array  # as pybind11 has it for a tensor on a GPU
 
 
 class Lazy(InMemory):
