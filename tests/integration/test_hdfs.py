@@ -163,7 +163,7 @@ def test_hugectrs_data_source_moves_files_here(hdfs: Hdfs, remote: str, tmp_path
     assert (tmp_path / "1" / "key").read_bytes() == source.keys[1].tobytes()
     newer = DataSourceParams(type=DataSourceType_t.HDFS, server="node", port=9000)
     assert newer.place_of("/a/b") == "hdfs://node:9870/a/b"
-    with pytest.raises(ConfigurationError, match="hdfs_sparse_model has 1 names, local_sparse_model 2"):
+    with pytest.raises(ConfigurationError, match="1 hdfs_sparse_model, but 2 local_sparse_model"):
         DataSource(DataSourceParams(True, hdfs_sparse_model=["a"], local_sparse_model=["b", "c"])).move_to_local()
 
 

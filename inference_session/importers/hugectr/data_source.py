@@ -91,7 +91,7 @@ class DataSource:
             sources, targets = (_listed(getattr(self._params, side)) for side in (name, local))
             if sources and targets and len(sources) != len(targets):
                 raise ConfigurationError(
-                    f"DataSourceParams: {name} has {len(sources)} names, {local} {len(targets)}; give one for each"
+                    f"DataSourceParams: {len(sources)} {name}, but {len(targets)} {local}; give one for each"
                 )
             yield from zip(sources, targets, strict=False)
 
