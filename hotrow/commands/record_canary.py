@@ -8,13 +8,13 @@ import click
 
 from hotrow.path_types import FILE, FOLDER
 
-_FILE = click.Path(dir_okay=False, path_type=Path)
-
 
 @click.command()
 @click.argument("version_dir", type=FOLDER)
 @click.argument("requests", type=FILE)
-@click.option("--to", "target", type=_FILE, required=True, help="The file to write.")
+@click.option(
+    "--to", "target", type=click.Path(dir_okay=False, path_type=Path), required=True, help="The file to write."
+)
 def command(version_dir: Path, requests: Path, target: Path) -> None:
     """Record the answers of a version that is known to be good to REQUESTS.
 
