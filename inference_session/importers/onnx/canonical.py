@@ -92,6 +92,7 @@ def to_canonical(path: Path, model: ModelProto, blobs: dict[int, Blob]) -> Canon
     _name_axis_zero(graph, weights)
     _skip_whole_slices(graph)
     _gather_instead_of_gather_nd(model, weights)
+    _gather_instead_of_gather_elements(model, weights)
     _gather_instead_of_slice(model, weights)
     return CanonicalModel(model, weights, names)
 
@@ -253,6 +254,26 @@ def _gather_instead_of_gather_nd(model: ModelProto, weights: dict[str, Weight]) 
                 continue
             types = types or Types(model, weights)
             if axes_of(model.graph, keys) in ([-1], [(types.rank(keys.output[0]) or 0) - 1]):
+                del node.attribute[:]
+                node.op_type, node.input[1] = "Gather", keys.input[0]
+
+
+def _gather_instead_of_gather_elements(model: ModelProto, weights: dict[str, Weight]) -> None:
+    """GatherElements of all elements of rows is Gather: `torch.gather(weight, 0, keys[:, None].expand(-1, dim))`."""
+    types: Types | None = None
+    for scope in all_graphs(model.graph):
+        made_by = producers(scope)
+        for node in scope.node:
+            if node.op_type != "GatherElements" or node.input[0] not in weights or attribute(node, "axis", 0):
+                continue
+            expand = made_by.get(node.input[1])
+            keys = made_by.get(expand.input[0]) if expand is not None and expand.op_type == "Expand" else None
+            if keys is None or keys.op_type != "Unsqueeze" or axes_of(model.graph, keys) not in ([-1], [1]):
+                continue
+            types = types or Types(model, weights)
+            dims = types.dims(keys.input[0])
+            is_row = dims and None not in dims and len(dims) == 1
+            if is_row and types.dims(node.input[1]) == (*dims, *weights[node.input[0]].dims[1:]):  # type: ignore[misc]
                 del node.attribute[:]
                 node.op_type, node.input[1] = "Gather", keys.input[0]
 

@@ -182,6 +182,18 @@ def test_gather_nd_by_a_new_axis_of_tensorflow_is_a_lookup(tmp_path: Path) -> No
     assert report.spec.joinable
 
 
+@pytest.mark.parametrize(("sizes", "is_row"), [("1, 4", True), ("1, 3", False)])
+def test_gather_elements_of_whole_rows_is_a_lookup(tmp_path: Path, sizes: str, is_row: bool) -> None:
+    """`torch.gather` with keys that are repeated for each element of a row; of fewer elements it stays dense."""
+    graph = f"""m (int64[b] keys) => (float[b, d] y) {{
+        a = Constant<value = int64[1] {{1}}>()  u = Unsqueeze(keys, a)  s = Constant<value = int64[2] {{{sizes}}}>()
+        k = Expand(u, s)  y = GatherElements<axis = 0>(w, k) }}"""
+
+    report = check(tmp_path, model_of(graph, {"w": table()}), {"keys": KEYS[:, 0]}, {"keys": KEYS[:1, 0]})
+
+    assert [lookup.keys for lookup in report.spec.lookups] == ["keys"] * is_row
+
+
 @pytest.mark.parametrize(("size", "is_row"), [("1, 4", True), ("1, 3", False), ("2, 4", False)])
 def test_slices_of_one_row_are_lookups(tmp_path: Path, size: str, is_row: bool) -> None:
     """JAX reads a row by a Slice from the key on; one that takes anything else stays dense."""
