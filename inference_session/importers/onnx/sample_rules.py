@@ -164,6 +164,8 @@ def _gather(step: Step) -> list[Kind]:
 
 
 def _gather_elements(step: Step) -> list[Kind]:
+    if (at := step.only(1)) is not None and at.axis == step.attribute("axis", 0) % step.rank():  # of a constant
+        return step.outputs(at.axis, at.outer)
     positions = {at for _, at in step.per_sample}
     at = positions.pop() if len(positions) == 1 and len(step.per_sample) == len(step.kinds) else None
     if at is None or at.axis < 0 or at.axis == step.attribute("axis", 0) % step.rank():

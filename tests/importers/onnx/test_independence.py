@@ -260,6 +260,8 @@ SOUND = {
     "classes of ONNX-ML": """c = Constant<value = int64[4] {30, 10, 20, 40}>() i = ArgMax<axis = 1, keepdims = 0>(both)
         l = ai.onnx.ml.ArrayFeatureExtractor(c, i) m = Constant<value = int64[2] {-1, 1}>() r = Reshape(l, m)
         f = Cast<to = 1>(r) y = Add(f, both)""",
+    "elements of a constant": """z = Constant<value = int64 {50}>() i = Mod(ids, z)
+        g = GatherElements<axis = 0>(small, i) x = ReduceSum(g, one) y = Add(x, both)""",
     "a new axis of TensorFlow": """u = Unsqueeze(both, two) b = Constant<value = int32[2] {0, 0}>()
         t = Constant<value = int32[2] {1000000000, 1000000000}>() a = Constant<value = int32[2] {0, 2}>()
         q = Constant<value = int32[2] {1, 1}>() r = Slice(u, b, t, a, q) v = Mul(r, r)
