@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import tritonclient.grpc as grpc_client
 from numpy.typing import NDArray
+from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -105,9 +106,9 @@ class Ratings:
     def __len__(self) -> int:
         return len(self.liked)
 
-    def batches(self, begin: int, end: int) -> Iterator[tuple[int, Inputs, NDArray[np.float32]]]:
-        """The position, inputs and labels of each batch."""
-        for first in range(begin, end, BATCH_SIZE):
+    def batches(self, begin: int, end: int, what: str) -> Iterator[tuple[int, Inputs, NDArray[np.float32]]]:
+        """The position, inputs and labels of each batch. `what` is done with them, by a progress bar."""
+        for first in track(range(begin, end, BATCH_SIZE), what, console=console):
             rows = slice(first, min(first + BATCH_SIZE, end))
             yield first, take(self.inputs, rows), self.liked[rows]
 
@@ -214,8 +215,9 @@ def replay(ratings: Ratings, trainer: Trainer, broker: str, *, limit: int | None
     """Learn the first half, then ask and learn each batch of the second."""
     half = len(ratings) // 2
     end = len(ratings) if limit is None else min(len(ratings), half + limit)
-    for _, inputs, liked in ratings.batches(0, half):
+    for _, inputs, liked in ratings.batches(0, half, "learn the first half"):
         trainer.learn(inputs, liked)
+    console.print("export three models, and start Triton")
     marks = [half + (end - half) * part // NUM_PARTS for part in range(1, NUM_PARTS)]
     outcome = Outcome()
     with (
@@ -223,7 +225,7 @@ def replay(ratings: Ratings, trainer: Trainer, broker: str, *, limit: int | None
         training.UpdatePublisher(trainer.model, broker, "streamed") as updates,
     ):
         dense = copy.deepcopy(trainer.model.layers)
-        for position, inputs, liked in ratings.batches(half, end):
+        for position, inputs, liked in ratings.batches(half, end, "ask and learn the rest"):
             if marks and position >= marks[0]:
                 marks.pop(0)
                 dense = _new_versions(server, trainer, inputs)

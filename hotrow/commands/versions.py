@@ -73,7 +73,7 @@ def _facts(
     labels = {"model": model, "version": str(state.version)}
     loaded_at = page.total("hotrow_loaded_timestamp_seconds", **labels)
     if state.state == "READY" and loaded_at:
-        facts["age_s"] = round(time.time() - loaded_at, 1)
+        facts["age_s"] = round(max(0.0, time.time() - loaded_at), 1)  # clocks may differ
     hits, misses = (page.total(f"hotrow_cache_{kind}_total", **labels) or 0.0 for kind in ("hits", "misses"))
     if hits + misses:
         facts["hit_rate"] = round(hits / (hits + misses), 4)
