@@ -35,25 +35,20 @@ def available_bytes(root: Path = Path("/")) -> int:
     return machine if container is None else min(machine, container)
 
 
-def prefer_large_pages(array: NDArray[Any]) -> None:
-    """Let the kernel read a file that is mapped as an array in large pages (large_pages.py), where it has them.
-
-    Pages that are in memory stay as they are. A read of any place then reads 2 MiB.
-    """
-    begin = _page_of(array)
-    _madvise(begin, array.ctypes.data + array.nbytes - begin, mmap.MADV_HUGEPAGE)
-
-
 def map_pages(array: NDArray[Any], deadline: float) -> None:
-    """Map the pages of a file that is mapped as an array, reading what is not in memory: otherwise the first look-up of
-    every page waits for the kernel to map it.
+    """Map the pages of a file that is mapped as an array: otherwise the first look-up of each page waits for it.
+
+    What is not in memory is read, in large pages (large_pages.py) where the kernel has them; the rest stays as it is.
 
     Ends at `deadline`, a value of time.monotonic(), at the latest, and where a page cannot be read.
     """
     end = array.ctypes.data + array.nbytes
     for address in range(_page_of(array), end, _CHUNK_BYTES):
-        size = min(_CHUNK_BYTES, end - address)
-        if time.monotonic() > deadline or _madvise(address, size, _POPULATE_READ):
+        if time.monotonic() > deadline:
+            return
+        # Not for the whole array: later reads of single rows would read 2 MiB each where the time has been too short.
+        _madvise(address, min(_CHUNK_BYTES + LARGE_PAGE_BYTES, end - address), mmap.MADV_HUGEPAGE)
+        if _madvise(address, min(_CHUNK_BYTES, end - address), _POPULATE_READ):
             return
 
 
@@ -71,7 +66,6 @@ def read_ahead(file: FileIO, num_bytes: int) -> None:
     with suppress(OSError, ValueError):
         content = np.frombuffer(mmap.mmap(file.fileno(), size, offset=begin, access=mmap.ACCESS_READ), np.uint8)
         # Not by `madvise` of mmap, which holds the interpreter while the disk reads.
-        prefer_large_pages(content)
         map_pages(content, math.inf)
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from inference_session.kernels.cpu.lookup import BoundLookups
 from inference_session.kernels.records import Lookup, PreparedLookup
-from inference_session.platform.memory import available_bytes, map_pages, prefer_large_pages
+from inference_session.platform.memory import available_bytes, map_pages
 from inference_session.rows.base import Rows
 from inference_session.rows.hot_keys import HotKeys
 from inference_session.rows.stats import RowStats
@@ -36,11 +36,6 @@ class FileRows(Rows):
         self.changes = changes
         if changes is not None:
             self.writer = changes
-        arrays = [array for file in files for array in file.arrays()] if tables.placement is None else []
-        self._mapped = arrays if sum(array.nbytes for array in arrays) <= available_bytes() else []
-        """What the host reads of files, if memory has room for all of it."""
-        for array in self._mapped:
-            prefer_large_pages(array)
 
     def prepare(self, segments: NDArray[np.void]) -> PreparedLookup | None:
         return self._tables.prepare(segments)
@@ -66,8 +61,10 @@ class FileRows(Rows):
 
     def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:  # noqa: ARG002
         """See Rows. Maps all pages of files that the host reads, if memory has room: requests have no page faults."""
-        for array in self._mapped:
-            map_pages(array, deadline)
+        arrays = [array for file in self._files.values() for array in file.arrays()]
+        if self._tables.placement is None and sum(array.nbytes for array in arrays) <= available_bytes():
+            for array in arrays:
+                map_pages(array, deadline)
 
     def stats(self) -> RowStats:
         updated = None if self.changes is None else self.changes.stats()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import mmap
 import os
 from pathlib import Path
@@ -21,7 +22,7 @@ from inference_session.platform.large_pages import (
     write_zeros,
 )
 from inference_session.platform.mapped_large_pages import large_page_fraction, mapped_large_bytes
-from inference_session.platform.memory import prefer_large_pages, read_ahead
+from inference_session.platform.memory import map_pages, read_ahead
 from inference_session.version_directory.manifest import sha256_of
 
 SIZES = st.lists(
@@ -108,11 +109,11 @@ def write_and_drop(path: Path, data: NDArray[np.uint8]) -> None:
 
 
 def share_read_in_large_pages(path: Path, data: NDArray[np.uint8]) -> float:
-    """How much of a dropped file the kernel reads in large pages through a mapping that prefers them."""
+    """How much of a dropped file the kernel reads in large pages to map it."""
     write_and_drop(path, data)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         content = np.frombuffer(mapped, np.uint8)
-        prefer_large_pages(content[1:])
+        map_pages(content[1:], math.inf)
         assert np.array_equal(content[::-1], data[::-1])
         found = mapped_large_bytes(content)
         del content
