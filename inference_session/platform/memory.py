@@ -42,8 +42,9 @@ def map_pages(array: NDArray[Any], deadline: float) -> None:
 
     Ends at `deadline`, a value of time.monotonic(), at the latest, and where a page cannot be read.
     """
+    begin = array.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
     end = array.ctypes.data + array.nbytes
-    for address in range(_page_of(array), end, _CHUNK_BYTES):
+    for address in range(begin, end, _CHUNK_BYTES):
         if time.monotonic() > deadline:
             return
         # Not for the whole array: later reads of single rows would read 2 MiB each where the time has been too short.
@@ -67,11 +68,6 @@ def read_ahead(file: FileIO, num_bytes: int) -> None:
         content = np.frombuffer(mmap.mmap(file.fileno(), size, offset=begin, access=mmap.ACCESS_READ), np.uint8)
         # Not by `madvise` of mmap, which holds the interpreter while the disk reads.
         map_pages(content, math.inf)
-
-
-def _page_of(array: NDArray[Any]) -> int:
-    """The address of the page in which an array begins."""
-    return array.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
 
 
 def _left_in_container(group: Path) -> int | None:

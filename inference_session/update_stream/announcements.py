@@ -60,12 +60,7 @@ class Announcements:
         self._refused: _Announcement | None = None
         """The refused message that was logged last."""
         # No consumer joins this group.
-        settings = {
-            "group.id": f"hotrow.{self.topic}",
-            "enable.auto.commit": False,
-            "enable.partition.eof": True,
-            "check.crcs": True,
-        }
+        settings = {"group.id": f"hotrow.{self.topic}", "enable.auto.commit": False, "enable.partition.eof": True}
         self._consumer = create_client(Consumer, url, settings)
 
     def newest(self, timeout_s: float) -> int | None:

@@ -55,14 +55,15 @@ Answer = TypeVar("Answer")
 def create_client(
     kind: Callable[[dict[str, Any]], Client], url: KafkaUrl, settings: Mapping[str, Any] | None = None
 ) -> Client:
-    """A `Consumer`, `Producer` or `AdminClient` of the brokers, which prints nothing.
+    """A `Consumer`, which gets no damaged message, `Producer` or `AdminClient` of the brokers. It prints nothing.
 
     Raises:
         ConfigurationError: the library does not take an option of the URL.
     """
     quiet = {"log_level": 0, "error_cb": lambda _: None}  # what matters is raised
+    checked = {"check.crcs": True} if kind is Consumer else {}
     try:
-        return kind({**url.client_settings(), **quiet, **(settings or {})})
+        return kind({**url.client_settings(), **quiet, **checked, **(settings or {})})
     except KafkaException as error:
         raise ConfigurationError(
             f"the Kafka client rejects the settings of {str(url)!r}: {error.args[0].str()}"

@@ -334,7 +334,6 @@ def create_consumer(url: KafkaUrl, group: str, lost_broker: threading.Event) -> 
         "enable.auto.offset.store": False,
         "auto.offset.reset": "error",  # or else messages that were removed meanwhile would be missed without a word
         "enable.partition.eof": True,
-        "check.crcs": True,
         "fetch.wait.max.ms": 100,
         "fetch.error.backoff.ms": 200,
         "reconnect.backoff.max.ms": 1000,

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from inference_session import InferenceSession
+from inference_session.update_stream.kafka_client import Consumer, KafkaError, TopicPartition, assign, create_client
+from inference_session.urls.kafka_url import KafkaUrl
 from tests.testing.broker import Broker
 from tests.testing.proxy import Proxy
-from tests.testing.servers import wait_until
+from tests.testing.servers import PATIENCE_S, wait_until
 from tests.testing.small_version import SmallVersion
 from tests.testing.streamed_rows import await_rows, packed, vectors
 
@@ -50,3 +52,24 @@ def test_a_damaged_message_is_waited_for(small: SmallVersion, caplog: pytest.Log
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len([text for text in told if "CRC" in text]) == 1
     assert len([text for text in told if text.endswith("partition 0, continues")]) == 1
+
+
+def test_no_consumer_gets_a_damaged_message() -> None:
+    """Whatever it reads; it gets an error first, and the message once that arrives whole."""
+    broker = Broker()
+    with Proxy(broker.port) as proxy:
+        broker.advertised_port = proxy.port
+        with broker:
+            broker.send("any", (b"key", RIGHT))
+            consumer = create_client(Consumer, KafkaUrl.parse(broker.url), {"group.id": "any"})
+            partitions = consumer.list_topics("any", timeout=PATIENCE_S).topics["any"].partitions
+            proxy.damage = RIGHT, WRONG
+            assign(consumer, [TopicPartition("any", partition, 0) for partition in partitions])
+            first = consumer.poll(PATIENCE_S)
+            proxy.damage = None
+            messages = [first]
+            while messages[-1].error() is not None:
+                messages.append(consumer.poll(PATIENCE_S))
+            consumer.close()
+    assert first.error().code() == KafkaError._BAD_MSG
+    assert messages[-1].value() == RIGHT
