@@ -19,7 +19,7 @@ def reduction(op: str) -> Emitter:
         if axis == 0:
             layer.refuse("axis 0 reduces over the samples of a batch; an answer would depend on other samples")
         if axis > len(x.dims):
-            layer.fail(f"found {axis}; {x} has the axes 0 to {len(x.dims)}", "axis")
+            layer.fail(f"found {axis}; the last axis of {x} is {len(x.dims)}", "axis")
         dims = (*x.dims[: axis - 1], 1, *x.dims[axis:])
         return [Tensor(_reduce(build, op, x.name, axis), dims, x.rows)]
 

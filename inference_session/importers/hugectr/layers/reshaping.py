@@ -75,7 +75,7 @@ def concat(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[
     last = len(first.dims)
     axis = layer.whole("axis", default=last) if last > 1 and layer.parameters.get("axis") != -1 else last
     if axis > last:
-        layer.fail(f"found {axis}; the tensors have the axes 0 to {last}", "axis")
+        layer.fail(f"found {axis}; the last axis of the tensors is {last}", "axis")
     for tensor in bottoms[1:]:
         fits = len(tensor.dims) == last and tensor.rows == first.rows
         if not fits or any(
