@@ -67,7 +67,7 @@ class Announcements:
         """The version announced last, if there is one since the last call; waits at most this long.
 
         Raises:
-            UnavailableError: the brokers do not answer.
+            UnavailableError: the brokers do not answer, or the topic cannot be read.
         """
         try:
             found = self._find()
@@ -130,7 +130,7 @@ class Announcements:
             if error is not None and error.code() == KafkaError._PARTITION_EOF:
                 return found, refused
             if error is not None:
-                raise KafkaException(error)
+                raise UnavailableError(f"topic {self.topic!r} at {self._url} cannot be read: {error.str()}")
             read = _Announcement(message.offset(), message.timestamp()[1], _version(message))
             found, refused = (found, read) if read.version is None else (read, refused)
         raise UnavailableError(f"topic {self.topic!r} at {self._url} cannot be read within {BROKER_S:g} s")

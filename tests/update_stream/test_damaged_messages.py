@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from inference_session import InferenceSession
+from inference_session.errors import UnavailableError
+from inference_session.update_stream.announcements import Announcements
 from inference_session.update_stream.kafka_client import Consumer, KafkaError, TopicPartition, assign, create_client
 from inference_session.urls.kafka_url import KafkaUrl
 from tests.testing.broker import Broker
@@ -73,3 +75,17 @@ def test_no_consumer_gets_a_damaged_message() -> None:
             consumer.close()
     assert first.error().code() == KafkaError._BAD_MSG
     assert messages[-1].value() == RIGHT
+
+
+def test_a_damaged_announcement_is_named() -> None:
+    """The error says that the message is damaged, not that no broker answers. Once it arrives whole, it counts."""
+    broker = Broker()
+    with Proxy(broker.port) as proxy:
+        broker.advertised_port = proxy.port
+        with broker, Announcements(KafkaUrl.parse(broker.url), "ctr") as announcements:
+            broker.send(announcements.topic, (b"version", b"123456789"))
+            proxy.damage = b"123456789", b"123456780"
+            with pytest.raises(UnavailableError, match=r"topic 'hotrow_versions.ctr' at .* cannot be read: .*CRC"):
+                announcements.newest(PATIENCE_S)
+            proxy.damage = None
+            wait_until(lambda: announcements.newest(0.1) == 123456789, "the announcement to be read")
