@@ -80,6 +80,8 @@ def test_a_lost_backend_process_is_replaced(serve: Serve, two_models: Path, numb
         assert config["version_policy"] == {"latest": {"num_versions": 1}}
     await_scale(served, 3)
     lost = served.stub("ctr")
+    beats = Path(lost.environ()[FOLDER_VARIABLE])
+    assert (beats / str(lost.pid)).exists()
 
     lost.send_signal(number)
     await_line(served, f"backend process {lost.pid} of model 'ctr' version 2 {how}")
@@ -92,6 +94,7 @@ def test_a_lost_backend_process_is_replaced(serve: Serve, two_models: Path, numb
     went_down = any("ended together" in line for line in served.errors)
     assert went_down or restarts(served, "flat") == 0
     wait_until(lambda: not is_running(lost), "the end of the lost process")
+    wait_until(lambda: not (beats / str(lost.pid)).exists(), "the end of its heartbeat")
     launcher = psutil.Process(served.process.pid)
     wait_until(lambda: all(is_running(child) for child in launcher.children()), "the end of the lost process's guard")
     assert served.stop() == 0

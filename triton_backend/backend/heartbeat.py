@@ -60,7 +60,7 @@ class Heartbeat:
             stopped = self._stopping.wait(INTERVAL_S)
         if handle is not None:
             os.close(handle)
-            Path(os.environ[FOLDER_VARIABLE], str(os.getpid())).unlink(missing_ok=True)
+            forget(Path(os.environ[FOLDER_VARIABLE]), os.getpid())
 
 
 def last_beat(folder: Path, pid: int) -> float | None:
@@ -75,6 +75,11 @@ def arguments_of(folder: Path, pid: int) -> bytes:
     with suppress(OSError):
         return (folder / str(pid)).read_bytes()[_TIME.size :]
     return b""
+
+
+def forget(folder: Path, pid: int) -> None:
+    """Remove the file of a process that is gone: one that was killed has not removed it."""
+    (folder / str(pid)).unlink(missing_ok=True)
 
 
 def _open_file() -> int | None:

@@ -123,6 +123,7 @@ class Watchdog:
         if is_changing or time.monotonic() - self._observed_at > OBSERVE_S:
             self._observe()
         for pid in set(self._stubs) - set(present):
+            heartbeat.forget(self._server.heartbeats, pid)  # it may have been killed
             del self._stubs[pid]
             self._since.pop(pid, None)
         self._lost.intersection_update(present)
@@ -139,6 +140,8 @@ class Watchdog:
     def lose_all(self) -> None:
         """The server and its loaded models are gone: `reload_all` loads them into the next server."""
         self._missing = set(self._loaded)
+        for pid in self._stubs:
+            heartbeat.forget(self._server.heartbeats, pid)
 
     def reload_all(self) -> None:
         """Load the previous models into a server that has been started again."""
@@ -198,7 +201,7 @@ class Watchdog:
             self._replaced[stub.model].append(stub)
             self._heal(stub.model)
         else:  # it was being loaded or unloaded, which has to finish first
-            _end(stub)
+            self._end(stub)
 
     def _heal(self, model: str) -> None:
         """Load a model again, in a thread, because loads may take long."""
@@ -223,7 +226,7 @@ class Watchdog:
                 _say(f"model {model!r} could not be loaded again, next attempt in {wait_s:.0f} s: {error}")
                 time.sleep(wait_s)
         while self._replaced[model]:
-            _end(self._replaced[model].pop())
+            self._end(self._replaced[model].pop())
         _say(f"model {model!r} {'serves again' if model in self._loaded else 'was unloaded and stays unloaded'}")
 
     def _load_once(self, model: str, number: int, attempt: int) -> None:
@@ -279,12 +282,12 @@ class Watchdog:
                 config = json.loads(self._server.request("GET", path, timeout=patience_s))
                 self._loaded[model] = LoadedVersions(tuple(sorted(versions)), config)
 
-
-def _end(stub: Stub) -> None:
-    """Kill it if it still lives, and remove its shared memory, which no other process removes."""
-    with suppress(ProcessLookupError):
-        os.kill(stub.pid, signal.SIGKILL)
-    stubs.remove_memory(stub)
+    def _end(self, stub: Stub) -> None:
+        """Kill it if it still lives, and remove its shared memory and heartbeat, which no other process removes."""
+        with suppress(ProcessLookupError):
+            os.kill(stub.pid, signal.SIGKILL)
+        stubs.remove_memory(stub)
+        heartbeat.forget(self._server.heartbeats, stub.pid)
 
 
 def _let_newer_versions_be_noticed(folder: Path, loaded: tuple[int, ...]) -> None:
