@@ -225,14 +225,16 @@ class HdfsSource(ModelSource):
     def _try(self, path: str, work: Callable[[], Result]) -> Result:
         """The result of some work, which is tried again after failures that may pass."""
         begin = time.monotonic()
-        for pause in PAUSES_S:
-            with contextlib.suppress(UnavailableError), self._translated(path):
-                return work()
-            if time.monotonic() + pause - begin > GIVE_UP_S:
-                break
-            time.sleep(pause)
-        with self._translated(path):
-            return work()
+        pauses = iter(PAUSES_S)
+        while True:
+            try:
+                with self._translated(path):
+                    return work()
+            except UnavailableError:  # noqa: PERF203  it is what the loop is for
+                pause = next(pauses, None)
+                if pause is None or time.monotonic() + pause - begin > GIVE_UP_S:
+                    raise
+                time.sleep(pause)
 
     @contextlib.contextmanager
     def _translated(self, path: str) -> Iterator[None]:

@@ -68,6 +68,16 @@ def test_nobody_at_the_port(impatient: None) -> None:
         create_source(f"hdfs://127.0.0.1:{port}/a/b").stat("")
 
 
+def test_no_attempt_begins_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A DataNode that times out each time would make one more take another 20 seconds."""
+    monkeypatch.setattr(hdfs_source, "PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr(hdfs_source, "GIVE_UP_S", 0.0)
+    accepted: list[socket.socket] = []
+    with serving(accepted.append) as port, pytest.raises(UnavailableError, match="closed the connection"):
+        create_source(f"hdfs://127.0.0.1:{port}/a").stat("")
+    assert len(accepted) == 1
+
+
 def test_the_wrong_port(hdfs: Hdfs) -> None:
     """The NameNode's RPC port, which Hadoop's own hdfs:// URLs have, is told apart from the one that is needed."""
     with pytest.raises(SourceError, match=f"127.0.0.1:{hdfs.rpc_port} does not answer as WebHDFS"):
