@@ -11,6 +11,7 @@ from typing import Any
 from inference_session.errors import HotrowError, UnavailableError
 from inference_session.parameter_server.redis.commands import Call, Command, asking, refuse_misfit
 from inference_session.parameter_server.redis.connection import (
+    MEMORY_COMMAND,
     ORIGIN_COMMAND,
     RUN_ID_COMMAND,
     Address,
@@ -21,6 +22,7 @@ from inference_session.parameter_server.redis.connection import (
     RedisConnection,
     Reply,
     WrongTypeError,
+    eviction_policy_in,
     origin_in,
     run_id_in,
 )
@@ -124,6 +126,12 @@ class RedisClient:
         """Identifies the processes that have rows, as opposed to earlier or later ones, and whose rows they have."""
         deadline = Deadline(self._timeout_ms)
         return " ".join(sorted(self._incarnation(address, deadline) for address in self._topology.servers(deadline)))
+
+    def eviction_policies(self) -> set[str]:
+        """The policies of those servers that may evict rows; StoreError where the user lacks the permission to ask."""
+        deadline = Deadline(self._timeout_ms)
+        servers = self._topology.servers(deadline)
+        return {eviction_policy_in(self._ask(server, MEMORY_COMMAND, deadline)) for server in servers} - {""}
 
     def trust(self, incarnations: str) -> None:
         """Ask only these processes for rows, as `incarnations` gives them; empty: any."""

@@ -36,6 +36,7 @@ _TOO_MANY_CLIENTS = "ERR max number of clients"
 
 RUN_ID_COMMAND = ("INFO", "server")
 ORIGIN_COMMAND = ("INFO", "replication")
+MEMORY_COMMAND = ("INFO", "memory")
 
 Address = tuple[str, int]
 Reply: TypeAlias = "bytes | int | list[Reply] | HotrowError | None"
@@ -362,6 +363,15 @@ def origin_in(reply: Reply) -> str:
     fields = _fields_in(reply)
     origin = fields.get("master_replid" if fields.get("role") == "slave" else "master_replid2", "")
     return origin if origin.strip("0") else ""  # zeros: none
+
+
+def eviction_policy_in(reply: Reply) -> str:
+    """By which policy a server evicts rows, from its answer to MEMORY_COMMAND; empty: it evicts none, as they never
+    expire.
+    """
+    fields = _fields_in(reply)
+    policy = fields.get("maxmemory_policy", "")
+    return policy if policy.startswith("allkeys") and fields.get("maxmemory", "0") != "0" else ""
 
 
 def _fields_in(reply: Reply) -> dict[str, str]:

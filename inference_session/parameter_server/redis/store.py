@@ -6,6 +6,7 @@ before the first reply is read, so that the servers look up while we copy (clien
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -33,8 +34,14 @@ DEFAULT_CONNECTIONS = 1
 the call has two sockets to wait for; calls of several threads have connections of their own anyway."""
 _MAX_CONNECTIONS = 1024
 _PROBE_FIELDS = 32
+_MAY_EVICT = (
+    "store %s: its maxmemory-policy is %s, so a full Redis drops whole partitions of tables, updated and erased rows"
+    " included; set maxmemory-policy to noeviction, and limit the rows by overflow_margin"
+)
 _GLOB = re.compile(r"[*?\[\]^\\-]")
 """Characters that mean something in a pattern of Redis."""
+
+_log = logging.getLogger(__name__)
 
 
 class RedisStore(BoundStore):
@@ -61,6 +68,7 @@ class RedisStore(BoundStore):
             url, timeout_ms, num_connections=url.count("connections", DEFAULT_CONNECTIONS, _MAX_CONNECTIONS)
         )
         """Sends commands to the server, or servers, that have the rows."""
+        self._is_eviction_known = False
         self._closed = False
 
     @property
@@ -198,7 +206,17 @@ class RedisStore(BoundStore):
         """See EmbeddingStore. Asks every node that has rows; others may have filled it since the last check."""
         self._refuse_if_closed()
         self.client.ping()
+        self._warn_of_eviction()
         self._partitionings.doubt_all()
+
+    def _warn_of_eviction(self) -> None:
+        """Log once if a server may evict rows. Nothing is known of it for a user without permission for `INFO`."""
+        if self._is_eviction_known:
+            return
+        with suppress(StoreError):
+            for policy in self.client.eviction_policies():
+                _log.warning(_MAY_EVICT, self.url, policy)
+        self._is_eviction_known = True
 
     def refresh(self) -> None:
         """See EmbeddingStore. Infers the partitioning of tables again that had too few rows before."""

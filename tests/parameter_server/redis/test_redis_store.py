@@ -676,6 +676,24 @@ class TestOutages:
                 store.insert("wide", random_keys(20_000), random_vectors(20_000, 128))
             assert fetch(store, "odd", keys_of(1))[0].all()
 
+    @pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-lru", "noeviction"])
+    def test_a_server_that_may_evict_rows_is_warned_of_once(
+        self, policy: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Rows never expire, so that the policies for keys that do evict none."""
+        with RedisServer("--maxmemory-policy", policy) as server, server.client() as client:
+            with open_store(server.url) as unlimited:
+                unlimited.check()
+            assert not caplog.messages
+            client.config_set("maxmemory", "100mb")
+            with open_store(server.url) as store:
+                store.check()
+                store.check()
+
+        assert [f"maxmemory-policy is {policy}" in text for text in caplog.messages] == [True] * (
+            policy == "allkeys-lru"
+        )
+
 
 class TestCluster:
     """A cluster that changes while it is used."""
