@@ -11,9 +11,8 @@ import click
 from hotrow.path_types import FILE, FOLDER
 from hotrow.progress import byte_progress
 from inference_session.errors import ConfigurationError
-from inference_session.model_spec import TABLES_FOLDER, ModelSpec, VectorType, is_folder_name
+from inference_session.model_spec import ModelSpec, VectorType, is_folder_name
 from inference_session.platform.staging import MAX_VERSION
-from inference_session.version_directory.session_file import read_spec
 from triton_backend.repository.config_writer import write_model_config
 from triton_backend.repository.instances import suitable_instances
 from triton_backend.repository.model_config import MAX_BATCH_SIZE
@@ -172,7 +171,7 @@ def onnx(
     type=FOLDER,
     metavar="VERSION_DIR",
     help="An earlier version of the model, whose rows are kept for keys that the new version lacks, as in HugeCTR's "
-    "own update.  [default: keys that the new version lacks are unknown]",
+    "own update; needs --model if PS_JSON has several.  [default: keys that the new version lacks are unknown]",
 )
 @_tables
 def hugectr(
@@ -206,7 +205,7 @@ def hugectr(
             repository,
             model=model,
             version=version,
-            keep_rows_of=_table_folders(keep_rows_of) if keep_rows_of else (),
+            keep_rows_of=keep_rows_of or (),
             tables=tables,
             progress=progress,
             complete=configure,
@@ -274,7 +273,3 @@ def dynamicemb(dump: Path, name: str, repository: Path, version: int | None) -> 
     with byte_progress(f"Importing {dump}") as progress:
         report = import_dynamicemb(dump, repository, name, version=version, progress=progress, complete=configure)
     click.echo(str(report))
-
-
-def _table_folders(version_dir: Path) -> list[Path]:
-    return [version_dir / TABLES_FOLDER / table.folder for table in read_spec(version_dir).tables]

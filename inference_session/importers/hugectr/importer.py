@@ -8,6 +8,7 @@ from pathlib import Path
 
 from inference_session.errors import ConfigurationError
 from inference_session.importers.hugectr.graph import Graph, read_graph
+from inference_session.importers.hugectr.kept_rows import Kept, kept_tables
 from inference_session.importers.hugectr.onnx_graph import DenseNetwork, build_dense_network
 from inference_session.importers.hugectr.ps_fields import PsJson, PsModel
 from inference_session.importers.hugectr.ps_json import read_ps_json
@@ -76,7 +77,7 @@ class _Job:
     model: PsModel
     directory: Path
     """The empty folder that becomes the version directory."""
-    keep_rows_of: Sequence[Path] = ()
+    keep_rows_of: Kept = ()
     may_link: bool = True
     progress: Progress | None = None
 
@@ -87,7 +88,7 @@ def import_hugectr(
     *,
     model: str | None = None,
     version: int | None = None,
-    keep_rows_of: Sequence[Path] = (),
+    keep_rows_of: Kept = (),
     tables: VectorType = "float32",
     progress: Progress | None = None,
     complete: Callable[[Path, ModelSpec, PsModel], object] | None = None,
@@ -114,6 +115,8 @@ def import_hugectr(
     """
     settings = read_ps_json(ps_json)
     models = settings.models if model is None else (settings.model(model),)
+    if keep_rows_of and len(models) > 1:
+        raise ConfigurationError(f"{settings.path} has {len(models)} models; name the one whose rows are to be kept")
     reports = []
     for item in models:
         with stage_version(repository, item.name, version) as (staging, version_dir):
@@ -136,7 +139,7 @@ def write_version(
     model: PsModel,
     directory: Path,
     *,
-    keep_rows_of: Sequence[Path] = (),
+    keep_rows_of: Kept = (),
     tables: VectorType = "float32",
     may_link: bool = True,
     progress: Progress | None = None,
@@ -145,19 +148,14 @@ def write_version(
 
     Args:
         model: may differ from ps.json, e.g. where config.pbtxt names other files.
-        keep_rows_of: table folders of an earlier version, one per table in the order of the tables; of several
-            versions the oldest first. Rows that the model no longer contains are kept, as HugeCTR's own update does.
+        keep_rows_of: earlier tables of the model (kept_rows.py). Rows that the model no longer contains are kept, as
+            HugeCTR's own update does.
         tables: as `import_hugectr`.
         may_link: False: tables are copied, so that writes to the originals do not change the version.
 
     Raises:
         as `import_hugectr`.
     """
-    if len(keep_rows_of) % len(model.sparse_files):
-        raise ConfigurationError(
-            f"model {model.name!r} has {len(model.sparse_files)} tables, but {len(keep_rows_of)} folders in "
-            "keep_rows_of; give one per table"
-        )
     job = _Job(settings, model, directory, keep_rows_of, may_link, progress)
     spec, num_parameters = _write_network(job) if model.graph_file else (_write_tables_alone(job), 0)
     spec = quantize_tables(directory, spec, tables, progress)
@@ -241,12 +239,13 @@ def _embedding_dim(settings: PsJson, model: PsModel, folder: Path) -> int:
 
 def _write_tables(job: _Job, names: Sequence[str], dims: Sequence[int]) -> tuple[TableSpec, ...]:
     model, tables = job.model, []
-    places = zip(names, folder_names(list(names)), model.sparse_files, dims, strict=True)
-    for i, (name, folder, source, dim) in enumerate(places):
+    earlier = kept_tables(job.keep_rows_of, names, dims)
+    places = zip(names, folder_names(list(names)), model.sparse_files, dims, earlier, strict=True)
+    for i, (name, folder, source, dim, kept) in enumerate(places):
         num_rows = write_table(
             SparseFolder(Path(source), dim, job.settings.key_type),
             job.directory / TABLES_FOLDER / folder,
-            job.keep_rows_of[i :: len(names)],
+            kept,
             may_link=job.may_link,
             progress=job.progress,
         )

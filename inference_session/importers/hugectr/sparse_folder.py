@@ -1,4 +1,4 @@
-"""HugeCTR's sparse folders into the tables of a version: linked or copied, never converted."""
+"""HugeCTR's sparse folders into the tables of a version: linked or copied. Rows of earlier versions may be added."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import ModelFormatError
+from inference_session.importers.hugectr.kept_rows import KeptTable
 from inference_session.importers.hugectr.ps_fields import KeyType
-from inference_session.model_spec import KEY_FILE, VECTOR_FILE
+from inference_session.model_spec import KEY_FILE, VECTOR_FILE, VectorType, bytes_per_row
 from inference_session.platform.large_pages import copy_file, open_for_writing
 from inference_session.platform.progress import Progress
 from inference_session.tables.ordered_keys import contains
+from inference_session.tables.quantized_rows import dequantize_rows
 from inference_session.tables.table_index import build_index
 
 _KEY_BYTES = 8
@@ -35,6 +37,8 @@ class SparseFolder:
     embedding_dim: int
     key_type: KeyType
     """What the model takes the keys for; the file holds int64 in any case."""
+    dtype: VectorType = "float32"
+    """How vectors are stored; HugeCTR knows float32 alone, tables of a version may be smaller."""
 
     @property
     def num_rows(self) -> int:
@@ -43,20 +47,22 @@ class SparseFolder:
         num_rows, rest = divmod(key_bytes, _KEY_BYTES)
         if rest:
             raise ModelFormatError(f"{self.path / KEY_FILE}: {key_bytes} bytes are not a whole number of int64 keys")
-        expected = num_rows * self.embedding_dim * _FLOAT_BYTES
+        expected = num_rows * bytes_per_row(self.embedding_dim, self.dtype)
         if vector_bytes != expected:
             raise ModelFormatError(
                 f"{self.path / VECTOR_FILE}: {vector_bytes} bytes, expected {expected} "
-                f"({num_rows} keys, embedding_dim {self.embedding_dim}, float32)"
+                f"({num_rows} keys, embedding_dim {self.embedding_dim}, {self.dtype})"
             )
         return num_rows
 
     def chunks(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
         """Keys as the model takes them, and their vectors, in parts."""
-        vectors = _mapped(self.path / VECTOR_FILE, "<f4").reshape(self.num_rows, self.embedding_dim)
+        element = np.dtype("u1") if self.dtype == "int8" else np.dtype(self.dtype).newbyteorder("<")
+        width = bytes_per_row(self.embedding_dim, self.dtype) // element.itemsize
+        rows = _mapped(self.path / VECTOR_FILE, element).reshape(self.num_rows, width)
         begin = 0
         for keys in self.key_chunks():
-            yield keys, vectors[begin : begin + len(keys)]
+            yield keys, dequantize_rows(rows[begin : begin + len(keys)], self.dtype)
             begin += len(keys)
 
     def key_chunks(self) -> Iterator[NDArray[np.int64]]:
@@ -73,7 +79,7 @@ def stored_embedding_dim(folder: Path) -> int | None:
 def write_table(
     source: SparseFolder,
     target: Path,
-    earlier: Sequence[Path] = (),
+    earlier: Sequence[KeptTable] = (),
     *,
     may_link: bool = True,
     progress: Progress | None = None,
@@ -83,7 +89,7 @@ def write_table(
     Args:
         source: where the rows are.
         target: the table's folder, which is made.
-        earlier: sparse folders of earlier versions, the oldest first, whose rows are kept if no later version has them.
+        earlier: tables of earlier versions, the oldest first, whose rows are kept if no later version has them.
         may_link: False: files are copied, so that writes to the originals do not change the version.
         progress: called with the bytes of keys indexed.
 
@@ -98,7 +104,8 @@ def write_table(
     else:
         _write_uint32(source, target / KEY_FILE)
     _take(source.path / VECTOR_FILE, target / VECTOR_FILE, may_link=may_link)
-    num_rows += sum(_keep_rows(replace(source, path=path), target) for path in reversed(earlier))
+    for kept in reversed(earlier):
+        num_rows += _keep_rows(replace(source, path=kept.path, dtype=kept.dtype), target)
     build_index(target, _mapped(target / KEY_FILE), progress and partial(_count_keys, progress))
     return num_rows
 
@@ -157,5 +164,5 @@ def _chunks(path: Path) -> Iterator[NDArray[np.int64]]:
     return (keys[begin : begin + _KEYS_PER_CHUNK] for begin in range(0, keys.size, _KEYS_PER_CHUNK))
 
 
-def _mapped(path: Path, dtype: str = "<i8") -> NDArray[Any]:
+def _mapped(path: Path, dtype: str | np.dtype[Any] = "<i8") -> NDArray[Any]:
     return np.memmap(path, dtype, "r") if _size(path) else np.empty(0, dtype)
