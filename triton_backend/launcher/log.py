@@ -51,6 +51,7 @@ class ServerLog:
     def server_is_ready(self) -> None:
         """Show failed loads from now on; during the start they become the reason of its failure."""
         self._starting = False
+        self._load_failures.clear()
 
     def finish(self) -> None:
         """Wait for the last lines of a server that has ended, with a time limit: its stubs may live on."""
@@ -79,7 +80,7 @@ class ServerLog:
         return any(noise in line for noise in _NOISE) or _CHOICE.search(line) is not None
 
     def _note(self, line: str) -> None:
-        if match := _LOAD_FAILURE.search(line):
+        if self._starting and (match := _LOAD_FAILURE.search(line)):
             name, version, reason = match.groups()
             self._load_failures.append(f"model {name!r} version {version} failed to load: {_plain(reason)}")
         elif _LOST_LOCK in line:
