@@ -24,13 +24,14 @@ def raise_after_imports() -> None:
             signal.signal(number, _interrupt)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    if number == signal.SIGHUP:  # a closed terminal sends it twice, by the shell and by the kernel
-        signal.signal(number, signal.SIG_IGN)
+def _interrupt(_: int, frame: FrameType | None) -> None:
     if _is_importing(frame):
         signal.signal(signal.SIGALRM, _interrupt)
         signal.setitimer(signal.ITIMER_REAL, _RETRY_S)
     else:
+        # A second one, as of a closed terminal, does not interrupt what cleans up. Who presses Ctrl-C twice means it.
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
 
