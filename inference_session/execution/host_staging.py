@@ -59,7 +59,11 @@ class _RequestRecords(NamedTuple):
 
 
 class HostStaging:
-    """The memory that batches use, and a plan of the networks over it for each shape. For one thread."""
+    """The memory that batches use. For one thread.
+
+    Three dictionaries keep what many batches have in common: `_records` the look-up of so many requests, `_runs` the
+    network bound to certain shapes, and `_batches` both of them for a case.
+    """
 
     def __init__(
         self, spec: ModelSpec, lookups: ModelLookups, network: Network, outputs: Outputs, form: ArrayForm
@@ -78,7 +82,8 @@ class HostStaging:
         self._vector_records = _vector_records(lookups.vector_inputs)
         self._open_sizes = np.zeros(form.num_open_sizes, np.int64)
         self._memory: Memory = {}
-        self._plans: dict[tuple[bytes, Any], BoundRun | None] = {}
+        self._runs: dict[tuple[bytes, tuple[str, ...]], BoundRun | None] = {}
+        """By the shapes of a batch and what is computed. None: `run_many` refuses such requests."""
         self._key_graph = None
         if network.keys is not None:
             self._key_graph = HostKeyGraph(network.keys, network.key_names, form, self._memory, self._open_sizes)
@@ -113,25 +118,16 @@ class HostStaging:
 
     def _batch(self, case: _Case) -> StagedBatch | None:
         """What all batches of a case have in common: making it takes longer than staging a request."""
-        batch_shapes, num_requests, outputs = case
+        shapes, num_requests, outputs = case
         wanted = self._outputs.wanted(outputs)
         if len(self._batches) >= MAX_PLANS:
             self._batches.clear()
-        key = batch_shapes, wanted.computed
-        run = self._plans[key] if key in self._plans else self._plan(key)
-        batch = None
+        run, batch = self._run_of(shapes, wanted.computed), None
         if run is not None:
             records = self._records.get(num_requests) or self._records_of(num_requests)
             num_samples = int(self._open_sizes[0])
-            batch = StagedBatch(
-                records.lookup,
-                records.look_up,
-                run,
-                records.counts,
-                num_samples,
-                num_requests if self._ranks else num_samples,
-                wanted,
-            )
+            num_contexts = num_requests if self._ranks else num_samples
+            batch = StagedBatch(records.lookup, records.look_up, run, records.counts, num_samples, num_contexts, wanted)
         self._batches[case] = batch
         return batch
 
@@ -153,6 +149,7 @@ class HostStaging:
         self._steps = (first, self._key_graph.compute, *others) if self._key_graph is not None else (first,)
         self._counts, self._segments, self._num_keys, self._num_unknown = counts, segments, num_keys, num_unknown
         self._records: dict[int, _RequestRecords] = {}
+        """By the number of requests."""
         self._batches: dict[_Case, StagedBatch | None] = {}
         """None: `run_many` refuses such requests."""
 
@@ -165,7 +162,7 @@ class HostStaging:
             return True
         if self._inputs["wanted_bytes"].sum() + self._vector_records["wanted_bytes"].sum() > MAX_BYTES:
             return False
-        self._forget_plans()  # they use the memory that is replaced
+        self._forget_runs()  # they use the memory that is replaced
         for kind, records in (("input", self._inputs), ("vectors", self._vector_records)):
             for i in np.flatnonzero(records["wanted_bytes"] > records["num_bytes"]).tolist():
                 num_bytes = _power_of_two(int(records["wanted_bytes"][i]))
@@ -173,17 +170,19 @@ class HostStaging:
                 records["address"][i], records["num_bytes"][i] = address_of(memory), num_bytes
         return True
 
-    def _plan(self, case: tuple[bytes, tuple[str, ...]]) -> BoundRun | None:
-        """The network bound to the memory of batches of these shapes; None: `run_many` refuses such requests."""
-        if are_full(self._plans.values()):
-            self._forget_plans()
-        shapes = self._form.shapes(self._open_sizes)
-        fits = self._form.fits(shapes)
-        self._plans[case] = run = self._dense.bind(self._network_inputs(shapes), case[1]) if fits else None
+    def _run_of(self, shapes: bytes, computed: tuple[str, ...]) -> BoundRun | None:
+        """The network bound to the memory of batches of the last one's shapes, to compute these outputs."""
+        if (shapes, computed) in self._runs:
+            return self._runs[shapes, computed]
+        if are_full(self._runs.values()):
+            self._forget_runs()
+        own = self._form.shapes(self._open_sizes)
+        run = self._dense.bind(self._network_inputs(own), computed) if self._form.fits(own) else None
+        self._runs[shapes, computed] = run
         return run
 
-    def _forget_plans(self) -> None:
-        self._plans.clear()
+    def _forget_runs(self) -> None:
+        self._runs.clear()
         if self._key_graph is not None:
             self._key_graph.forget()
         self._batches.clear()
