@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from inference_session import InferenceSession, Request
 from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.execution.kept_contexts import Context, ContextMemory
-from inference_session.importers.onnx import ImportReport
+from inference_session.importers.report import ImportReport
 from inference_session.model_spec import CANDIDATES
 from inference_session.parameter_server.write_log import WriteLog
 from tests.testing.onnx_models import import_model, model_of, table

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from inference_session import InferenceSession, Request
 from inference_session.errors import HotrowError, InvalidRequestError
-from inference_session.importers.onnx import ImportReport
+from inference_session.importers.report import ImportReport
 from inference_session.model_spec import CANDIDATES
 from inference_session.requests.ranking_layout import split_by_context
 from tests.testing.onnx_evaluation import Arrays, run_network

@@ -10,8 +10,9 @@ from onnx import ModelProto
 
 from hotrow.training.dense_network import ExportedTable
 from inference_session.errors import UnsupportedModelError
-from inference_session.importers.onnx import ImportReport, TablePlace, import_staged
+from inference_session.importers.onnx import TablePlace, import_staged
 from inference_session.importers.onnx.carve import CONSTANT_KEYS_ONLY
+from inference_session.importers.report import ImportReport
 from inference_session.model_spec import ModelSpec
 
 _TRACED_FILE = ".traced.onnx"

@@ -26,7 +26,7 @@ from hotrow.training.checkpoint_files import CheckpointReader
 from hotrow.training.dense_network import ExportedTable, external_tensor, first_lines, forget_sources, quiet
 from hotrow.training.tables import Shard, Table, create_file, write_table
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError
-from inference_session.importers.onnx import ImportReport
+from inference_session.importers.report import ImportReport
 from inference_session.model_source import create_source
 from inference_session.model_spec import TABLES_FOLDER, VECTOR_FILE, ModelSpec, folder_names
 from inference_session.platform.progress import Progress

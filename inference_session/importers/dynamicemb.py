@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from inference_session.errors import ModelFormatError
-from inference_session.importers.onnx import ImportReport
+from inference_session.importers.report import ImportReport
 from inference_session.model_spec import (
     KEY_FILE,
     TABLES_FOLDER,

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from onnx import ModelProto, numpy_helper
 
 from inference_session import InferenceSession
-from inference_session.importers.onnx import ImportReport, import_onnx
+from inference_session.importers.onnx import import_onnx
+from inference_session.importers.report import ImportReport
 from tests.testing.onnx_evaluation import Arrays, evaluate, run_network
 
 TOLERANCE = 1e-6

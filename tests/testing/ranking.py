@@ -11,8 +11,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import ModelProto
 
-from inference_session.importers.onnx import ImportReport
 from inference_session.importers.onnx.replay import Replay
+from inference_session.importers.report import ImportReport
 from inference_session.model_spec import BLOCK_CONTEXT, RANKING_FILE, RANKING_KEYS_FILE, ROW_CONTEXT
 from inference_session.requests.blocks import arrange
 from tests.testing.onnx_evaluation import Arrays, run_network

@@ -1,5 +1,5 @@
 """HugeCTR's and HPS's files: ps.json, graph JSON, dense weights, sparse folders; and the layout of their requests."""
 
-from inference_session.importers.hugectr.importer import ImportReport, import_hugectr, write_version
+from inference_session.importers.hugectr.importer import import_hugectr
 
-__all__ = ["ImportReport", "import_hugectr", "write_version"]
+__all__ = ["import_hugectr"]

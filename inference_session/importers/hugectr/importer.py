@@ -14,6 +14,7 @@ from inference_session.importers.hugectr.ps_fields import PsJson, PsModel
 from inference_session.importers.hugectr.ps_json import read_ps_json
 from inference_session.importers.hugectr.remote_files import remote_files, with_local_files
 from inference_session.importers.hugectr.sparse_folder import SparseFolder, stored_embedding_dim, write_table
+from inference_session.importers.report import ImportReport
 from inference_session.model_source.fetch import forget
 from inference_session.model_spec import (
     DENSE_FILE,
@@ -32,41 +33,6 @@ from inference_session.version_directory.manifest import describe_version
 from inference_session.version_directory.publishing import share_unchanged
 from inference_session.version_directory.quantizing import quantize_tables
 from inference_session.version_directory.version import VersionDirectory
-
-
-@dataclass(frozen=True)
-class ImportReport:
-    """The result of importing one model."""
-
-    model: str
-    version_dir: Path
-    spec: ModelSpec
-    num_dense_parameters: int
-    """0 for a model that consists only of tables."""
-    ignored: tuple[str, ...]
-    """Fields of ps.json that have no effect in this release."""
-    unknown: tuple[str, ...]
-    """Fields of ps.json that neither HugeCTR nor HPS has."""
-    num_duplicates: tuple[int, ...]
-    """By table, rows that are never found because a later one has the same key."""
-
-    def __str__(self) -> str:
-        lines = [f"Imported {self.spec.source} as {self.version_dir}", f"Tables: {len(self.spec.tables)}"]
-        lines += map(self._line, self.spec.tables, self.num_duplicates)
-        if self.spec.labels:
-            lines.append(f"Predictions: {', '.join(self.spec.labels)} ({self.num_dense_parameters} dense parameters)")
-        if self.ignored:
-            lines.append(f"Note: fields of ps.json that hotrow ignores: {', '.join(self.ignored)}")
-        if self.unknown:
-            lines.append(f"Note: unknown fields of ps.json: {', '.join(self.unknown)}")
-        return "\n".join(lines)
-
-    @staticmethod
-    def _line(table: TableSpec, num_duplicates: int) -> str:
-        duplicates = (
-            (f"; {num_duplicates} are never found, because a later row has the same key") if num_duplicates else ""
-        )
-        return f"  {table.name!r}: {table.num_rows} rows x {table.embedding_dim} {table.dtype}{duplicates}"
 
 
 @dataclass(frozen=True)
@@ -121,14 +87,12 @@ def import_hugectr(
     for item in models:
         with stage_version(repository, item.name, version) as (staging, version_dir):
             local = with_local_files(item, progress)
-            spec, num_parameters = write_version(
-                settings, local, staging, keep_rows_of=keep_rows_of, tables=tables, progress=progress
-            )
+            spec = write_version(settings, local, staging, keep_rows_of=keep_rows_of, tables=tables, progress=progress)
             share_unchanged(staging)
             if complete:
                 complete(staging, spec, item)
-        found = num_parameters, settings.ignored, settings.unknown, _num_duplicates(version_dir, spec)
-        reports.append(ImportReport(item.name, version_dir, spec, *found))
+        notes = *_duplicates(version_dir, spec), *_unused_fields(settings)
+        reports.append(ImportReport(version_dir, spec, notes=notes))
         for url in remote_files(item):
             forget(url)
     return reports
@@ -143,8 +107,8 @@ def write_version(
     tables: VectorType = "float32",
     may_link: bool = True,
     progress: Progress | None = None,
-) -> tuple[ModelSpec, int]:
-    """Write one model into an empty folder, complete with its manifest; returns its spec, and its dense parameters.
+) -> ModelSpec:
+    """Write one model into an empty folder, complete with its manifest; returns its spec.
 
     Args:
         model: may differ from ps.json, e.g. where config.pbtxt names other files.
@@ -157,13 +121,13 @@ def write_version(
         as `import_hugectr`.
     """
     job = _Job(settings, model, directory, keep_rows_of, may_link, progress)
-    spec, num_parameters = _write_network(job) if model.graph_file else (_write_tables_alone(job), 0)
+    spec = _write_network(job) if model.graph_file else _write_tables_alone(job)
     spec = quantize_tables(directory, spec, tables, progress)
     describe_version(spec, directory, progress)
-    return spec, num_parameters
+    return spec
 
 
-def _write_network(job: _Job) -> tuple[ModelSpec, int]:
+def _write_network(job: _Job) -> ModelSpec:
     settings, model = job.settings, job.model
     graph = read_graph(Path(model.graph_file))
     if len(graph.tables) != len(model.sparse_files):
@@ -180,7 +144,7 @@ def _write_network(job: _Job) -> tuple[ModelSpec, int]:
         [embedding.embedding_dim for embedding in graph.tables],
     )
     (job.directory / DENSE_FILE).write_bytes(network.model.SerializeToString())
-    return _network_spec(settings, model, graph, network, tables), network.num_parameters
+    return _network_spec(settings, model, graph, network, tables)
 
 
 def _network_spec(
@@ -253,5 +217,16 @@ def _write_tables(job: _Job, names: Sequence[str], dims: Sequence[int]) -> tuple
     return tuple(tables)
 
 
-def _num_duplicates(version_dir: Path, spec: ModelSpec) -> tuple[int, ...]:
-    return tuple(table.num_duplicates for table in VersionDirectory(version_dir, spec).open_tables())
+def _duplicates(version_dir: Path, spec: ModelSpec) -> list[str]:
+    """Notes on rows that are never found."""
+    return [
+        f"table {table.spec.name!r}: {table.num_duplicates} rows are never found, because a later row has the same key"
+        for table in VersionDirectory(version_dir, spec).open_tables()
+        if table.num_duplicates
+    ]
+
+
+def _unused_fields(settings: PsJson) -> list[str]:
+    """Notes on fields of ps.json that have no effect in this release, and on those that neither HugeCTR nor HPS has."""
+    kinds = {"fields of ps.json that hotrow ignores": settings.ignored, "unknown fields of ps.json": settings.unknown}
+    return [f"{kind}: {', '.join(fields)}" for kind, fields in kinds.items() if fields]

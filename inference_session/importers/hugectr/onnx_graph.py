@@ -7,7 +7,6 @@ label, [samples, columns] under the label's name, as probabilities. All float32.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,12 +43,6 @@ class DenseNetwork:
     """Initializers that are running means and variances, in the order of their file."""
     tensors: Mapping[str, Tensor]
     """What layers take and make, by its name in the graph."""
-
-    @property
-    def num_parameters(self) -> int:
-        """Elements of the dense file."""
-        sizes = {tensor.name: math.prod(tensor.dims) for tensor in self.model.graph.initializer}
-        return sum(sizes[name] for name in self.parameters)
 
 
 def build_dense_network(graph: Graph, dense_file: Path, statistics_file: Path | None = None) -> DenseNetwork:

@@ -16,7 +16,6 @@ importer                      all steps, into a version directory that appears w
 """
 
 from inference_session.importers.onnx.importer import import_onnx, import_staged
-from inference_session.importers.onnx.report import DenseInitializer, ImportReport
 from inference_session.importers.onnx.spec import TablePlace
 
-__all__ = ["DenseInitializer", "ImportReport", "TablePlace", "import_onnx", "import_staged"]
+__all__ = ["TablePlace", "import_onnx", "import_staged"]

@@ -28,11 +28,11 @@ from inference_session.importers.onnx.probe import PRIME_SIZES, Arrays, Findings
 from inference_session.importers.onnx.ranking import RankingImport
 from inference_session.importers.onnx.ranking_trials import TOLERANCE, RankingTrials
 from inference_session.importers.onnx.replay import Replay
-from inference_session.importers.onnx.report import DenseInitializer, ImportReport
 from inference_session.importers.onnx.spec import TablePlace, model_spec, table_folders
 from inference_session.importers.onnx.types import NUMPY_TYPES, ValueType, value_type
 from inference_session.importers.onnx.weights import Weight, refer_to, weight_of
 from inference_session.importers.onnx.wire import read_skeleton
+from inference_session.importers.report import DenseInitializer, ImportReport
 from inference_session.model_spec import (
     DENSE_FILE,
     KEYS_FILE,

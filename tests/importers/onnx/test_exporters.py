@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference_session.importers.onnx import ImportReport, import_onnx
+from inference_session.importers.onnx import import_onnx
+from inference_session.importers.report import ImportReport
 from tests.testing.onnx_models import assert_same
 from tests.testing.torch_export import export_torch
 

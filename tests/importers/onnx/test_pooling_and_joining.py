@@ -10,7 +10,7 @@ import pytest
 
 from inference_session import InferenceSession
 from inference_session.errors import InvalidRequestError
-from inference_session.importers.onnx import ImportReport
+from inference_session.importers.report import ImportReport
 from tests.testing.onnx_evaluation import Arrays
 from tests.testing.onnx_models import check, import_model, model_of, table
 

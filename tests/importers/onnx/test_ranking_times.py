@@ -11,8 +11,9 @@ from click.testing import CliRunner
 from hotrow.command_line import cli
 from inference_session import InferenceSession, Request
 from inference_session.errors import ConfigurationError, HotrowError
-from inference_session.importers.onnx import ImportReport, ranking, ranking_times
+from inference_session.importers.onnx import ranking, ranking_times
 from inference_session.importers.onnx.ranking_times import Times
+from inference_session.importers.report import ImportReport
 from inference_session.model_spec import CANDIDATES, RANKING_FILE
 from tests.testing.onnx_evaluation import run_network
 from tests.testing.onnx_models import import_model, model_of, table

@@ -9,9 +9,10 @@ import pytest
 
 from inference_session import InferenceSession, Request
 from inference_session.errors import ModelFormatError
-from inference_session.importers.onnx import ImportReport, ranking, ranking_trials
+from inference_session.importers.onnx import ranking, ranking_trials
 from inference_session.importers.onnx.context import Cut
 from inference_session.importers.onnx.ranking_trials import RankingTrials
+from inference_session.importers.report import ImportReport
 from inference_session.model_spec import CANDIDATES, SESSION_FILE
 from inference_session.requests.ranking_layout import exceeds
 from inference_session.version_directory.session_file import read_spec

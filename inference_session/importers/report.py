@@ -27,6 +27,7 @@ class ImportReport:
     spec: ModelSpec
     stays_dense: tuple[DenseInitializer, ...] = ()
     notes: tuple[str, ...] = ()
+    """What else to tell the person, a sentence each."""
 
     @property
     def tables(self) -> tuple[TableSpec, ...]:
