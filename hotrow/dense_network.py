@@ -45,9 +45,10 @@ def describe_dense_network(spec: ModelSpec, version_dir: Path) -> dict[str, Any]
     facts: dict[str, Any] = {"engine": settings.engine_name, "precision": precision}
     if precision == "bfloat16":
         # Imported where needed: ONNX takes a while to load.
+        from inference_session.dense_engine.network_file import NetworkFile
         from inference_session.dense_engine.openvino import read_division
 
         served = RANKING_FILE if spec.is_divided else DENSE_FILE
-        division = read_division(version_dir / served)
+        division = read_division(NetworkFile(version_dir / served))
         facts |= {"matrix_products": division.num_products, "all_matrix_products": division.num_all_products}
     return facts

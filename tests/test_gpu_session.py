@@ -320,9 +320,10 @@ def small_network(folder: Path, nodes: list[Any], inputs: list[Any], outputs: li
 def engine_of(path: Path) -> Any:
     """Its dense engine on the first GPU."""
     from inference_session.dense_engine.cuda import CudaEngine
+    from inference_session.dense_engine.network_file import NetworkFile
     from inference_session.device.cuda import CudaDevice
 
-    return CudaEngine(path, num_threads=1, gpu=CudaDevice(0), use_tf32=False)
+    return CudaEngine(NetworkFile(path), num_threads=1, gpu=CudaDevice(0), use_tf32=False)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of CuPy's streams that were never made

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 from inference_session.config import SessionConfig
 from inference_session.dense_engine.base import ConcatOperands, DenseEngine
 from inference_session.dense_engine.concat_engine import ConcatEngine
+from inference_session.dense_engine.network_file import NetworkFile
 from inference_session.dense_engine.onnx import OnnxEngine
 from inference_session.dense_engine.vectors import VectorEngine
 from inference_session.device.base import Device
@@ -19,7 +20,7 @@ from inference_session.errors import ConfigurationError, ModelFormatError
 if TYPE_CHECKING:
     from inference_session.device.cuda import CudaDevice
 
-__all__ = ["DenseEngine", "OnnxEngine", "VectorEngine", "check_precision", "create_engine"]
+__all__ = ["DenseEngine", "NetworkFile", "OnnxEngine", "VectorEngine", "check_precision", "create_engine"]
 
 
 _log = logging.getLogger(__name__)
@@ -59,63 +60,59 @@ def create_engine(
         vectors: inputs that look-ups write; the engine may take them in float16 (DenseEngine.narrow_inputs).
         operands: inputs that it may take as columns of one matrix (DenseEngine.concat_inputs); None: it has none.
     """
-    network = None
+    found = None
     if operands is not None:
         # Imported where needed: ONNX takes a while to load.
         from inference_session.dense_engine.concat_inputs import read_with_concat_inputs
 
-        network = read_with_concat_inputs(path, operands)
-    if network is None:
-        return _create(path, None, config, device, vectors)
-    written = {*vectors, *(concat.name for concat in network.concat_inputs)}
-    return ConcatEngine(_create(path, network.content, config, device, written), network.concat_inputs, device)
+        found = read_with_concat_inputs(path, operands)
+    if found is None:
+        return _create(NetworkFile(path), config, device, vectors)
+    written = {*vectors, *(concat.name for concat in found.concat_inputs)}
+    return ConcatEngine(_create(found.network, config, device, written), found.concat_inputs, device)
 
 
-def _create(
-    path: Path, content: bytes | None, config: SessionConfig, device: Device, vectors: Collection[str]
-) -> DenseEngine:
-    """`content`: see OnnxEngine."""
+def _create(network: NetworkFile, config: SessionConfig, device: Device, vectors: Collection[str]) -> DenseEngine:
     if config.dense_precision == "bfloat16":
-        return _open_in_bfloat16(path, content, config)
+        return _open_in_bfloat16(network, config)
     if config.dense_precision != "float16":
-        return _open(path, content, config, device)
+        return _open(network, config, device)
     # Imported where needed: the converter, and ONNX below it, take a while to load.
     from inference_session.dense_engine.float16 import in_float16, not_in_float16
 
     if device is HOST:
         _log.warning(
-            "%s: dense_precision 'float16' makes a network on the CPU less exact, not faster; use 'float32'", path
+            "%s: dense_precision 'float16' makes a network on the CPU less exact, not faster; use 'float32'",
+            network.path,
         )
     narrowed = () if device is HOST or config.dense_engine == "tensorrt" else vectors
-    narrow = in_float16(path, narrowed, content)
+    narrow = in_float16(network, narrowed)
     try:
-        return _open(path, narrow, config, device)
+        return _open(narrow, config, device)
     except ModelFormatError as error:
-        raise not_in_float16(path, error) from error
+        raise not_in_float16(network.path, error) from error
 
 
-def _open_in_bfloat16(path: Path, content: bytes | None, config: SessionConfig) -> DenseEngine:
+def _open_in_bfloat16(network: NetworkFile, config: SessionConfig) -> DenseEngine:
     from inference_session.dense_engine.openvino import OpenVinoEngine
 
-    engine = OpenVinoEngine(path, content=content, num_threads=config.num_dense_threads)
+    engine = OpenVinoEngine(network, num_threads=config.num_dense_threads)
     found, wanted = engine.num_products, engine.num_all_products
     level = logging.INFO if found else logging.WARNING
-    _log.log(level, "%s: OpenVINO computes %d of %d matrix products in bfloat16", path, found, wanted)
+    _log.log(level, "%s: OpenVINO computes %d of %d matrix products in bfloat16", network.path, found, wanted)
     return engine
 
 
-def _open(path: Path, content: bytes | None, config: SessionConfig, device: Device) -> OnnxEngine:
+def _open(network: NetworkFile, config: SessionConfig, device: Device) -> OnnxEngine:
     if device is HOST:
-        return OnnxEngine(path, content=content, num_threads=config.num_dense_threads)
+        return OnnxEngine(network, num_threads=config.num_dense_threads)
     num_threads, gpu = config.num_dense_threads, cast("CudaDevice", device)
     if config.dense_engine == "tensorrt":
         from inference_session.dense_engine.tensorrt import TensorRtEngine
 
         in_float16, max_samples = config.dense_precision == "float16", config.tensorrt_max_samples
-        return TensorRtEngine(
-            path, content=content, num_threads=num_threads, gpu=gpu, in_float16=in_float16, max_samples=max_samples
-        )
+        return TensorRtEngine(network, num_threads=num_threads, gpu=gpu, in_float16=in_float16, max_samples=max_samples)
     from inference_session.dense_engine.cuda import CudaEngine
 
     use_tf32 = config.dense_precision == "tf32"
-    return CudaEngine(path, content=content, num_threads=num_threads, gpu=gpu, use_tf32=use_tf32)
+    return CudaEngine(network, num_threads=num_threads, gpu=gpu, use_tf32=use_tf32)

@@ -21,6 +21,7 @@ from onnx.external_data_helper import uses_external_data
 from onnx.shape_inference import InferenceError
 
 from inference_session.dense_engine.base import ConcatInput, ConcatOperands, GivenColumns
+from inference_session.dense_engine.network_file import NetworkFile
 from inference_session.dense_engine.parts import needed_nodes
 from inference_session.dense_engine.products import Product, Products
 
@@ -39,7 +40,7 @@ _MALFORMED = (IndexError, InferenceError, RecursionError, TypeError, ValueError)
 class ConcatNetwork(NamedTuple):
     """A network with concat inputs."""
 
-    content: bytes
+    network: NetworkFile
     concat_inputs: tuple[ConcatInput, ...]
 
 
@@ -63,7 +64,7 @@ def read_with_concat_inputs(path: Path, inputs: ConcatOperands) -> ConcatNetwork
         found = replace_concats(model, inputs)
     except _MALFORMED:  # the engine says what is wrong
         return None
-    return ConcatNetwork(model.SerializeToString(), found) if found else None
+    return ConcatNetwork(NetworkFile(path, model.SerializeToString()), found) if found else None
 
 
 def replace_concats(model: ModelProto, inputs: ConcatOperands) -> tuple[ConcatInput, ...]:

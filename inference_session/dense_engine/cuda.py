@@ -14,7 +14,6 @@ import re
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import cupy
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from inference_session.dense_engine.base import BoundRun
+from inference_session.dense_engine.network_file import NetworkFile
 from inference_session.dense_engine.onnx import VALUE_ERRORS, OnnxEngine, bound_results, bound_run, refused
 from inference_session.device.cuda import CudaDevice
 from inference_session.device.cuda_memory import check_room, memory_ran_out
@@ -103,11 +103,8 @@ class CudaEngine(OnnxEngine):
     expected_provider = PROVIDER
     """ONNX Runtime's name for what computes the network."""
 
-    def __init__(
-        self, path: Path, *, content: bytes | None = None, num_threads: int, gpu: CudaDevice, use_tf32: bool
-    ) -> None:
+    def __init__(self, network: NetworkFile, *, num_threads: int, gpu: CudaDevice, use_tf32: bool) -> None:
         """`use_tf32`: let matrix products round their inputs to 10 bits, for relative errors of about 1e-3.
-        `content`: see OnnxEngine.
 
         Raises:
             ConfigurationError: ONNX Runtime has no CUDA provider, or could not start it here; or the device has too
@@ -122,9 +119,9 @@ class CudaEngine(OnnxEngine):
             "arena_extend_strategy": "kSameAsRequested",
         }
         self._may_record = True
-        with _memory_checked(gpu, _size(path, content)):
-            self._open_on_gpu(path, content, num_threads, settings)
-        self._path = path
+        with _memory_checked(gpu, _size(network)):
+            self._open_on_gpu(network, num_threads, settings)
+        self._path = network.path
         self._gpu = gpu
         if self.provider != self.expected_provider:
             raise ConfigurationError(
@@ -192,23 +189,25 @@ class CudaEngine(OnnxEngine):
             except VALUE_ERRORS as error:
                 raise refused(error) from error
 
-    def _open_on_gpu(self, path: Path, content: bytes | None, num_threads: int, settings: dict[str, str]) -> None:
+    def _open_on_gpu(self, network: NetworkFile, num_threads: int, settings: dict[str, str]) -> None:
         """Open the network, with CUDA graphs where all of it can run on the GPU."""
-        if _has_large_node(path, content):
+        if _has_large_node(network):
             self._may_record = False
-            self._open(path, content, num_threads, settings)
-            _log.info("%s: CUDA graphs are off: a node has more than %d inputs or outputs", path, _MAX_NODE_ARRAYS)
+            self._open(network, num_threads, settings)
+            _log.info(
+                "%s: CUDA graphs are off: a node has more than %d inputs or outputs", network.path, _MAX_NODE_ARRAYS
+            )
             return
         try:
-            self._open(path, content, num_threads, {**settings, "enable_cuda_graph": "1"})
+            self._open(network, num_threads, {**settings, "enable_cuda_graph": "1"})
         except ModelFormatError as error:  # some node runs on the processor, which no graph can hold
             self._may_record = False
-            self._open(path, content, num_threads, settings)
-            _log.info("%s: CUDA graphs are off: %s", path, error)
+            self._open(network, num_threads, settings)
+            _log.info("%s: CUDA graphs are off: %s", network.path, error)
 
-    def _open(self, path: Path, content: bytes | None, num_threads: int, settings: dict[str, str]) -> None:
+    def _open(self, network: NetworkFile, num_threads: int, settings: dict[str, str]) -> None:
         providers = [(PROVIDER, settings), "CPUExecutionProvider"]
-        super().__init__(path, content=content, num_threads=num_threads, providers=providers)
+        super().__init__(network, num_threads=num_threads, providers=providers)
 
     def _compute(
         self, session: Any, inputs: Mapping[str, Any], outputs: Sequence[str], prepared: _Bindings | None
@@ -376,14 +375,14 @@ class CudaEngine(OnnxEngine):
         return shapes
 
 
-def _size(path: Path, content: bytes | None) -> int:
+def _size(network: NetworkFile) -> int:
     """Bytes of the network, without weights in other files; 0 where there is no file: ONNX Runtime says so."""
-    if content is not None:
-        return len(content)
-    return path.stat().st_size if path.exists() else 0
+    if network.made is not None:
+        return len(network.made)
+    return network.path.stat().st_size if network.path.exists() else 0
 
 
-def _has_large_node(path: Path, content: bytes | None) -> bool:
+def _has_large_node(network: NetworkFile) -> bool:
     """Whether a node of the network has more inputs or outputs than a network that is recorded may have."""
     # Imported where needed: it takes a while to load.
     import onnx
@@ -392,7 +391,7 @@ def _has_large_node(path: Path, content: bytes | None) -> bool:
     from inference_session.dense_engine.parts import most_arrays
 
     try:
-        model = onnx.load_model_from_string(path.read_bytes() if content is None else content)
+        model = onnx.load_model_from_string(network.content())
     except (OSError, DecodeError):  # ONNX Runtime says why
         return False
     return most_arrays(model.graph) > _MAX_NODE_ARRAYS

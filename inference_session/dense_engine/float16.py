@@ -10,6 +10,7 @@ from onnx import ModelProto, NodeProto, TensorProto
 from onnxruntime.transformers.float16 import convert_float_to_float16
 
 from inference_session.dense_engine.cross_layers import merge_cross_layers
+from inference_session.dense_engine.network_file import NetworkFile
 from inference_session.dense_engine.parts import names_read, read_network
 from inference_session.dense_engine.relu_layers import merge_relu_layers
 from inference_session.errors import UnsupportedModelError
@@ -18,31 +19,29 @@ _CONVERSION_ERRORS = (AssertionError, EncodeError, ValueError, RuntimeError)
 """What the converter raises, for instance of networks of 2 GiB and more."""
 
 
-def in_float16(path: Path, vectors: Collection[str] = (), content: bytes | None = None) -> bytes:
-    """An ONNX file that computes in float16 what the one at `path` does; its float32 inputs and outputs stay so.
+def in_float16(network: NetworkFile, vectors: Collection[str] = ()) -> NetworkFile:
+    """The same network, computed in float16; its float32 inputs and outputs stay so.
 
     Constants beyond float16's range become its largest number, and those that would vanish its smallest.
     Operators that ONNX Runtime's converter leaves in float32 stay so, between casts.
 
     Args:
-        path: the file.
+        network: it is not changed.
         vectors: inputs that may be float16 as well: those of them are that the network would convert first.
-        content: see OnnxEngine.
 
     Raises:
         ModelFormatError: the file, or the one with its weights, is missing or damaged.
         UnsupportedModelError: the network cannot be converted.
     """
-    model = read_network(path, content)
+    model = read_network(network)
     try:
         merge_cross_layers(model)
         converted: ModelProto = convert_float_to_float16(model, keep_io_types=True)
         merge_relu_layers(converted)
         _narrow(converted, vectors)
-        narrow: bytes = converted.SerializeToString()
+        return network._replace(made=converted.SerializeToString())
     except _CONVERSION_ERRORS as error:
-        raise not_in_float16(path, error) from error
-    return narrow
+        raise not_in_float16(network.path, error) from error
 
 
 def _narrow(model: ModelProto, names: Collection[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from inference_session.dense_engine.base import BoundRun, DenseEngine, PreparedRuns
+from inference_session.dense_engine.network_file import NetworkFile
 from inference_session.errors import InvalidRequestError, ModelFormatError, SessionClosedError, first_line
 from inference_session.platform.file_names import path_for_library
 
@@ -39,17 +39,12 @@ class OnnxEngine(DenseEngine):
 
     def __init__(
         self,
-        path: Path,
+        network: NetworkFile,
         *,
-        content: bytes | None = None,
         num_threads: int,
         providers: Sequence[Any] = ("CPUExecutionProvider",),
     ) -> None:
-        """`content`: bytes to use instead of the file's content.
-
-        Raises:
-            ModelFormatError: ONNX Runtime cannot load it.
-        """
+        """ModelFormatError: ONNX Runtime cannot load it."""
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = num_threads
         options.inter_op_num_threads = 1
@@ -59,7 +54,7 @@ class OnnxEngine(DenseEngine):
         try:
             # ONNX Runtime's fallback prints to stdout and tries the same provider again.
             self._session: Any = onnxruntime.InferenceSession(
-                path_for_library(path) if content is None else content,
+                path_for_library(network.path) if network.made is None else network.made,
                 options,
                 providers=list(providers),
                 enable_fallback=0,
@@ -69,7 +64,7 @@ class OnnxEngine(DenseEngine):
             self.output_types = {tensor.name: _dtype_name(tensor.type) for tensor in self._session.get_outputs()}
             self.input_names, self.output_names = frozenset(self.input_types), frozenset(self.output_types)
         except _LOAD_ERRORS as error:
-            raise ModelFormatError(f"{path}: ONNX Runtime cannot load it: {first_line(error)}") from error
+            raise ModelFormatError(f"{network.path}: ONNX Runtime cannot load it: {first_line(error)}") from error
         self.provider: str = self._session.get_providers()[0]
 
     def run(

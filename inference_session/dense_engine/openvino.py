@@ -19,6 +19,7 @@ from onnx.shape_inference import InferenceError
 
 from inference_session.dense_engine.base import BoundRun, DenseEngine, PreparedRuns
 from inference_session.dense_engine.layers import Division, divide_layers
+from inference_session.dense_engine.network_file import NetworkFile
 from inference_session.dense_engine.onnx import OnnxEngine, refused
 from inference_session.dense_engine.parts import read_network
 from inference_session.errors import (
@@ -49,25 +50,25 @@ def unusable_bfloat16() -> str | None:
     return None
 
 
-def read_division(path: Path, content: bytes | None = None) -> Division:
-    """The layers of the network at `path`, and the rest of it; `content`: see OnnxEngine.
+def read_division(network: NetworkFile) -> Division:
+    """The layers of a network, and the rest of it.
 
     Raises:
         ModelFormatError: the file, or the one with its weights, is missing or damaged.
         UnsupportedModelError: the network cannot be divided.
     """
-    model = read_network(path, content)
+    model = read_network(network)
     try:
         return divide_layers(model)
     except _DIVISION_ERRORS as error:
-        raise _not_in_bfloat16(path, error) from error
+        raise _not_in_bfloat16(network.path, error) from error
 
 
 class OpenVinoEngine(DenseEngine):
     """One ONNX file whose layers are computed in bfloat16 on the processor."""
 
-    def __init__(self, path: Path, *, content: bytes | None = None, num_threads: int) -> None:
-        """Load the network; `content`: see OnnxEngine.
+    def __init__(self, network: NetworkFile, *, num_threads: int) -> None:
+        """Load the network.
 
         Raises:
             ConfigurationError: OpenVINO is not installed, or the processor has no bfloat16.
@@ -76,18 +77,18 @@ class OpenVinoEngine(DenseEngine):
         """
         if reason := unusable_bfloat16():
             raise ConfigurationError(f"dense_precision cannot be 'bfloat16', use 'float32': {reason}")
-        division = read_division(path, content)
+        division = read_division(network)
         self.num_products, self.num_all_products = division.num_products, division.num_all_products
         self._first: OnnxEngine | None = None
         self._compiled: Any = None
         try:
             if division.first is not None:
-                content = division.first.SerializeToString()
-                self._first = OnnxEngine(path, content=content, num_threads=num_threads)
+                first = NetworkFile(network.path, division.first.SerializeToString())
+                self._first = OnnxEngine(first, num_threads=num_threads)
             if division.layers is not None:
                 self._compiled = _compile(division.layers, num_threads)
         except (EncodeError, ValueError, RuntimeError, ModelFormatError) as error:
-            raise _not_in_bfloat16(path, error) from error
+            raise _not_in_bfloat16(network.path, error) from error
         self._row_shapes = list(division.row_shapes.items())
         layer_outputs = () if division.layers is None else division.layers.graph.output
         self._positions = {value.name: i for i, value in enumerate(layer_outputs)}

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from pathlib import Path
 
 import onnx
 from google.protobuf.message import DecodeError
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, ValueInfoProto
 from onnx.checker import ValidationError
 
+from inference_session.dense_engine.network_file import NetworkFile
 from inference_session.errors import ModelFormatError
 
 
-def read_network(path: Path, content: bytes | None) -> ModelProto:
-    """The network at `path`, or the one in `content`; ModelFormatError where it is missing or damaged."""
+def read_network(network: NetworkFile) -> ModelProto:
+    """A network, with weights that are in other files; ModelFormatError where it is missing or damaged."""
     try:
-        return onnx.load(path) if content is None else onnx.load_model_from_string(content)
+        return onnx.load(network.path) if network.made is None else onnx.load_model_from_string(network.made)
     except (DecodeError, OSError, ValidationError, ValueError) as error:
-        raise ModelFormatError(f"{path}: cannot be read: {error}") from error
+        raise ModelFormatError(f"{network.path}: cannot be read: {error}") from error
 
 
 def part_of(

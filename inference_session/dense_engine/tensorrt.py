@@ -7,11 +7,11 @@ cannot compute runs on the CUDA provider.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from inference_session.dense_engine.base import PreparedRuns
 from inference_session.dense_engine.cuda import CudaBoundRun, CudaEngine
+from inference_session.dense_engine.network_file import NetworkFile
 from inference_session.dense_engine.onnx import OnnxEngine
 from inference_session.dense_engine.tensorrt_profile import profile_shapes
 from inference_session.device.cuda import CudaDevice
@@ -27,15 +27,14 @@ class TensorRtEngine(CudaEngine):
 
     def __init__(
         self,
-        path: Path,
+        network: NetworkFile,
         *,
-        content: bytes | None = None,
         num_threads: int,
         gpu: CudaDevice,
         in_float16: bool,
         max_samples: int,
     ) -> None:
-        """`max_samples`: of a batch. `content`: see OnnxEngine.
+        """`max_samples`: of a batch.
 
         Raises:
             ConfigurationError: TensorRT is not installed, or could not be started.
@@ -51,9 +50,9 @@ class TensorRtEngine(CudaEngine):
             "trt_fp16_enable": str(int(in_float16)),
             "trt_timing_cache_enable": "1",  # it holds durations of kernels, and no results of a network
             "trt_timing_cache_path": str(user_cache_folder() / "tensorrt"),
-            **profile_shapes(path, content, max_samples),
+            **profile_shapes(network, max_samples),
         }
-        super().__init__(path, content=content, num_threads=num_threads, gpu=gpu, use_tf32=True)
+        super().__init__(network, num_threads=num_threads, gpu=gpu, use_tf32=True)
 
     def run(self, inputs: Mapping[str, Any], outputs: Sequence[str], prepared: PreparedRuns | None = None) -> list[Any]:
         self._check_samples(inputs)
@@ -63,10 +62,10 @@ class TensorRtEngine(CudaEngine):
         self._check_samples(inputs)
         return super().bind(inputs, outputs)
 
-    def _open_on_gpu(self, path: Path, content: bytes | None, num_threads: int, settings: dict[str, str]) -> None:
+    def _open_on_gpu(self, network: NetworkFile, num_threads: int, settings: dict[str, str]) -> None:
         providers = [(TENSORRT_PROVIDER, self._settings), (PROVIDER, settings), "CPUExecutionProvider"]
         try:
-            OnnxEngine.__init__(self, path, content=content, num_threads=num_threads, providers=providers)
+            OnnxEngine.__init__(self, network, num_threads=num_threads, providers=providers)
         except RuntimeError as error:  # where a library that the provider needs is missing
             raise ConfigurationError(f"dense_engine cannot be 'tensorrt', use 'onnxruntime': {error}") from error
         self._may_record = False  # graphs are the CUDA provider's

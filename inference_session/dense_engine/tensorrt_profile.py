@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import onnx
 from google.protobuf.message import DecodeError
 
+from inference_session.dense_engine.network_file import NetworkFile
 from inference_session.errors import ModelFormatError, UnsupportedModelError
 
 
-def profile_shapes(path: Path, content: bytes | None, max_samples: int) -> dict[str, str]:
+def profile_shapes(network: NetworkFile, max_samples: int) -> dict[str, str]:
     """The smallest and largest shapes of a network's inputs, as settings of ONNX Runtime's provider.
 
     Raises:
@@ -18,16 +17,16 @@ def profile_shapes(path: Path, content: bytes | None, max_samples: int) -> dict[
         UnsupportedModelError: an input has an open size other than the number of samples.
     """
     try:
-        model = onnx.load_from_string(content) if content else onnx.load(path, load_external_data=False)
+        model = onnx.load_model_from_string(network.content())
     except (DecodeError, OSError, ValueError) as error:
-        raise ModelFormatError(f"{path}: cannot be read: {error}") from error
+        raise ModelFormatError(f"{network.path}: cannot be read: {error}") from error
     smallest, largest = [], []
     for tensor in model.graph.input:
         sizes = [size.dim_value if size.HasField("dim_value") else None for size in tensor.type.tensor_type.shape.dim]
         if None in sizes[1:]:
             raise UnsupportedModelError(
-                f"{path}: dense_engine 'tensorrt' does not suit this network, use 'onnxruntime': the sizes of input"
-                f" {tensor.name!r} are not fixed, apart from the number of samples"
+                f"{network.path}: dense_engine 'tensorrt' does not suit this network, use 'onnxruntime': the sizes of"
+                f" input {tensor.name!r} are not fixed, apart from the number of samples"
             )
         if sizes and sizes[0] is None:
             rest = "".join(f"x{size}" for size in sizes[1:])

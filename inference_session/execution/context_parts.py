@@ -9,6 +9,7 @@ from pathlib import Path
 import onnx
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 
+from inference_session.dense_engine.network_file import NetworkFile
 from inference_session.dense_engine.onnx import OnnxEngine
 from inference_session.dense_engine.parts import names_read, part_of
 
@@ -17,9 +18,9 @@ from inference_session.dense_engine.parts import names_read, part_of
 class ContextParts:
     """Two networks that are run one after the other."""
 
-    context: bytes
+    context: NetworkFile
     """The network that computes `values`, with a row per context, and the outputs that depend on the context alone."""
-    candidates: bytes
+    candidates: NetworkFile
     """The network that has `values` among its inputs."""
     values: tuple[str, ...]
     inputs: tuple[str, ...]
@@ -84,8 +85,8 @@ def divide(path: Path, context: Collection[str]) -> ContextParts:
     others = [value for value in model.graph.output if value.name not in division.context]
     second = part_of(model, inputs, others, set(values))
     return ContextParts(
-        first.SerializeToString(),
-        second.SerializeToString(),
+        NetworkFile(path, first.SerializeToString()),
+        NetworkFile(path, second.SerializeToString()),
         tuple(values),
         tuple(given & {*border}),
         tuple(value.name for value in outputs),
@@ -97,7 +98,7 @@ def _typed(path: Path, part: ModelProto, names: Collection[str]) -> list[ValueIn
     """Declarations of a network's outputs, as inputs of another."""
     if not names:
         return []
-    engine = OnnxEngine(path, content=part.SerializeToString(), num_threads=1)
+    engine = OnnxEngine(NetworkFile(path, part.SerializeToString()), num_threads=1)
     types = {value.name: _element_type(value.type) for value in engine.opened().get_outputs()}
     engine.close()
     return [helper.make_tensor_value_info(name, types[name], None) for name in names]

@@ -12,7 +12,6 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -219,8 +218,8 @@ def open_kept_contexts(
     vectors = {lookup.dense_input for lookup in own}
     parts = divide(directory / RANKING_FILE, {*spec.context, *vectors})
     others = tuple(lookup for lookup in lookups if lookup not in own)
-    contexts, candidates = _engines(directory, config, parts, sorted(vectors))
-    context_keys, candidate_keys = _key_engines(directory, keys)
+    contexts, candidates = _engines(config, parts, sorted(vectors))
+    context_keys, candidate_keys = _key_engines(keys)
     return KeptContexts(
         layout,
         Network(replace(spec, lookups=own), rows, contexts, context_keys, keys_follow_inputs=True),
@@ -232,19 +231,16 @@ def open_kept_contexts(
     )
 
 
-def _engines(
-    directory: Path, config: SessionConfig, parts: ContextParts, vectors: Sequence[str]
-) -> tuple[DenseEngine, DenseEngine]:
+def _engines(config: SessionConfig, parts: ContextParts, vectors: Sequence[str]) -> tuple[DenseEngine, DenseEngine]:
     """The dense engines of the contexts' part and of the candidates'. The former may only pass its vectors on."""
-    open_part = partial(OnnxEngine, directory / RANKING_FILE, num_threads=config.num_dense_threads)
-    contexts = open_part(content=parts.context) if parts.values else VectorEngine(vectors)
-    return contexts, open_part(content=parts.candidates)
+    open_part = partial(OnnxEngine, num_threads=config.num_dense_threads)
+    contexts = open_part(parts.context) if parts.values else VectorEngine(vectors)
+    return contexts, open_part(parts.candidates)
 
 
-def _key_engines(directory: Path, keys: ContextParts | None) -> tuple[OnnxEngine | None, OnnxEngine | None]:
+def _key_engines(keys: ContextParts | None) -> tuple[OnnxEngine | None, OnnxEngine | None]:
     """What computes the keys of the contexts, and those of the candidates; None: all of them are inputs."""
     if keys is None:
         return None, None
-    open_part = partial(OnnxEngine, directory / RANKING_KEYS_FILE, num_threads=1)
-    contexts = open_part(content=keys.context) if keys.outputs else None
-    return contexts, open_part(content=keys.candidates) if keys.has_candidates else None
+    contexts = OnnxEngine(keys.context, num_threads=1) if keys.outputs else None
+    return contexts, OnnxEngine(keys.candidates, num_threads=1) if keys.has_candidates else None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from inference_session.config import SessionConfig
-from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine, create_engine
+from inference_session.dense_engine import DenseEngine, NetworkFile, OnnxEngine, VectorEngine, create_engine
 from inference_session.device.base import Device
 from inference_session.device.host import HOST
 from inference_session.errors import ConfigurationError
@@ -118,7 +118,7 @@ def _open_engines(directory: Path, files: _NetworkFiles, config: SessionConfig, 
     dense = _create_engine(directory / files.dense, spec, config, thread)
     check_outputs(spec, directory, dense.output_names, files.dense)
     keys_path = directory / files.keys
-    return dense, OnnxEngine(keys_path, num_threads=1) if keys_path.exists() else None
+    return dense, OnnxEngine(NetworkFile(keys_path), num_threads=1) if keys_path.exists() else None
 
 
 def _create_engine(path: Path, spec: ModelSpec, config: SessionConfig, thread: DeviceThread) -> DenseEngine:

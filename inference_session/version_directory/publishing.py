@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from inference_session.dense_engine import OnnxEngine
+from inference_session.dense_engine import NetworkFile, OnnxEngine
 from inference_session.errors import ModelFormatError, UnavailableError
 from inference_session.model_spec import (
     INDEX_FILE,
@@ -217,7 +217,7 @@ def _check_networks(staging: Path) -> None:
     """ModelFormatError where ONNX Runtime does not accept a network."""
     for name in NETWORK_FILES:
         if (staging / name).exists():
-            OnnxEngine(staging / name, num_threads=1).close()
+            OnnxEngine(NetworkFile(staging / name), num_threads=1).close()
 
 
 def _take(

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from inference_session import InferenceSession
 from inference_session.config import SessionConfig
-from inference_session.dense_engine import OnnxEngine, check_precision, create_engine, openvino
+from inference_session.dense_engine import NetworkFile, OnnxEngine, check_precision, create_engine, openvino
 from inference_session.dense_engine.layers import divide_layers
 from inference_session.dense_engine.openvino import OpenVinoEngine
 from inference_session.device.host import HOST
@@ -141,7 +141,7 @@ def test_divided_networks(tmp_path: Path, bfloat16: None, name: str) -> None:
     """A network in two parts answers what ONNX Runtime does, with as many products in bfloat16 as possible."""
     path, model = tmp_path / "dense.onnx", network(name)
     onnx.save(model, path)
-    exact, engine = OnnxEngine(path, num_threads=1), OpenVinoEngine(path, num_threads=1)
+    exact, engine = OnnxEngine(NetworkFile(path), num_threads=1), OpenVinoEngine(NetworkFile(path), num_threads=1)
 
     for num_samples in (4, 1, 70, 4):
         inputs = drawn_for(model, num_samples)
@@ -181,7 +181,7 @@ def test_bound_layers(tmp_path: Path, bfloat16: None) -> None:
     """A network of layers alone is bound to memory; each run answers for the present content of the memory."""
     path = tmp_path / "dense.onnx"
     onnx.save(network("cross"), path)
-    engine = OpenVinoEngine(path, num_threads=1)
+    engine = OpenVinoEngine(NetworkFile(path), num_threads=1)
     places = {name: np.zeros((9, 24), np.float32) for name in ("x", "z")}
     bound = engine.bind(places, ["y"])
     assert bound is not None

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from inference_session import InferenceSession
 from inference_session.config import SessionConfig
-from inference_session.dense_engine import OnnxEngine, create_engine
+from inference_session.dense_engine import NetworkFile, OnnxEngine, create_engine
 from inference_session.dense_engine.float16 import in_float16
 from inference_session.device.host import HOST
 from inference_session.errors import ModelFormatError, UnsupportedModelError
@@ -67,7 +67,7 @@ def test_predictions_of_layers(tmp_path: Path) -> None:
 
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
-    converted = onnx.load_from_string(in_float16(path))
+    converted = onnx.load_from_string(in_float16(NetworkFile(path)).content())
     assert {tensor.data_type for tensor in converted.graph.initializer} == {TensorProto.FLOAT16}
 
 
@@ -85,7 +85,7 @@ def test_vectors_in_float16(tmp_path: Path) -> None:
     write_network(path, nodes, {"w": matrix, "axis": np.array([1], np.int64)})
     inputs = np.random.default_rng(1).standard_normal((50, DIMS[0])).astype(np.float16)
     inputs[:, :3] = 3e4, -2e4, 1e-7
-    wide, narrow = (OnnxEngine(path, content=in_float16(path, names), num_threads=1) for names in ((), ("x",)))
+    wide, narrow = (OnnxEngine(in_float16(NetworkFile(path), names), num_threads=1) for names in ((), ("x",)))
 
     expected, found = (e.run({"x": x}, ["y"]) for e, x in ((wide, inputs.astype(np.float32)), (narrow, inputs)))
 
@@ -101,7 +101,7 @@ def test_constants_stay_finite(tmp_path: Path) -> None:
     c[:3] = 1e9, -1e9, 1e-12
     write_network(path, [helper.make_node("Mul", ["x", "c"], ["y"])], {"c": c})
 
-    (tensor,) = onnx.load_from_string(in_float16(path)).graph.initializer
+    (tensor,) = onnx.load_from_string(in_float16(NetworkFile(path)).content()).graph.initializer
 
     largest, negative, smallest = numpy_helper.to_array(tensor)[:3].tolist()
     assert (largest, negative) == (65504, -65504)
@@ -117,7 +117,7 @@ def test_an_operator_without_float16(tmp_path: Path) -> None:
     ]
     write_network(path, nodes, {"c": np.ones((2, DIMS[0]), np.float32)})
 
-    OnnxEngine(path, num_threads=1).close()
+    OnnxEngine(NetworkFile(path), num_threads=1).close()
     with pytest.raises(
         UnsupportedModelError,
         match=r"dense\.onnx: dense_precision 'float16' .*cannot be used for this network, use 'float32' or 'tf32':",

@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 
 from inference_session.config import SessionConfig
-from inference_session.dense_engine import DenseEngine, OnnxEngine, create_engine
+from inference_session.dense_engine import DenseEngine, NetworkFile, OnnxEngine, create_engine
 from inference_session.device.host import HOST
 from tests.testing.dense_engine_contract import DenseEngineContract
 
@@ -20,7 +20,7 @@ class TestOnnxEngine(DenseEngineContract):
 
     @pytest.fixture
     def engine(self, network: Path) -> Iterator[DenseEngine]:
-        engine = OnnxEngine(network, num_threads=1)
+        engine = OnnxEngine(NetworkFile(network), num_threads=1)
         yield engine
         engine.close()
 
@@ -46,7 +46,7 @@ class TestOnnxEnginePublicMethods(DenseEngineContract):
         monkeypatch.setattr(
             onnxruntime, "InferenceSession", lambda *given, **named: _PublicOnly(opened(*given, **named))
         )
-        engine = OnnxEngine(network, num_threads=1)
+        engine = OnnxEngine(NetworkFile(network), num_threads=1)
         yield engine
         engine.close()
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from inference_session.dense_engine.float16 import in_float16
+from inference_session.dense_engine.network_file import NetworkFile
 from inference_session.dense_engine.relu_layers import merge_relu_layers
 from tests.testing.onnx_models import model_of, rename
 
@@ -118,7 +119,7 @@ def test_biases_of_values_that_are_0_add_no_rounding_errors(tmp_path: Path) -> N
     model = with_bias(network(layers("Gemm").replace("y = Sigmoid(u2)", "y = Identity(u2)")), -100)
     onnx.save(model, tmp_path / "m.onnx")
 
-    found = answers(in_float16(tmp_path / "m.onnx"), (500, 6))
+    found = answers(in_float16(NetworkFile(tmp_path / "m.onnx")).content(), (500, 6))
 
     np.testing.assert_allclose(found, answers(model, (500, 6)), rtol=2e-3, atol=4e-3)
 
@@ -148,7 +149,7 @@ def test_a_network_in_float16_has_them_merged_and_is_as_exact(tmp_path: Path, sc
     model = network(layers("Gemm").replace("y = Sigmoid(u2)", "y = Identity(u2)"), scale=scale)
     onnx.save(model, tmp_path / "m.onnx")
 
-    content = in_float16(tmp_path / "m.onnx")
+    content = in_float16(NetworkFile(tmp_path / "m.onnx")).content()
 
     is_merged = "Relu" not in {node.op_type for node in onnx.load_from_string(content).graph.node}
     assert is_merged == (scale <= 1)  # else they are large

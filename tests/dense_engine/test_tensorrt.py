@@ -13,6 +13,7 @@ import pytest
 from inference_session import InferenceSession
 from inference_session.config import SessionConfig
 from inference_session.dense_engine import check_precision
+from inference_session.dense_engine.network_file import NetworkFile
 from inference_session.dense_engine.tensorrt_profile import profile_shapes
 from inference_session.device.discovery import TENSORRT_PROVIDER, unusable_tensorrt
 from inference_session.device.host import HOST
@@ -69,17 +70,20 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_sizes_that_a_network_is_compiled_for(tmp_path: Path) -> None:
     """From one sample to the maximum; other dimensions must be fixed, else the network is refused."""
     path = _network(tmp_path / "a.onnx", "float[n, 2] x, float[n, 3, 4] z, float[5] fixed, float scalar")
-    assert profile_shapes(path, None, 64) == {
+    assert profile_shapes(NetworkFile(path), 64) == {
         "trt_profile_min_shapes": "x:1x2,z:1x3x4",
         "trt_profile_opt_shapes": "x:64x2,z:64x3x4",
         "trt_profile_max_shapes": "x:64x2,z:64x3x4",
     }
-    assert profile_shapes(tmp_path / "none", path.read_bytes(), 64)["trt_profile_max_shapes"] == "x:64x2,z:64x3x4"
+    assert (
+        profile_shapes(NetworkFile(tmp_path / "none", path.read_bytes()), 64)["trt_profile_max_shapes"]
+        == "x:64x2,z:64x3x4"
+    )
 
     path = _network(tmp_path / "b.onnx", "float[n, 2] x, float[n, history] z")
     with pytest.raises(UnsupportedModelError, match=r"b\.onnx: .*'tensorrt' does not suit .* input 'z' are not fixed"):
-        profile_shapes(path, None, 64)
+        profile_shapes(NetworkFile(path), 64)
 
     path.write_bytes(b"\xff\xff")
     with pytest.raises(ModelFormatError, match=r"b\.onnx: cannot be read"):
-        profile_shapes(path, None, 64)
+        profile_shapes(NetworkFile(path), 64)

@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from inference_session import InferenceSession, Request
-from inference_session.dense_engine import OnnxEngine
+from inference_session.dense_engine import NetworkFile, OnnxEngine
 from inference_session.dense_engine.base import BoundRun, ConcatInput, GivenColumns
 from inference_session.dense_engine.concat_engine import ConcatEngine
 from inference_session.device.host import HostDevice
@@ -107,7 +107,7 @@ def concat_engine(folder: Path, device: HostDevice) -> ConcatEngine:
     """Its network answers the concat input."""
     path = folder / "network.onnx"
     onnx.save(model_of("g (float[n, 16] joined) => (float[n, 16] out) { out = Identity(joined) }", {}), path)
-    return ConcatEngine(OnnxEngine(path, num_threads=1), (CONCAT,), device)
+    return ConcatEngine(OnnxEngine(NetworkFile(path), num_threads=1), (CONCAT,), device)
 
 
 @pytest.mark.parametrize("device", [HostDevice(), CopyingDevice()])

@@ -36,8 +36,8 @@ def test_rows_of_any_type_pass_from_one_part_to_the_other(tmp_path: Path, dtype:
 
     parts = divide(tmp_path / "r.onnx", ["user"])
 
-    context = OnnxEngine(tmp_path / "r.onnx", content=parts.context, num_threads=1)
-    candidates = OnnxEngine(tmp_path / "r.onnx", content=parts.candidates, num_threads=1)
+    context = OnnxEngine(parts.context, num_threads=1)
+    candidates = OnnxEngine(parts.candidates, num_threads=1)
     (rows,) = context.run({"user": user}, ["rows"])
     (score,) = candidates.run({"rows": rows, "row": row}, ["score"])
     assert rows.dtype == dtype

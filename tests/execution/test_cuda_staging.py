@@ -10,7 +10,7 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 
-from inference_session.dense_engine import DenseEngine, OnnxEngine
+from inference_session.dense_engine import DenseEngine, NetworkFile, OnnxEngine
 from inference_session.dense_engine.concat_engine import ConcatEngine
 from inference_session.execution.concat_operands import with_concat_inputs
 from inference_session.execution.cuda_staging import stage_on_gpu
@@ -183,7 +183,7 @@ def computing(
         tables=(table,),
         lookups=tuple(lookups if request.param == "values" else lookups[:-1]),
     )
-    keys = OnnxEngine(folder / "keys.onnx", num_threads=1)
+    keys = OnnxEngine(NetworkFile(folder / "keys.onnx"), num_threads=1)
     return Model(spec, [TableFile.open(folder, table)], ("dense", "ids"), keys)
 
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_session import InferenceSession, Request
+from inference_session.dense_engine.network_file import NetworkFile
 from inference_session.dense_engine.onnx import OnnxEngine
 from inference_session.errors import HotrowError, InvalidRequestError
 from inference_session.execution import host_staging as staged
@@ -452,7 +453,7 @@ def test_networks_may_refuse_values(tmp_path: Path) -> None:
 def test_outputs_whose_shapes_follow_from_values(tmp_path: Path) -> None:
     """Such outputs do not stay bound to memory of one size."""
     onnx.save(model_of("g (float[n] x) => (int64[1, m] y) { y = NonZero(x) }", {}), tmp_path / "m.onnx")
-    engine = OnnxEngine(tmp_path / "m.onnx", num_threads=1)
+    engine = OnnxEngine(NetworkFile(tmp_path / "m.onnx"), num_threads=1)
     x = np.zeros(5, np.float32)
     run = engine.bind({"x": x}, ["y"])
     assert run is not None
@@ -603,7 +604,7 @@ def test_a_bound_run_says_what_the_network_refuses(tmp_path: Path) -> None:
     onnx.save(
         model_of("g (int64[n] x) => (float[n, 4] y) { y = Gather(emb, x) }", {"emb": table(3)}), tmp_path / "m.onnx"
     )
-    engine = OnnxEngine(tmp_path / "m.onnx", num_threads=1)
+    engine = OnnxEngine(NetworkFile(tmp_path / "m.onnx"), num_threads=1)
     x = np.array([1, 5])
     run = engine.bind({"x": x}, ["y"])
     assert run is not None
@@ -621,7 +622,7 @@ def test_what_passes_through_a_network_is_not_the_memory_that_it_was_in(tmp_path
     """Nor is it that of the first run's outputs, which ONNX Runtime allocates."""
     onnx.save(model_of("g (float[n] x) => (float[n] y) { y = Identity(x) }", {}), tmp_path / "m.onnx")
     x = np.zeros(5, np.float32)
-    run = OnnxEngine(tmp_path / "m.onnx", num_threads=1).bind({"x": x}, ["y"])
+    run = OnnxEngine(NetworkFile(tmp_path / "m.onnx"), num_threads=1).bind({"x": x}, ["y"])
     assert run is not None
     answers = []
     for i in range(4):

@@ -46,8 +46,9 @@ def test_every_process_finds_the_state_of_a_repository(tmp_path: Path, monkeypat
 _OPENS_A_NETWORK = """
 import sys
 from pathlib import Path
+from inference_session.dense_engine.network_file import NetworkFile
 from inference_session.dense_engine.onnx import OnnxEngine
-print(OnnxEngine(Path(sys.argv[1]), num_threads=1).run({}, ["y"])[0])
+print(OnnxEngine(NetworkFile(Path(sys.argv[1])), num_threads=1).run({}, ["y"])[0])
 """
 
 

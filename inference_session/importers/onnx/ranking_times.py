@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from inference_session.dense_engine.network_file import NetworkFile
 from inference_session.dense_engine.onnx import OnnxEngine
 from inference_session.errors import HotrowError
 from inference_session.importers.onnx.probe import Arrays, Recipe
@@ -84,7 +85,7 @@ class _Run:
     """One network, and the values that it reads for a request."""
 
     def __init__(self, staging: Path, spec: ModelSpec, files: tuple[str, str], arrays: Arrays) -> None:
-        self._dense = OnnxEngine(staging / files[0], num_threads=1)
+        self._dense = OnnxEngine(NetworkFile(staging / files[0]), num_threads=1)
         values = Replay(staging, spec, dense_file=files[0], keys_file=files[1]).feeds(arrays)
         self._feeds = {name: values[name] for name in self._dense.input_names}
         self._outputs = sorted(self._dense.output_names)
