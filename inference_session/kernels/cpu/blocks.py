@@ -24,8 +24,11 @@ from inference_session.kernels.cpu.hash_index import (
 from inference_session.kernels.cpu.intrinsics import kernel, load, prefetch
 from inference_session.kernels.cpu.rows import bag_length, load_key, mark_hit, row_of, row_of_number
 from inference_session.kernels.cpu.vectors import (
-    Share,
+    CHUNK,
+    SUM_BLOCK,
+    add_floats,
     copy_vector,
+    divide_floats,
     fill_zeros,
     pool_vector,
     prefetch_vector,
@@ -39,7 +42,7 @@ MIN_BLOCK_KEYS = 8
 NUM_STAGES = 3
 
 _FLOAT32 = int(VectorCode.FLOAT32)
-_NONE = int(PoolingCode.NONE)
+_NONE, _MEAN, _MAX = int(PoolingCode.NONE), int(PoolingCode.MEAN), int(PoolingCode.MAX)
 
 
 def _per_key(*names: str) -> list[tuple[str, type[np.int64], tuple[int]]]:
@@ -86,6 +89,7 @@ def look_up_blocks(
     """Look up a part of a request; returns the number of unknown keys.
 
     Each segment's are added to `missing_counts`, their positions go to `missing_positions` from `num_noted` on.
+    `scratch`: float32[CHUNK + the elements of the longest vector that is pooled].
     """
     cursor = cursors[0]
     cursor.segment, cursor.row, cursor.column = span.segment, span.row, 0
@@ -333,8 +337,7 @@ def _note_missing(block: Any, positions: Any, num_noted: int) -> None:
 @kernel
 def _write_vectors(tables: Any, segment: Any, block: Any, missing: int, scratch: Any) -> None:
     if segment.pooling != _NONE:
-        for i in range(block.count):
-            _pool_one(tables, segment, block, i, scratch)
+        _pool_bags(tables, segment, block, scratch)
     elif missing > 0 or tables[segment.table].next_table >= 0:
         for i in range(block.count):
             source, code = _source_of(tables, segment, block, i)
@@ -354,12 +357,49 @@ def _copy_vectors(table: Any, block: Any) -> None:
 
 
 @kernel
-def _pool_one(tables: Any, segment: Any, block: Any, i: int, scratch: Any) -> None:
+def _pool_bags(tables: Any, segment: Any, block: Any, scratch: Any) -> None:
+    i = np.int64(0)
+    while i < block.count:
+        place, length = block.indices[i], block.lengths[i]
+        if length == 1 and segment.weights_address == 0:
+            num = np.int64(1)
+            _pool_single(tables, segment, block, i)
+        else:
+            num = min(block.count - i, length - place, SUM_BLOCK - place % SUM_BLOCK)
+            _pool_some(tables, segment, block, i, num, scratch)
+        i += num
+
+
+@kernel
+def _pool_single(tables: Any, segment: Any, block: Any, i: int) -> None:
+    """A bag of one key: its vector, however it is pooled."""
     source, code = _source_of(tables, segment, block, i)
-    weights = segment.weights_address
-    weight = load(weights, np.float32, block.positions[i]) if weights != 0 else np.float32(1)
-    share = Share(segment.pooling, weight, block.indices[i], block.lengths[i])
-    pool_vector(block.outputs[i], source, code, tables[segment.table].embedding_dim, share, scratch)
+    if source != 0:
+        copy_vector(block.outputs[i], source, code, tables[segment.table].embedding_dim)
+    else:
+        fill_zeros(block.outputs[i], tables[segment.table].embedding_dim)
+
+
+@kernel
+def _pool_some(tables: Any, segment: Any, block: Any, first: int, num: int, scratch: Any) -> None:
+    """Pool some vectors of one bag, `first` of the block and those after it, all of them in one block of a sum.
+
+    The first block of a sum is added up in the output, a later one in `scratch`, whose sum then goes to the output.
+    """
+    dim, weights, place = tables[segment.table].embedding_dim, segment.weights_address, block.indices[first]
+    output, length, is_max = block.outputs[first], block.lengths[first], segment.pooling == _MAX
+    is_later = place >= SUM_BLOCK and not is_max
+    total = scratch.ctypes.data + 4 * CHUNK if is_later else output
+    begins = place == 0 or (is_later and place % SUM_BLOCK == 0)
+    for i in range(first, first + num):
+        source, code = _source_of(tables, segment, block, i)
+        weight = load(weights, np.float32, block.positions[i]) if weights != 0 else np.float32(1)
+        pool_vector(total, source, code, dim, weight, begins and i == first, is_max, scratch)
+    ends = place + num == length
+    if is_later and (ends or (place + num) % SUM_BLOCK == 0):
+        add_floats(output, total, dim)
+    if ends and segment.pooling == _MEAN:
+        divide_floats(output, dim, np.float32(length))
 
 
 @kernel

@@ -31,29 +31,32 @@ from inference_session.kernels.cpu.rows import bag_length
 from inference_session.kernels.cpu.stream import RING, is_stream, look_up_stream
 from inference_session.kernels.cpu.vectors import CHUNK
 from inference_session.kernels.machine_code import compile_for, of_ints
-from inference_session.kernels.records import SEGMENT, TABLE, Lookup
+from inference_session.kernels.records import SEGMENT, TABLE, Lookup, PoolingCode
 from inference_session.kernels.threads import run_parts
 
+_FIRST_LONGEST = 1024
+"""Elements of a vector that a thread can pool at first."""
 PART_BYTES = 256 << 10
 """Output a further thread must have to write before it is worth waking."""
 
 
-def _working_memory() -> tuple[NDArray[Any], ...]:
-    """What look-ups write to on the way, those of one thread at a time."""
+def _working_memory(longest: int) -> tuple[NDArray[Any], ...]:
+    """What look-ups write to on the way, those of one thread at a time. `longest`: elements of a pooled vector."""
     cursor, blocks, ring = np.zeros(1, CURSOR), np.zeros(NUM_STAGES, BLOCK), np.zeros(2 * RING, np.int64)
-    vector, cells = np.zeros(CHUNK, np.float32), np.zeros(MAX_CELLS, CELL)
-    return cursor, blocks, ring, vector, cells, new_ring()
+    vectors, cells = np.zeros(CHUNK + longest, np.float32), np.zeros(MAX_CELLS, CELL)
+    return cursor, blocks, ring, vectors, cells, new_ring()
 
 
 class _Workspace(threading.local):
-    """The working memory of each thread, made once."""
+    """The working memory of each thread, made once, and again where longer vectors are pooled than before."""
 
     def __init__(self) -> None:
-        self.arrays = _working_memory()
+        self.arrays = _working_memory(_FIRST_LONGEST)
 
 
 _workspace = _Workspace()
 _INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
+_NONE = int(PoolingCode.NONE)
 
 NO_POSITIONS = np.empty(0, np.int64)
 """For `look_up`, if the caller does not ask which keys are unknown."""
@@ -100,7 +103,7 @@ class BoundLookups:
     def __init__(self, tables: NDArray[np.void], num_threads: int = 1) -> None:
         """`tables`: TABLE records, which may change later; `num_threads`: see `look_up`."""
         self._tables, self._num_threads = tables, num_threads
-        self._memory = _working_memory()
+        self._memory = _working_memory(_longest(tables))
 
     def bind(self, lookup: Lookup) -> Callable[[], object]:
         """A function that answers this look-up with what its records say then. It may be called again and again."""
@@ -126,16 +129,16 @@ def compile_kernels() -> None:
 
 def compile_interleaved() -> None:
     """Compile one part of the kernels that `compile_kernels` puts together; other processes compile the rest."""
-    *_, cells, hashes = _working_memory()
+    *_, cells, hashes = _working_memory(0)
     nothing, segments = np.zeros(0, np.int64), np.zeros(0, SEGMENT)
     compile_for(look_up_interleaved, np.zeros(0, TABLE), segments, 0, 0, cells, hashes, nothing, nothing, 0)
 
 
 def compile_blocks_and_stream() -> None:
     """Compile the other parts."""
-    cursor, blocks, ring, vector, _, _ = _working_memory()
+    cursor, blocks, ring, vectors, _, _ = _working_memory(0)
     nothing, tables, segments = np.zeros(0, np.int64), np.zeros(1, TABLE), np.zeros(1, SEGMENT)
-    compile_for(look_up_blocks, tables, segments, Span(0, 0, 0, 0), cursor, blocks, vector, nothing, nothing, 0)
+    compile_for(look_up_blocks, tables, segments, Span(0, 0, 0, 0), cursor, blocks, vectors, nothing, nothing, 0)
     compile_for(look_up_stream, tables[0], segments[0], 0, 0, ring, nothing, 0)
 
 
@@ -186,7 +189,16 @@ def _lookup_range(
 ) -> int:
     """Look up from one (segment, row) up to, not including, another."""
     arguments: Any = (tables, segments, *begin, *end, *_workspace.arrays, missing_counts, missing_positions)
-    return int(look_up_range(*arguments))
+    num_missing = int(look_up_range(*arguments))
+    if num_missing >= 0:
+        return num_missing
+    _workspace.arrays = _working_memory(_longest(tables))
+    return _lookup_range(tables, segments, begin, end, missing_counts, missing_positions)
+
+
+def _longest(tables: NDArray[np.void]) -> int:
+    """The elements of the longest vector of these tables."""
+    return int(tables["embedding_dim"].max(initial=0))
 
 
 @kernel
@@ -235,7 +247,12 @@ def look_up_range(
     missing_counts: Any,
     missing_positions: Any,
 ) -> Any:
-    """Look up from one (segment, row) up to, not including, another; see `lookup`."""
+    """Look up from one (segment, row) up to, not including, another; see `look_up`.
+
+    Returns the number of unknown keys; -1, with nothing done, where `scratch` is too short for a vector to pool.
+    """
+    if not _can_pool(tables, segments, scratch):
+        return np.int64(-1)
     for s in range(len(missing_counts)):
         missing_counts[s] = 0
     num_missing = np.int64(0)  # a plain 0 is a type of its own, for which all below would be compiled as well
@@ -260,6 +277,15 @@ def look_up_range(
         num_missing += missing
         segment, row = part.last_segment, part.last_row
     return num_missing
+
+
+@kernel
+def _can_pool(tables: Any, segments: Any, scratch: Any) -> Any:
+    """Whether there is room for what pooling keeps of a vector; see `look_up_blocks`."""
+    for s in range(len(segments)):
+        if segments[s].pooling != _NONE and tables[segments[s].table].embedding_dim > len(scratch) - CHUNK:
+            return False
+    return True
 
 
 @kernel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +18,13 @@ from inference_session.kernels.cpu.intrinsics import (
 from inference_session.kernels.records import PoolingCode, VectorCode
 
 CHUNK = 256
-"""Elements that pooling handles at a time."""
+"""Elements that pooling widens at a time."""
+SUM_BLOCK = 32
+"""Vectors of a bag that are added up one after the other. Then their sum is added to that of the vectors before them.
+
+So the rounding error of a sum of n vectors grows with n / SUM_BLOCK + SUM_BLOCK, not with n. cuda/lookup.cu adds up in
+the same blocks.
+"""
 MAX_PREFETCH_BYTES = 1024
 """Of one vector; the processor's own prefetcher follows a longer one."""
 LINE_BYTES = 64
@@ -66,45 +72,48 @@ def copy_floats(output: int, source: int, count: int) -> None:
             store(output, np.float32, i, load(source, np.float32, i))
 
 
-class Share(NamedTuple):
-    """The part that a vector has in its bag."""
-
-    pooling: int
-    weight: float
-    place: int
-    """Of the vector in its bag, from 0."""
-    length: int
-    """Vectors in the bag."""
-
-
 @kernel
-def pool_vector(output: int, source: int, code: int, dim: int, share: Any, scratch: Any) -> None:
-    """Let one vector take part in its bag. `scratch`: float32[CHUNK]; a source of 0 is a vector of zeros."""
+def pool_vector(
+    total: int, source: int, code: int, dim: int, weight: float, begins: bool, is_max: bool, scratch: Any
+) -> None:
+    """Add a vector times its weight to `total`, or take the larger elements; a vector that `begins` sets it.
+
+    `scratch`: float32[CHUNK]; a source of 0 is a vector of zeros.
+    """
+    if source != 0 and code == _FLOAT32:
+        _pool_floats(total, source, dim, weight, begins, is_max)
+        return
     for begin in range(0, dim, CHUNK):
         count = min(CHUNK, dim - begin)
-        vector = source + 4 * begin
-        if source == 0 or code != _FLOAT32:
-            vector = scratch.ctypes.data
-            _widen(vector, source, code, dim, begin, count)
-        _pool_chunk(output + 4 * begin, vector, count, share)
+        _widen(scratch.ctypes.data, source, code, dim, begin, count)
+        _pool_floats(total + 4 * begin, scratch.ctypes.data, count, weight, begins, is_max)
 
 
 @kernel
-def _pool_chunk(output: int, vector: int, count: int, share: Any) -> None:
-    """The first vector of a bag sets the output, further ones take part, the last one of a mean divides."""
-    weight, length = np.float32(share.weight), np.float32(share.length)
-    if share.place == 0:
+def _pool_floats(total: int, vector: int, count: int, weight: float, begins: bool, is_max: bool) -> None:
+    if begins:
         for d in range(count):
-            store(output, np.float32, d, load(vector, np.float32, d) * weight)
-    elif share.pooling == _MAX:
+            store(total, np.float32, d, load(vector, np.float32, d) * weight)
+    elif is_max:
         for d in range(count):
-            store(output, np.float32, d, _maximum(load(output, np.float32, d), load(vector, np.float32, d)))
+            store(total, np.float32, d, _maximum(load(total, np.float32, d), load(vector, np.float32, d)))
     else:
         for d in range(count):
-            store(output, np.float32, d, load(output, np.float32, d) + load(vector, np.float32, d) * weight)
-    if share.pooling == _MEAN and share.place == share.length - 1:
-        for d in range(count):
-            store(output, np.float32, d, load(output, np.float32, d) / length)
+            store(total, np.float32, d, load(total, np.float32, d) + load(vector, np.float32, d) * weight)
+
+
+@kernel
+def add_floats(total: int, source: int, count: int) -> None:
+    """Add float32 values to others."""
+    for d in range(count):
+        store(total, np.float32, d, load(total, np.float32, d) + load(source, np.float32, d))
+
+
+@kernel
+def divide_floats(total: int, count: int, divisor: float) -> None:
+    """Divide float32 values by a number."""
+    for d in range(count):
+        store(total, np.float32, d, load(total, np.float32, d) / divisor)
 
 
 @kernel
