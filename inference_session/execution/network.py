@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,11 +12,14 @@ from numpy.typing import NDArray
 from inference_session.dense_engine import DenseEngine, OnnxEngine
 from inference_session.errors import ModelFormatError, UnknownKeyError
 from inference_session.execution.lookups import ModelLookups
-from inference_session.execution.plan import ExecutionPlan, ExecutionPlans
+from inference_session.execution.plan import BoundPlan, ExecutionPlan, FreshPlan
 from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT, SESSION_FILE, ModelSpec
+from inference_session.platform.bounded_memory import BoundedMemory
 from inference_session.requests.batch import JoinedBatch
 from inference_session.requests.outputs import Answer
 from inference_session.rows.base import Rows
+
+_MAX_PLANS = 1024
 
 
 class RunResult(NamedTuple):
@@ -28,7 +31,7 @@ class RunResult(NamedTuple):
 
 
 class Network:
-    """Gives each batch the plan by which its keys are looked up and the dense network runs.
+    """Gives each batch the plan by which its keys are looked up and the dense network runs. Thread-safe.
 
     Args:
         spec: of the model, with the look-ups of this network.
@@ -47,19 +50,41 @@ class Network:
         self.keys = keys
         self.key_names = tuple(sorted(keys.output_names)) if keys else ()
         """The results of the key graph."""
-        lookups = ModelLookups(
+        self._lookups = ModelLookups(
             spec,
             by_column=rows.device.reads_by_column,
             keys_follow_inputs=keys_follow_inputs,
             narrow_inputs=dense.narrow_inputs,
             concat_inputs=dense.concat_inputs,
         )
-        self._plans = ExecutionPlans(lookups, rows, dense, self.key_names)
+        self.may_record = rows.is_launched and self._lookups.follow_shapes
+        """Whether batches may have a RecordedPlan."""
+        self._plans: BoundedMemory[Hashable, FreshPlan | BoundPlan] = BoundedMemory(_MAX_PLANS)
 
     def plan(self, batch: JoinedBatch, outputs: Sequence[str]) -> ExecutionPlan:
-        """The plan by which a batch computes these outputs. Keys that are computed are added to it."""
+        """The plan by which a batch computes these outputs. Keys that are computed are added to the batch.
+
+        InvalidRequestError: keys do not fit each other.
+        """
+        outputs = tuple(outputs)
         self._compute_keys(batch)
-        return self._plans.of(batch, tuple(outputs))
+        self._lookups.cut_bags(batch)
+        shape = self._shape(batch, outputs)
+        plan = known = self._plans.get(shape)
+        if plan is None:
+            plan = self._fresh(batch, outputs)
+            self._plans.put(shape, plan)
+        # A shape that follows from lengths of lists may never come again, and recording takes as long as some batches.
+        may_come_again = known is not None or not self._lookups.irregular_shapes(batch)
+        if isinstance(plan, FreshPlan) and plan.may_record and may_come_again and self.dense.may_bind(outputs):
+            plan = plan.recorded(batch)
+            self._plans.put(shape, plan)
+        return plan
+
+    def known_plan(self, batch: JoinedBatch, outputs: tuple[str, ...]) -> ExecutionPlan | None:
+        """The plan of a batch whose keys need not be cut, if there is one already. Computed keys are added to it."""
+        self._compute_keys(batch)
+        return self._plans.get(self._shape(batch, outputs))
 
     def refuse_unknown(self, num_unknown: NDArray[np.int64]) -> None:
         """UnknownKeyError if any of these numbers of unknown keys, one per look-up, is above 0."""
@@ -71,20 +96,19 @@ class Network:
                 f"{table.num_rows} rows; with the setting unknown_keys=default_vector they get default vectors"
             )
 
-    @property
-    def may_record(self) -> bool:
-        """Whether plans of this network may be recorded."""
-        return self._plans.may_record
-
-    def known_plan(self, batch: JoinedBatch, outputs: tuple[str, ...]) -> ExecutionPlan | None:
-        """The plan of a batch whose keys need not be cut, if there is one already. Computed keys are added to it."""
-        self._compute_keys(batch)
-        return self._plans.known(batch, outputs)
-
     def _compute_keys(self, batch: JoinedBatch) -> None:
         if self.keys:
             results = self.keys.run({name: batch.array(name) for name in self.keys.input_names}, self.key_names)
             batch.add(dict(zip(self.key_names, results, strict=True)))
+
+    def _shape(self, batch: JoinedBatch, outputs: tuple[str, ...]) -> Hashable:
+        """The properties that batches of one plan share."""
+        computed = [batch.array(name).shape for name in self.key_names] if self.may_record else ()
+        return (batch.num_samples, batch.shapes, self._lookups.irregular_shapes(batch), outputs, *computed)
+
+    def _fresh(self, batch: JoinedBatch, outputs: tuple[str, ...]) -> FreshPlan:
+        geometry = self._lookups.geometry(batch)
+        return FreshPlan(self._lookups, geometry, self.rows, self.dense, outputs, may_record=self.may_record)
 
 
 _KEY_TYPES = ("int64", "int32", "uint32")

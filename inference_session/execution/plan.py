@@ -1,6 +1,6 @@
 """One plan per shape of batch: what follows from shapes alone, computed once, and the steps of each batch.
 
-    plan = plans.of(batch, outputs)
+    plan = network.plan(batch, outputs)     # kept by shape (network.py)
     with plan.held():                       # the device, until the answers are on the host
         lookup = plan.fill(batch)           # keys go where the device reads them
         rows.look_up(lookup)                # vectors go where the network reads them
@@ -12,7 +12,7 @@ Each plan keeps the memory that its batches use.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
@@ -24,12 +24,10 @@ from inference_session.device.base import Device, UsedMemory
 from inference_session.execution.key_stager import KeyStager
 from inference_session.execution.lookups import Geometry, ModelLookups
 from inference_session.kernels.records import Lookup, address_of
-from inference_session.platform.bounded_memory import BoundedMemory
 from inference_session.requests.batch import JoinedBatch, StagedValues
 from inference_session.requests.outputs import Answer
 from inference_session.rows.base import Rows
 
-_MAX_PLANS = 1024
 Vectors: TypeAlias = dict[str, Any]
 """Arrays on the device that look-ups write, by the names that the network has for them."""
 
@@ -75,10 +73,10 @@ class FreshPlan(ExecutionPlan):
         self.may_record = may_record
         self._lookups = lookups
         self._geometry = geometry
-        self._device = rows.device
+        self._rows, self._device = rows, rows.device
         self._dense = dense
         self.keys = KeyStager(lookups, geometry.num_keys, rows.device)
-        self.prepared_lookup = rows.prepare(geometry.segments)
+        self._prepared_lookup = rows.prepare(geometry.segments)
         """What look-ups of these shapes share; see Lookup.prepared."""
         self._prepared_network = dense.prepare()
 
@@ -86,13 +84,13 @@ class FreshPlan(ExecutionPlan):
         return self._device.request()
 
     def fill(self, batch: JoinedBatch) -> Lookup:
-        segments, vectors = self.take_vectors()
+        segments, vectors = self._take_vectors()
         num_keys = self.keys.stage(segments, batch)
-        give_vectors(batch, vectors)
-        batch.copies = self.pool_apart(segments, vectors)
-        return Lookup(segments, num_keys, self._device.counts(len(segments)), self.prepared_lookup)
+        _give_vectors(batch, vectors)
+        batch.copies = self._pool_apart(segments, vectors)
+        return Lookup(segments, num_keys, self._device.counts(len(segments)), self._prepared_lookup)
 
-    def take_vectors(self) -> tuple[NDArray[np.void], Vectors]:
+    def _take_vectors(self) -> tuple[NDArray[np.void], Vectors]:
         """Allocate memory for the vectors; returns segments that lead there, and its arrays by the network's inputs."""
         geometry, dtypes = self._geometry, [each.dtype for each in self._lookups.vector_inputs]
         arrays = [self._device.empty(*each) for each in zip(geometry.shapes, dtypes, strict=True)]
@@ -104,7 +102,7 @@ class FreshPlan(ExecutionPlan):
         named = zip(self._lookups.vector_inputs, arrays, geometry.bare, strict=True)
         return segments, {each.dense_input: array[0] if is_bare else array for each, array, is_bare in named}
 
-    def pool_apart(self, segments: NDArray[np.void], vectors: Vectors) -> list[Callable[[], object]]:
+    def _pool_apart(self, segments: NDArray[np.void], vectors: Vectors) -> list[Callable[[], object]]:
         """Allocate memory for what is pooled apart; returns what copies it to its place, each time it is called."""
         copies = []
         for apart in self._geometry.apart:
@@ -119,7 +117,7 @@ class FreshPlan(ExecutionPlan):
             copy()
         # There is room for few CUDA graphs: a plan that will be replaced by a RecordedPlan takes none.
         prepared = None if self.may_record else self._prepared_network
-        results = self._dense.run(self.network_inputs(batch), self.outputs, prepared)
+        results = self._dense.run(self._network_inputs(batch), self.outputs, prepared)
         return dict(zip(self.outputs, results, strict=True))
 
     def num_unknown(self, lookup: Lookup) -> NDArray[np.int64]:
@@ -127,9 +125,35 @@ class FreshPlan(ExecutionPlan):
         counts: NDArray[np.int64] = lookup.num_unknown.copy()
         return counts
 
-    def network_inputs(self, batch: JoinedBatch) -> dict[str, NDArray[Any]]:
+    def _network_inputs(self, batch: JoinedBatch) -> dict[str, NDArray[Any]]:
         """What the network reads, by name."""
         return {name: batch.array(name) for name in self._dense.input_names}
+
+    def recorded(self, batch: JoinedBatch) -> FreshPlan | BoundPlan:
+        """The same plan with fixed memory, unless the batch or the network cannot be bound to it."""
+        self.may_record = False
+        if not batch.is_on_host:  # a caller's arrays are in other memory each time
+            return self
+        device, inputs, trial = self._device, batch.copy(), batch.copy()
+        with self.held():
+            # Keys come last: so one CUDA graph serves all batches of one size, however many keys they have.
+            segments, vectors = self._take_vectors()
+            _give_vectors(inputs, vectors)
+            network = self._dense.bind(self._network_inputs(inputs), self.outputs)
+            if network is None:
+                return self
+            copies = self._pool_apart(segments, vectors)
+            staged = [StagedValues((name,), array) for name, array in network.inputs.items()]
+            lookup = Lookup(segments, self.keys.num_keys, device.counts(len(segments)), self._prepared_lookup)
+            if self._lookups.is_ragged(batch):
+                used = device.used()
+                return RaggedPlan(device, self, lookup, network, copies=copies, staged=staged, used=used)
+            if copies:  # which the fast path does not make
+                return self
+            lookup.num_keys = self.keys.stage(segments, trial)
+            lookup.repeat = self._rows.repeated(lookup)
+            lookup.places = lookup.find_places()
+        return RecordedPlan(device, lookup, network, keys=trial.staged, inputs=staged, outputs=self.outputs)
 
 
 class BoundPlan(ExecutionPlan):
@@ -229,74 +253,7 @@ class RaggedPlan(BoundPlan):
         return Lookup(segments, num_keys, num_unknown, self._lookup.prepared)
 
 
-class ExecutionPlans:
-    """The plans of one model by shape, in one bounded memory. Safe to use from several threads."""
-
-    def __init__(self, lookups: ModelLookups, rows: Rows, dense: DenseEngine, computed: Collection[str]) -> None:
-        """`computed`: names that batches have in addition to their inputs, as outputs of a key graph."""
-        self._lookups = lookups
-        self._rows = rows
-        self._dense = dense
-        self._computed = computed
-        self.may_record = rows.is_launched and lookups.follow_shapes
-        self._plans: BoundedMemory[Any, FreshPlan | BoundPlan] = BoundedMemory(_MAX_PLANS)
-
-    def of(self, batch: JoinedBatch, outputs: tuple[str, ...]) -> ExecutionPlan:
-        """The plan of a batch; InvalidRequestError where its keys do not fit each other."""
-        self._lookups.cut_bags(batch)
-        shape = self._shape(batch, outputs)
-        plan = known = self._plans.get(shape)
-        if plan is None:
-            plan = self._fresh(batch, outputs)
-            self._plans.put(shape, plan)
-        # A shape that follows from lengths of lists may never come again, and recording takes as long as some batches.
-        may_come_again = known is not None or not self._lookups.irregular_shapes(batch)
-        if isinstance(plan, FreshPlan) and plan.may_record and may_come_again and self._dense.may_bind(outputs):
-            plan = self._recorded(plan, batch)
-            self._plans.put(shape, plan)
-        return plan
-
-    def known(self, batch: JoinedBatch, outputs: tuple[str, ...]) -> ExecutionPlan | None:
-        """The plan of a batch whose keys need not be cut, if there is one already."""
-        return self._plans.get(self._shape(batch, outputs))
-
-    def _shape(self, batch: JoinedBatch, outputs: tuple[str, ...]) -> Hashable:
-        """The properties that batches of one plan share."""
-        computed = [batch.array(name).shape for name in self._computed] if self.may_record else ()
-        return (batch.num_samples, batch.shapes, self._lookups.irregular_shapes(batch), outputs, *computed)
-
-    def _fresh(self, batch: JoinedBatch, outputs: tuple[str, ...]) -> FreshPlan:
-        geometry = self._lookups.geometry(batch)
-        return FreshPlan(self._lookups, geometry, self._rows, self._dense, outputs, may_record=self.may_record)
-
-    def _recorded(self, plan: FreshPlan, batch: JoinedBatch) -> FreshPlan | BoundPlan:
-        """The same plan with fixed memory, unless the batch or the network cannot be bound to it."""
-        plan.may_record = False
-        if not batch.is_on_host:  # a caller's arrays are in other memory each time
-            return plan
-        device, inputs, trial = self._rows.device, batch.copy(), batch.copy()
-        with plan.held():
-            # Keys come last: so one CUDA graph serves all batches of one size, however many keys they have.
-            segments, vectors = plan.take_vectors()
-            give_vectors(inputs, vectors)
-            network = self._dense.bind(plan.network_inputs(inputs), plan.outputs)
-            if network is None:
-                return plan
-            copies = plan.pool_apart(segments, vectors)
-            staged = [StagedValues((name,), array) for name, array in network.inputs.items()]
-            lookup = Lookup(segments, plan.keys.num_keys, device.counts(len(segments)), plan.prepared_lookup)
-            if self._lookups.is_ragged(batch):
-                used = device.used()
-                return RaggedPlan(device, plan, lookup, network, copies=copies, staged=staged, used=used)
-            if copies:  # which the fast path does not make
-                return plan
-            lookup.num_keys = plan.keys.stage(segments, trial)
-            lookup.repeat = self._rows.repeated(lookup)
-            lookup.places = lookup.find_places()
-        return RecordedPlan(device, lookup, network, keys=trial.staged, inputs=staged, outputs=plan.outputs)
-
-
-def give_vectors(batch: JoinedBatch, vectors: Vectors) -> None:
+def _give_vectors(batch: JoinedBatch, vectors: Vectors) -> None:
     """Have the network read these vectors, in place of the keys of the batch where they have the same names."""
     for name, array in vectors.items():
         batch.replace(name, [array])

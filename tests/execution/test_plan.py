@@ -11,8 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from inference_session.dense_engine.base import BoundRun, DenseEngine
-from inference_session.execution.lookups import ModelLookups
-from inference_session.execution.plan import ExecutionPlans, FreshPlan, RecordedPlan
+from inference_session.execution.network import Network
+from inference_session.execution.plan import FreshPlan, RecordedPlan
 from inference_session.requests.batch import CheckedRequest, JoinedBatch
 from inference_session.rows.files import FileRows
 from inference_session.version_directory.version import VersionDirectory
@@ -48,11 +48,11 @@ class Sums(DenseEngine):
 
 
 class Planned(NamedTuple):
-    """The plans of a model, and what they launch."""
+    """The network of a model, and what its plans launch."""
 
     rows: FileRows
     dense: Sums
-    plans: ExecutionPlans
+    network: Network
 
 
 @pytest.fixture
@@ -68,8 +68,7 @@ def planned(version: VersionDirectory) -> Iterator[Planned]:
     rows = FileRows(files, LaunchedTables(files, num_threads=1))
     (lookup,) = version.spec.lookups
     dense = Sums(lookup.dense_input)
-    lookups = ModelLookups(version.spec, by_column=False, keys_follow_inputs=True)
-    yield Planned(rows, dense, ExecutionPlans(lookups, rows, dense, frozenset()))
+    yield Planned(rows, dense, Network(version.spec, rows, dense, None, keys_follow_inputs=True))
     rows.close()
 
 
@@ -79,12 +78,12 @@ def batch_of(ids: NDArray[np.int64]) -> JoinedBatch:
 
 def test_batches_of_one_shape_go_the_same_way_with_other_values(planned: Planned) -> None:
     """One binding per shape; each batch has the answer of its own keys, and its own unknown keys."""
-    rows, dense, plans = planned
+    rows, dense, network = planned
     rng = np.random.default_rng(0)
     for size in (4, 7, 4, 4, 7):
         ids = rng.integers(0, 1000, (size, 3))
         batch = batch_of(ids)
-        plan = plans.of(batch, ("y",))
+        plan = network.plan(batch, ["y"])
         assert isinstance(plan, RecordedPlan)
         with plan.held():
             rows.look_up(plan.fill(batch))
@@ -109,12 +108,12 @@ class DeviceArray:
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 def test_keys_on_the_device_are_read_where_they_are(planned: Planned, dtype: str) -> None:
     """Whatever their type; each batch has its own memory, so nothing is recorded."""
-    rows, dense, plans = planned
+    rows, dense, network = planned
     rng = np.random.default_rng(0)
     for size in (4, 7, 4, 4, 7):
         ids = rng.integers(0, 1000, (size, 3)).astype(dtype)
         batch = batch_of(DeviceArray(ids))  # type: ignore[arg-type]
-        plan = plans.of(batch, ("y",))
+        plan = network.plan(batch, ["y"])
         assert isinstance(plan, FreshPlan)
         with plan.held():
             rows.look_up(plan.fill(batch))
