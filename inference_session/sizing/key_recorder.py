@@ -115,8 +115,10 @@ class KeyRecorder:
 
     def _by_table(self, batches: deque[_Batch]) -> Iterator[tuple[int, NDArray[np.int64]]]:
         for batch in batches:
-            parts = np.split(batch.keys, np.cumsum(batch.counts)[:-1])
-            yield from zip(batch.tables.tolist(), parts, strict=True)
+            begin = 0  # a request without samples has no segment
+            for table, count in zip(batch.tables.tolist(), batch.counts.tolist(), strict=True):
+                yield table, batch.keys[begin : begin + count]
+                begin += count
 
     def _write_summary(self) -> None:
         tables = {table: {"num_keys": file.num_keys} for table, file in zip(self._tables, self._files, strict=True)}

@@ -12,6 +12,7 @@ from inference_session.errors import ConfigurationError, TraceFormatError, Unkno
 from inference_session.sizing.key_recorder import KeyRecorder, read_recording
 from inference_session.sizing.key_sample import KeySample
 from tests.testing import small_model
+from tests.testing.onnx_models import import_model, model_of, table
 from tests.testing.triton_models import write_ctr
 
 
@@ -61,6 +62,26 @@ def test_keys_of_a_refused_request_are_recorded_once(tmp_path: Path) -> None:
 
     samples = _recorded(_only_folder(tmp_path / "keys"), num_tables=1)
     assert samples["item"].keys.tolist() == [1, 2, 10**6]
+
+
+def test_recording_goes_on_after_a_look_up_without_keys(tmp_path: Path) -> None:
+    """All that a request with a kept context may need is there already."""
+    text = """g (int64[n, 1] user, float[n, 4] item) => (float[n, 1] score) {
+        u = Gather(users, user)
+        flat = Squeeze(u, one)
+        squared = Mul(flat, flat)
+        product = Mul(squared, item)
+        score = ReduceSum<keepdims = 1>(product, one)
+    }"""
+    model = model_of(text, {"users": table(), "one": np.array([1])})
+    report = import_model(tmp_path, model, context=["user"])
+    settings = {"record_keys": str(tmp_path / "keys"), "context_cache_bytes": 1 << 20}
+
+    with InferenceSession.open(report.version_dir, **settings) as session:
+        for user in (3, 3, 4):
+            session.run({"user": np.array([[user]]), "item": np.zeros((2, 4), np.float32)})
+
+    assert _recorded(_only_folder(tmp_path / "keys"), num_tables=1)["users"].keys.tolist() == [3, 4]
 
 
 def test_nothing_is_recorded_unless_asked(tmp_path: Path) -> None:
