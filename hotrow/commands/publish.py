@@ -38,8 +38,8 @@ def command(source: Path, url: str, model: str, table: str | None, since: Path |
     """Publish rows to the servers that follow a model's update stream, and wait until the brokers have confirmed them.
 
     The source is a version directory, or with --table a folder with the files `key` and `emb_vector`. With --since,
-    rows that are equal in both versions are left out, and rows that no longer exist are deleted. The sizes of a
-    version directory are checked, its checksums are not. Publishing again does no harm.
+    rows that are equal in both versions are left out, and rows that no longer exist are deleted. All files of a
+    version directory are compared with its checksums first. Publishing again does no harm.
 
     \b
     Examples:

@@ -171,9 +171,17 @@ class TritonServer:
         return {"HTTP": f"http://{http}", "gRPC": grpc, "metrics": f"http://{metrics}/metrics"}
 
     def served_versions(self) -> dict[str, list[int]]:
-        """The versions that answer, ascending, by model; by default Triton serves a folder's highest version."""
+        """The versions that answer, ascending, by model; by default Triton serves a folder's highest version.
+
+        Raises:
+            ServerError: the server no longer answers; the message has its last lines.
+        """
+        try:
+            index = self._index()
+        except (OSError, HTTPException) as error:
+            raise ServerError(f"tritonserver no longer answers ({error}): {self._log.reason()}") from error
         served: dict[str, list[int]] = {}
-        for entry in self._index():
+        for entry in index:
             if entry.get("state") == "READY":
                 served.setdefault(entry["name"], []).append(int(entry["version"]))
         return {name: sorted(served[name]) for name in sorted(served)}
