@@ -124,7 +124,7 @@ class InferenceSession:
             model.replicas,
             model.kept_contexts,
         )
-        self.stages_arrays = self.replicas.all[0].staged is not None
+        self.has_fast_path = self.replicas.all[0].staging_pool is not None
         """Whether `run_arrays` answers any requests to this model."""
         self._writer = self.rows[0].writer  # the same for all devices
         self._count_into(SessionStats(spec), None)  # until warmed up

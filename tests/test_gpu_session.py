@@ -259,7 +259,7 @@ def test_packed_requests_are_answered_as_on_the_processor(
         InferenceSession.open(report.version_dir, device="cuda:0", warm_up_s=20, **settings) as session,
         InferenceSession.open(report.version_dir, device="cpu") as twin,
     ):
-        assert session.stages_arrays
+        assert session.has_fast_path
         assert session._model.replicas.all[0].network.dense.concat_inputs  # nothing else tells
         for sizes in ((4,), (16,), (4,), (2, 3), (4,), (2, 3), (16, 1, 1), (2, 3)):
             for kinds in ([True] * len(sizes), [False] * len(sizes), [i % 2 == 0 for i in range(len(sizes))]):

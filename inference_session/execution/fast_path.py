@@ -134,7 +134,7 @@ class FastPath:
             copied = JoinedAnswer.copied
             run = partial(self.run, arrays, num_parts, outputs, mark, copied, num_requests=num_requests)
             return self._run_on_any(finish, run)
-        pool = replica.staged
+        pool = replica.staging_pool
         if pool is None or (num_parts > 1 and not self._joins_requests):
             return None
         mark("look-up")

@@ -98,8 +98,8 @@ def open_model(version: VersionDirectory, config: SessionConfig, devices: Sequen
         network, ranking = networks[0], networks[-1]
         # A network on a GPU over rows of the processor reads a copy of each batch's vectors: it is bound to no memory.
         is_split = own.device is HOST and thread.device is not HOST
-        staged = None if is_split else _stage(config, layout, network, ranking)
-        replicas.append(Replica(network, ranking, thread, staged))
+        pool = None if is_split else _stage(config, layout, network, ranking)
+        replicas.append(Replica(network, ranking, thread, pool))
     return Model(spec, layout, rows, Replicas(replicas), _keep_contexts(version, config, rows[0], layout))
 
 

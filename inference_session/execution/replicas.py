@@ -78,7 +78,7 @@ class Replica:
     ranking: Network
     """The network for requests that rank candidates; the same where the model has no other for them."""
     thread: DeviceThread
-    staged: StagingPool | None = None
+    staging_pool: StagingPool | None = None
     """Stages the arrays of requests on the fast path; None: this model has no fast path."""
     num_under_way: int = 0
     """Batches that the device was given and has not answered."""

@@ -192,7 +192,7 @@ def test_only_numpy_arrays_take_memory(directory: Path, monkeypatch: pytest.Monk
     """And, on a GPU, the device: inputs that lie there would wait for the batch before only to be refused."""
     inputs = staged_model.inputs(3, np.random.default_rng(4))
     with InferenceSession.open(directory) as session:
-        pool = session.replicas.all[0].staged
+        pool = session.replicas.all[0].staging_pool
         taken: list[None] = []
         assert pool is not None
         new = pool.new
@@ -335,7 +335,7 @@ def test_batches_of_many_numbers_of_requests_share_their_counts(directory: Path)
     with InferenceSession.open(directory) as session:
         for num_requests in (3, 5):
             assert session.run_arrays(arrays_of([one] * num_requests), num_requests) is not None
-        pool = session.replicas.all[0].staged
+        pool = session.replicas.all[0].staging_pool
         assert pool is not None
         (staging,) = pool.free
         records = staging._records  # type: ignore[attr-defined]  # of a HostStaging
@@ -572,7 +572,7 @@ def test_keys_whose_shape_follows_from_values_are_left_to_the_plain_way(tmp_path
     directory = import_model(tmp_path, model_of(text, weights)).version_dir
     assert (directory / "keys.onnx").exists()
     with InferenceSession.open(directory) as session:
-        assert session.replicas.all[0].staged is not None
+        assert session.replicas.all[0].staging_pool is not None
         for ids in ([1, 2], [1, 2], [0, 2], [5, 5], [0, 0], [1, 2], [3, 0]):
             inputs = {"ids": np.array(ids)}
             expected = run_network(tmp_path / "model.onnx", inputs)["y"]
@@ -593,7 +593,7 @@ def test_no_vectors_of_earlier_keys_are_read_where_plans_have_been_dropped(
     directory = import_model(tmp_path, model_of(text, constants)).version_dir
     rng = np.random.default_rng(0)
     with InferenceSession.open(directory) as session:
-        assert session.replicas.all[0].staged is not None
+        assert session.replicas.all[0].staging_pool is not None
         for num_samples, num_keys in ((2, 3), (3, 3), (4, 3), (4, 2), (2, 2), (3, 1), (5, 1), (5, 3), (2, 1), (3, 2)):
             inputs = {"ids": np.insert(rng.integers(0, 1000, (num_samples, 2)), 0, num_keys, axis=1)}
             expected = run_network(tmp_path / "model.onnx", inputs)["y"]

@@ -83,7 +83,7 @@ class RequestHandler:
         try:
             with self._versions.lease() as session:
                 # The fast path for most requests: a list of arrays in, tensors out.
-                if session.stages_arrays and (plain := self._plain.read(requests)) is not None:
+                if session.has_fast_path and (plain := self._plain.read(requests)) is not None:
                     arrays, outputs = plain
                     responses = session.fast_path.run(arrays, len(requests), outputs, mark, self._responses)
                     if responses is not None:
