@@ -82,7 +82,7 @@ class FullPath:
         if kept is not None and is_ranking:
             num_reused = self._fill_in_contexts(kept, batch, requests)
             network = kept.candidates
-        outputs = self._run(network, batch, layout.wanted(requests), mark).outputs
+        outputs = self._run(network, batch, layout.computed(requests), mark).outputs
         mark("answer")
         self._count(requests, num_reused)
         return layout.split(batch.in_order(outputs), requests)

@@ -179,9 +179,9 @@ class RequestLayout(ABC):
         """The requests with the context repeated for each candidate; None where that changes nothing."""
         return None
 
-    def wanted(self, requests: Sequence[CheckedRequest]) -> list[str]:
+    def computed(self, requests: Sequence[CheckedRequest]) -> tuple[str, ...]:
         """The outputs that the network has to compute for a batch."""
-        return self.outputs.of_network([request.outputs for request in requests])
+        return self.outputs.of_requests([request.outputs for request in requests]).computed
 
     def split(self, computed: Answer, requests: Sequence[CheckedRequest]) -> list[Answer]:
         """The outputs that each request of a batch asked for, taken from the network's outputs for the batch."""

@@ -83,7 +83,7 @@ class HpsLayout(RequestLayout):
     def __init__(self, spec: ModelSpec, outputs: Outputs, *, network_inputs: frozenset[str], max_elements: int) -> None:
         super().__init__(spec, outputs, network_inputs=network_inputs, max_elements=max_elements)
         self._names = [f"{HPS_KEYS}/{table}" for table in range(len(spec.tables))]
-        self._vectors = [lookup.dense_input for lookup in spec.lookups]
+        self._vectors = tuple(lookup.dense_input for lookup in spec.lookups)
         self.values = dict.fromkeys(self._names, "int64")
 
     def check(self, request: Request) -> CheckedRequest:
@@ -102,7 +102,7 @@ class HpsLayout(RequestLayout):
         keys = np.zeros(num_samples * num_tables, np.int64)
         return Request({HPS_KEYS: keys, HPS_COUNTS: np.full(num_tables, num_samples, np.int32)})
 
-    def wanted(self, requests: Sequence[CheckedRequest]) -> list[str]:  # noqa: ARG002
+    def computed(self, requests: Sequence[CheckedRequest]) -> tuple[str, ...]:  # noqa: ARG002
         """The vectors of each table."""
         return self._vectors
 

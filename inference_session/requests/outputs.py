@@ -100,7 +100,8 @@ class Outputs:
         if known is None:
             names = self.resolve(key)
             adds = self._has_predictions and PREDICTIONS in names
-            computed = tuple(self.of_network([names]))
+            own = [name for name in names if not (adds and name == PREDICTIONS)]
+            computed = tuple(dict.fromkeys([*own, *(self._label_outputs if adds else ())]))
             made = (*computed, PREDICTIONS) if adds else computed
             labels = tuple(map(computed.index, self._label_outputs)) if adds else ()
             known = RequestedOutputs(names, computed, labels, tuple(map(made.index, names)))
@@ -108,31 +109,21 @@ class Outputs:
                 self._known[key] = known
         return known
 
-    def of_network(self, wanted: Sequence[Sequence[str]]) -> list[str]:
-        """The outputs that the dense network has to compute for several requests."""
-        names = dict.fromkeys(name for outputs in wanted for name in outputs)
-        if self._has_predictions and PREDICTIONS in names:
-            del names[PREDICTIONS]
-            names.update(dict.fromkeys(self._label_outputs))
-        return list(names)
+    def of_requests(self, requests: Sequence[Sequence[str]]) -> RequestedOutputs:
+        """What several requests ask for, all together."""
+        return self.wanted(tuple(dict.fromkeys(name for outputs in requests for name in outputs)))
 
-    def split(self, computed: Answer, wanted: Sequence[Sequence[str]], num_samples: Sequence[int]) -> list[Answer]:
+    def split(self, computed: Answer, requests: Sequence[Sequence[str]], num_samples: Sequence[int]) -> list[Answer]:
         """Each request's outputs as views of those of their batch."""
-        if self._has_predictions and any(PREDICTIONS in outputs for outputs in wanted):
-            labels = [computed[name] for name in self._label_outputs]
-            predictions = self.predictions(labels)
-            if np.may_share_memory(predictions, labels[0]):  # callers may write to one and keep the other
-                predictions = predictions.copy()
-            computed = {**computed, PREDICTIONS: predictions}
-        if len(wanted) == 1:
-            return [{name: computed[name] for name in wanted[0]}]
-        _check_samples(tuple(computed), tuple(computed.values()), sum(num_samples))
-        answers = []
-        begin = 0
-        for outputs, count in zip(wanted, num_samples, strict=True):
-            answers.append({name: computed[name][begin : begin + count] for name in outputs})
-            begin += count
-        return answers
+        wanted = self.of_requests(requests)
+        arrays = [computed[name] for name in wanted.computed]
+        joined = self.joined(arrays, wanted, np.array(num_samples, np.int64), sum(num_samples))
+        if wanted.labels:
+            place, label = wanted.names.index(PREDICTIONS), arrays[wanted.labels[0]]
+            if np.may_share_memory(joined.arrays[place], label):  # callers may write to one and keep the other
+                joined.arrays[place] = joined.arrays[place].copy()
+        answers = zip(requests, joined.split(), strict=True)
+        return [{name: answer[name] for name in outputs} for outputs, answer in answers]
 
     def joined(
         self, arrays: Sequence[NDArray[Any]], wanted: RequestedOutputs, counts: NDArray[np.int64], num_samples: int
