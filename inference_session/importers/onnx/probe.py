@@ -104,6 +104,8 @@ class Findings:
     joinable: bool
     shapes: tuple[tuple[int, ...], ...] | None
     """Shapes of the outputs, -1 where a size varies; None where the model could not be run."""
+    inferred_shapes: tuple[tuple[int, ...], ...] = ()
+    """Where the model could not be run: the shapes that ONNX Runtime infers. Empty ones are of scalars, or unknown."""
     served_shapes: tuple[tuple[int, ...], ...] | None = None
     """The same, where other values of what stands alone, and the zeros with which a session warms up, are tried too."""
     num_rows: tuple[tuple[int, ...], ...] | None = None
@@ -148,7 +150,7 @@ class Prober:
         if recipe is None:
             note = "the original could not be run on generated inputs, so the imported model is not verified against it"
             batched = may_be_batched and len(self._first_symbols()) == 1 and not self._declares_fixed_output()
-            return Findings(batched, batched, None, notes=(note,))
+            return Findings(batched, batched, None, self._inferred_shapes(), notes=(note,))
         batched = may_be_batched and not self._takes_unequal(recipe) and self._follows_samples(recipe)
         feeds = tuple(self._feeds(recipe))
         runs = [self._shapes_of(arrays) for arrays in feeds]
@@ -162,7 +164,9 @@ class Prober:
         equal_sizes = tuple(group for group in self._symbols(batched) if self._must_be_equal(group, feeds))
         notes = self._notes(batched, joinable)
         primes = tuple(self._primes(recipe)) if joinable else ()
-        return Findings(batched, joinable, shapes, served_shapes, num_rows, notes, feeds, primes, equal_sizes, recipe)
+        return Findings(
+            batched, joinable, shapes, (), served_shapes, num_rows, notes, feeds, primes, equal_sizes, recipe
+        )
 
     def _may_be_batched(self) -> bool:
         """Whether the declared inputs may have one row for each sample, and nothing else as large as their number."""
@@ -170,6 +174,10 @@ class Prober:
         behind = {dim for kind in self.inputs.values() for dim in (kind.dims or ())[1:]}
         counts_elsewhere = behind.intersection(dim for dim in in_front if isinstance(dim, str))
         return bool(in_front) and not any(isinstance(dim, int) for dim in in_front) and not counts_elsewhere
+
+    def _inferred_shapes(self) -> tuple[tuple[int, ...], ...]:
+        shapes = (output.shape for output in self.network.get_outputs())
+        return tuple(tuple(size if isinstance(size, int) else -1 for size in shape) for shape in shapes)
 
     def _declares_fixed_output(self) -> bool:
         """Whether an output, as declared, cannot have a row for each sample."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from onnx import TensorProto, helper
 
+from inference_session.errors import UnsupportedModelError
 from inference_session.importers.onnx.carve import CarvedModel
 from inference_session.importers.onnx.lookups import GraphLookup
 from inference_session.importers.onnx.probe import Findings
@@ -72,9 +73,12 @@ def _sizes(dims: Dims | None) -> tuple[int, ...]:
 
 def _output_shapes(outputs: Mapping[str, ValueType], findings: Findings) -> list[tuple[int, ...]]:
     """As declared, except sizes that are declared fixed and are not, and what is not declared."""
-    declared = [_sizes(kind.dims) for kind in outputs.values()]
     if findings.served_shapes is None:
-        return declared
+        return [
+            _unseen_shape(output, inferred)
+            for output, inferred in zip(outputs.items(), findings.inferred_shapes, strict=True)
+        ]
+    declared = [_sizes(kind.dims) for kind in outputs.values()]
     shapes: list[tuple[int, ...]] = []
     for sizes, seen in zip(declared, findings.served_shapes, strict=True):
         if len(sizes) == len(seen):
@@ -82,6 +86,17 @@ def _output_shapes(outputs: Mapping[str, ValueType], findings: Findings) -> list
         else:
             shapes.append(seen)
     return shapes
+
+
+def _unseen_shape(output: tuple[str, ValueType], inferred: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of an output of a model that could not be run."""
+    name, kind = output
+    if kind.dims is None and not inferred:
+        raise UnsupportedModelError(
+            f"output {name!r} has no shape, and the model cannot be run on generated inputs to find it; export it "
+            "with one"
+        )
+    return inferred if kind.dims is None else _sizes(kind.dims)
 
 
 def _labels(

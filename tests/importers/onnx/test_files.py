@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
+from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError
 from inference_session.importers.onnx import evaluation, import_onnx
 from inference_session.version_directory.manifest import verify
@@ -257,6 +258,36 @@ def test_an_output_whose_rank_zeros_change_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(UnsupportedModelError, match="output 'y' has 2 or 3 dimensions, depending on the inputs"):
         import_model(tmp_path, model_of(graph, {"w": table(), "shape": np.array([-1, 8])}))
+
+
+def test_an_output_without_a_shape_of_a_model_that_takes_no_made_up_inputs(tmp_path: Path) -> None:
+    """ONNX Runtime infers its shape. Its rows were taken for scalars, and the version could not be loaded."""
+    text = """g (int64[n] user) => (float[n, 4] y) {
+        row = Sub(user, first)
+        y = Gather(table, row)
+    }"""
+    model = model_of(text, {"table": table(), "first": np.array(10**9)})
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+
+    report = import_model(tmp_path, model)
+
+    assert report.spec.outputs[0].shape == (-1, 4)
+    with InferenceSession.open(report.version_dir) as session:
+        np.testing.assert_array_equal(session.run({"user": np.array([10**9 + 7])})["y"], table()[7:8])
+
+
+def test_an_output_of_unknown_shape_of_a_model_that_takes_no_made_up_inputs(tmp_path: Path) -> None:
+    """Nobody knows what it is."""
+    text = """g (int64[n] user, int64[k] shape) => (float[n, 4] y) {
+        row = Sub(user, first)
+        vectors = Gather(table, row)
+        y = Reshape(vectors, shape)
+    }"""
+    model = model_of(text, {"table": table(), "first": np.array(10**9)})
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+
+    with pytest.raises(UnsupportedModelError, match="output 'y' has no shape, and the model cannot be run on"):
+        import_model(tmp_path, model)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", ".hidden"])
