@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from numpy.typing import NDArray
 
 from inference_session.model_spec import ModelSpec
-from triton_backend.backend.input_tensors import InputTensors
+from triton_backend.backend.request_reader import RequestReader
 from triton_backend.client.probe import PROBE_PARAMETER
 
 PlainArrays: TypeAlias = "tuple[list[NDArray[Any]], Collection[str]]"
@@ -22,7 +22,7 @@ class PlainRequests:
 
     def __init__(self, spec: ModelSpec, *, max_samples: int) -> None:
         """`max_samples`: a request with more is not read. 0: any number is."""
-        self._inputs = InputTensors([tensor.name for tensor in spec.inputs])
+        self._reader = RequestReader([tensor.name for tensor in spec.inputs])
         self._any_probe = not spec.has_own_inputs
         """Whether probes are answered with other inputs than they carry."""
         self._max_samples = max_samples
@@ -35,17 +35,10 @@ class PlainRequests:
         """
         if self._any_probe and any(PROBE_PARAMETER in each.parameters() for each in requests):
             return None
-        arrays: list[NDArray[Any]] = []
-        first = requests[0]
-        outputs = first.requested_output_names()
-        for request in requests:
-            if request is not first and request.requested_output_names() != outputs:
-                return None
-            own = self._inputs.read(request.inputs())
-            if own is None or (self._max_samples and max(map(_num_samples, own)) > self._max_samples):
-                return None
-            arrays += own
-        return arrays, outputs
+        plain = self._reader.read(requests)
+        if plain is not None and self._max_samples and max(map(_num_samples, plain[0])) > self._max_samples:
+            return None
+        return plain
 
 
 def _num_samples(array: NDArray[Any]) -> int:

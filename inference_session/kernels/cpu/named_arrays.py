@@ -1,8 +1,10 @@
-"""The arrays of another library's objects, in the order of the objects' names, without Python per object.
+"""What another library's objects own: items of certain names, and the arrays of these, without Python per item.
 
-A method of an object that pybind11 made takes 0.1 to 0.2 microseconds. Here compiled code reads the name and the array
-of each object from the C++ object that it leads to. Nobody promises where they are in it: `find_places` looks for those
-of some objects, and the memory is not read where they are not found.
+An object of pybind11 leads to a C++ object, here an owner of items and of the names that it wants. To make Python
+objects of items takes 0.3 microseconds each, and a method of one 0.1 to 0.2; in a process whose caches are cold, a
+method that gives the wanted names takes 4. So compiled code reads all of it from the memory that the owner leads to.
+Nobody promises where it is there: `find_places` looks for what some objects have, and the memory is not read where that
+is not found.
 """
 
 from __future__ import annotations
@@ -26,8 +28,14 @@ from inference_session.kernels.records import address_of
 
 CONTENT = 16
 """In a Python object that pybind11 made (or ctypes, in tests), the address of what it stands for."""
+ITEM_BYTES = 16
+"""Of a std::shared_ptr, which begins with the address of an item's content."""
 _SEARCHED_BYTES = 256
-"""Of that."""
+"""Of a content."""
+_NODE_NAME = 32
+"""In a node of a std::set, behind its color, its parent, and its left and right child: a NAME record."""
+_MAX_DEPTH = 4
+"""Of the sets that are looked for."""
 
 NAME = np.dtype([("address", np.int64), ("length", np.int64)])
 """The characters of a name, as std::string begins with them."""
@@ -35,18 +43,23 @@ _INT64 = np.dtype(np.int64)
 
 
 class Places(NamedTuple):
-    """Where the parts of an object's content are, by byte."""
+    """Where parts of contents are, by byte."""
 
+    wanted: int
+    """In that of an owner: the root of a std::set of names, followed by its first node, its last, and their number."""
+    items: int
+    """Where its items begin (std::shared_ptr), and behind that where they end."""
     name: int
-    """A NAME record."""
+    """In that of an item: a NAME record."""
     array: int
     """The address of an array."""
 
 
-def find_places(objects: Iterable[tuple[Any, str, NDArray[Any]]]) -> Places | None:
-    """Where objects of one type have these names, which are not empty, and these arrays; None: in no place, or several.
+def find_places(owner: Any, wanted: Sequence[str], items: Sequence[tuple[Any, str, NDArray[Any]]]) -> Places | None:
+    """Where an owner has these wanted names and these items, and where these have their names, which are not empty, and
+    their arrays.
 
-    Their memory is read as a file: that fails where there is none.
+    None: in no place, or several. The memory is read as a file: that fails where there is none.
     """
     if not can_read_arrays():
         return None
@@ -55,25 +68,78 @@ def find_places(objects: Iterable[tuple[Any, str, NDArray[Any]]]) -> Places | No
     except OSError:
         return None
     try:
-        found = [_places(memory, *each) for each in objects]
+        sets = _places_of_names(memory, owner, wanted)
+        lists = _places_of_items(memory, owner, [item for item, *_ in items])
+        found = [_places(memory, *each) for each in items]
     except OSError:
         return None
     finally:
         os.close(memory)
-    names, arrays = (set.intersection(*sets) for sets in zip(*found, strict=True))
-    return Places(*names, *arrays) if len(names) == len(arrays) == 1 else None
+    names, arrays = (set.intersection(*places) for places in zip(*found, strict=True))
+    all_places = sets, lists, names, arrays
+    return Places(*itertools.chain(*all_places)) if all(len(places) == 1 for places in all_places) else None
+
+
+def _places_of_names(memory: int, owner: Any, wanted: Sequence[str]) -> set[int]:
+    """Where the owner may have the wanted names."""
+    encoded = sorted(name.encode() for name in wanted)
+    content = _content(memory, owner)
+    words = _words(memory, content, _SEARCHED_BYTES)
+    return {
+        8 * i
+        for i, (root, first, _, number) in enumerate(zip(words, words[1:], words[2:], words[3:], strict=False))
+        if number == len(encoded)
+        and _names_below(memory, root, content + 8 * i - 8, _MAX_DEPTH) == encoded
+        and _names_below(memory, first, None, 1) == encoded[:1]
+    }
+
+
+def _names_below(memory: int, node: int, parent: int | None, depth: int) -> list[bytes]:
+    """The names of a tree in their order; other names where there is no tree, of this parent, or a deeper one."""
+    if not node or not depth:
+        return []
+    try:
+        _, above, left, right, characters, length = _words(memory, node, 48)
+        name = os.pread(memory, length % 256, characters)
+    except (OSError, ValueError):  # no address
+        return []
+    if parent not in (above, None):
+        return []
+    below = [_names_below(memory, child, node, depth - 1) for child in (left, right)]
+    return [*below[0], name, *below[1]]
+
+
+def _places_of_items(memory: int, owner: Any, items: Sequence[Any]) -> set[int]:
+    """Where the owner may have these items."""
+    wanted = [_content(memory, item) for item in items]
+    words = _words(memory, _content(memory, owner), _SEARCHED_BYTES)
+    return {
+        8 * i
+        for i, (begin, end) in enumerate(itertools.pairwise(words))
+        if end - begin == ITEM_BYTES * len(items) and _items_at(memory, begin, len(items)) == wanted
+    }
+
+
+def _items_at(memory: int, begin: int, num_items: int) -> list[int]:
+    try:
+        return _words(memory, begin, ITEM_BYTES * num_items)[:: ITEM_BYTES // 8]
+    except (OSError, OverflowError):  # no address
+        return []
 
 
 def _places(memory: int, item: Any, name: str, array: NDArray[Any]) -> tuple[set[int], set[int]]:
-    """Where the object may have its name, and where its array."""
-    (content,) = _words(memory, id(item) + CONTENT, 8)
-    words, wanted = _words(memory, content, _SEARCHED_BYTES), name.encode()
+    """Where the item may have its name, and where its array."""
+    words, wanted = _words(memory, _content(memory, item), _SEARCHED_BYTES), name.encode()
     names = {
         8 * i
         for i, (address, length) in enumerate(itertools.pairwise(words))
         if length == len(wanted) and _is_at(memory, address, wanted)
     }
     return names, {8 * i for i, word in enumerate(words) if word == id(array)}
+
+
+def _content(memory: int, item: Any) -> int:
+    return _words(memory, id(item) + CONTENT, 8)[0]
 
 
 def _words(memory: int, address: int, num_bytes: int) -> list[int]:
@@ -88,63 +154,116 @@ def _is_at(memory: int, address: int, wanted: bytes) -> bool:
         return False
 
 
-def array_taker(kind: type, places: Places, names: Sequence[str]) -> Callable[[int, int, int], int]:
-    """`take_arrays` with its first argument, for objects of this type; the arrays come in the order of these names."""
-    encoded = [name.encode() for name in names]
-    characters, lengths = np.array(bytearray(b"".join(encoded)), np.uint8), np.array(list(map(len, encoded)), np.int64)
-    records = np.zeros(len(names), NAME)
-    records["address"], records["length"] = address_of(characters) + lengths.cumsum() - lengths, lengths
+def array_taker(
+    kind: type, places: Places, names: Sequence[str], wanted: Iterable[str]
+) -> Callable[[int, int, int], int]:
+    """`take_arrays` with its first argument, for owners of this type; the arrays come in the order of these names."""
+    records, characters = _name_records(names)
+    wanted_records, wanted_characters = _name_records(sorted(wanted, key=str.encode))
     keep, set_item = (
         ctypes.cast(getattr(ctypes.pythonapi, function), ctypes.c_void_p).value or 0
         for function in ("Py_IncRef", "PyList_SetItem")
     )
-    order = np.arange(len(names))
     numbers = id(kind), id(np.ndarray), id(None), *places, keep, set_item
-    return Arguments(records, order, *numbers, characters).bound_to(of_ints(take_arrays))
+    arguments = Arguments(records, wanted_records, np.arange(len(names)), *numbers, characters, wanted_characters)
+    return arguments.bound_to(of_ints(take_arrays))
+
+
+def _name_records(names: Sequence[str]) -> tuple[NDArray[np.void], NDArray[np.uint8]]:
+    """NAME records, and the characters that they lead to."""
+    encoded = [name.encode() for name in names]
+    characters, lengths = np.array(bytearray(b"".join(encoded)), np.uint8), np.array(list(map(len, encoded)), np.int64)
+    records = np.zeros(len(names), NAME)
+    records["address"], records["length"] = address_of(characters) + lengths.cumsum() - lengths, lengths
+    return records, characters
 
 
 @kernel_with_gil
-def take_arrays(arguments: int, objects: int, num_objects: int, arrays: int) -> int:
-    """Put the arrays of some objects into a list, each in the place of its object's name; returns 1, or 0 where the
-    objects are not of the type, have no arrays of at least one element and one dimension, or have not just these names.
-    The list is then not complete.
+def take_arrays(arguments: int, owners: int, num_owners: int, arrays: int) -> int:
+    """Put the arrays of the items of some owners into a list, owner after owner, each in the place of its item's name.
+
+    Returns 1, or 0 where an owner is not of the type, wants other names, or has not just items of these names, or one
+    of them has no array of at least one element and one dimension. The list is then not complete.
 
     Args:
         arguments: address of Arguments:
             names: NAME records.
-            order: the number of the name that each object had last.
-            object_type: address of the type of the objects.
+            wanted: NAME records, sorted by their characters.
+            order: the number of the name that each item had last.
+            owner_type: address of the type of the owners.
             array_type: address of NumPy's type of arrays.
             none: address of None.
+            wanted_place: see Places.
+            items_place: see Places.
             name_place: see Places.
             array_place: see Places.
             keep: address of Py_IncRef.
             set_item: address of PyList_SetItem.
-        objects: address of a list of objects.
-        num_objects: its length.
-        arrays: address of a list of None, of which there is one for each name.
+        owners: address of a list of objects.
+        num_owners: its length.
+        arrays: address of a list of None, of which there is one for each name and owner.
     """
-    names, order = array_at(arguments, 0, NAME), array_at(arguments, 1, _INT64)
-    if num_objects != len(names):
-        return 0
-    items, taken = load(objects + LIST_ITEMS, np.int64, 0), load(arrays + LIST_ITEMS, np.int64, 0)
-    for i in range(num_objects):
-        item = load(items, np.int64, i)
-        if load(item + OBJECT_TYPE, np.int64, 0) != int_at(arguments, 2):
+    num_names, first_owner = len(array_at(arguments, 0, NAME)), load(owners + LIST_ITEMS, np.int64, 0)
+    for i in range(num_owners):
+        owner = load(first_owner, np.int64, i)
+        if load(owner + OBJECT_TYPE, np.int64, 0) != int_at(arguments, 3):
             return 0
-        content = load(item + CONTENT, np.int64, 0)
-        number = _number_of(names, order[i], content + int_at(arguments, 5))
-        array = load(content + int_at(arguments, 6), np.int64, 0)
-        if number < 0 or array == 0 or load(array + OBJECT_TYPE, np.int64, 0) != int_at(arguments, 3):
+        content = load(owner + CONTENT, np.int64, 0)
+        if not _has_names(content + int_at(arguments, 6), array_at(arguments, 1, NAME)):
             return 0
-        if not _has_elements(array):
+        items = content + int_at(arguments, 7)
+        begin, end = load(items, np.int64, 0), load(items, np.int64, 1)
+        if end - begin != ITEM_BYTES * num_names or not _take_items(arguments, begin, arrays, i * num_names):
             return 0
-        if load(taken, np.int64, number) != int_at(arguments, 4):
-            return 0
-        order[i] = number
-        call(int_at(arguments, 7), (array,))
-        call(int_at(arguments, 8), (arrays, number, array))
     return 1
+
+
+@kernel
+def _has_names(root: int, names: Any) -> Any:
+    """Whether a std::set, whose root is led to from this address, has just these sorted names."""
+    if load(root, np.int64, 3) != len(names):
+        return False
+    node = load(root, np.int64, 1)
+    for i in range(len(names)):
+        if not _is_name(names[i], node + _NODE_NAME):
+            return False
+        node = _next_node(node)
+    return True
+
+
+@kernel
+def _next_node(node: int) -> Any:
+    """The node behind another one in the order of the set; behind the last one, that which leads to the root."""
+    child = load(node, np.int64, 3)
+    if child != 0:
+        while load(child, np.int64, 2) != 0:
+            child = load(child, np.int64, 2)
+        return child
+    parent = load(node, np.int64, 1)
+    while node == load(parent, np.int64, 3):
+        node, parent = parent, load(parent, np.int64, 1)
+    return parent
+
+
+@kernel
+def _take_items(arguments: int, items: int, arrays: int, first: int) -> Any:
+    """Put the arrays of an owner's items into the list, from place `first` on; returns whether they are as expected."""
+    names, order = array_at(arguments, 0, NAME), array_at(arguments, 2, _INT64)
+    taken = load(arrays + LIST_ITEMS, np.int64, 0)
+    for i in range(len(names)):
+        item = load(items + ITEM_BYTES * i, np.int64, 0)
+        if item == 0:
+            return False
+        number = _number_of(names, order[i], item + int_at(arguments, 8))
+        array = load(item + int_at(arguments, 9), np.int64, 0)
+        if number < 0 or array == 0 or load(array + OBJECT_TYPE, np.int64, 0) != int_at(arguments, 4):
+            return False
+        if not _has_elements(array) or load(taken, np.int64, first + number) != int_at(arguments, 5):
+            return False
+        order[i] = number
+        call(int_at(arguments, 10), (array,))
+        call(int_at(arguments, 11), (arrays, first + number, array))
+    return True
 
 
 @kernel
@@ -160,12 +279,18 @@ def _has_elements(array: int) -> bool:
 @kernel
 def _number_of(names: Any, first: int, name: int) -> Any:
     """The number of the name whose record is at this address, `first` if it is that one; -1: it is none of them."""
-    address, length = load(name, np.int64, 0), load(name, np.int64, 1)
     for i in range(len(names)):
         number = (first + i) % len(names)
-        if names[number].length == length and _are_same(names[number].address, address, length):
+        if _is_name(names[number], name):
             return np.int64(number)
     return np.int64(-1)
+
+
+@kernel
+def _is_name(record: Any, name: int) -> Any:
+    """Whether a NAME record has the name whose record is at this address."""
+    length = load(name, np.int64, 1)
+    return record.length == length and _are_same(record.address, load(name, np.int64, 0), length)
 
 
 @kernel
