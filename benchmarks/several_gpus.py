@@ -20,7 +20,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -358,13 +358,15 @@ def samples_per_second(
 def compare_served(versions: dict[str, Path], goals: Sequence[str], protocol: Protocol) -> None:
     """M2 and M3 through Triton: p50 of one client, samples a second of several for each GPU."""
     repository, keys = versions["one"].parents[1], keys_of(versions["one"])
-    write_processes(repository)
+    write_processes(repository, "processes", "one", {})
+    fits = settings_of(versions["sharded"])["cache_bytes"]
+    write_processes(repository, "processes_sharded", "sharded", {"cache_bytes": fits})
     write_zeros(repository)
     requests = [request_of("hotrow", "native", keys, 1024, np.random.default_rng(seed)) for seed in range(8)]
     p50, rates = {}, {}
     with TritonServer.start(ServerOptions(repository, http_port=0, grpc_port=0, metrics_port=0)) as server:
         url = server.endpoints["gRPC" if protocol == "grpc" else "HTTP"].removeprefix("http://")
-        for name in (*versions, "processes", "zeros"):
+        for name in (*versions, "processes", "processes_sharded", "zeros"):
             alone, loaded = (
                 measure_load(name, url, requests, num_clients=count, seconds=2.0, protocol=protocol)
                 for count in (1, _CLIENTS_PER_GPU * NUM_GPUS)
@@ -374,18 +376,19 @@ def compare_served(versions: dict[str, Path], goals: Sequence[str], protocol: Pr
     report(goals, f"through Triton, {protocol}", p50, {"1,024": 0}, rates)
 
 
-def write_processes(repository: Path) -> None:
-    """The model once more, with a process on each GPU."""
-    shutil.copytree(repository / "one", repository / "processes", copy_function=os.link)
-    config = repository / "processes" / "config.pbtxt"
+def write_processes(repository: Path, name: str, like: str, settings: Mapping[str, str]) -> None:
+    """A model once more, with a process on each GPU."""
+    shutil.copytree(repository / like, repository / name, copy_function=os.link)
+    config = repository / name / "config.pbtxt"
     text = config.read_text(encoding="utf-8")
     config.unlink()  # the link to that of the other model
     begin = text.index("instance_group")
-    end, settings = text.index("]", begin) + 1, text.rindex("parameters")
+    end, own = text.index("]", begin) + 1, text.index('parameters { key: "device"')
     gpus = ", ".join(map(str, range(NUM_GPUS)))
     groups = f"instance_group [ {{ count: 1 kind: KIND_GPU gpus: [ {gpus} ] }} ]"
-    text = text[:begin] + groups + text[end:settings]
-    config.write_text(text.replace('name: "one"', 'name: "processes"'), encoding="utf-8")
+    text = text[:begin] + groups + text[end:own]
+    text += "".join(f'parameters {{ key: "{key}" value {{ string_value: "{settings[key]}" }} }}\n' for key in settings)
+    config.write_text(text.replace(f'name: "{like}"', f'name: "{name}"'), encoding="utf-8")
 
 
 def write_zeros(repository: Path) -> None:

@@ -153,6 +153,14 @@ def _device(value: Any) -> str:
     raise ValueError("allowed: auto, cpu, cuda:N, and for several GPUs cuda:N,M or cuda:all (N, M: numbers of GPUs)")
 
 
+def _gpus(value: Any) -> str:
+    """Empty: none."""
+    text = str(value)
+    if text and (not text.startswith("cuda:") or _device(text) == "cuda:all"):
+        raise ValueError("allowed: cuda:N,M (N, M: numbers of GPUs)")
+    return text
+
+
 def _folder(value: Any) -> str:
     """Empty: none."""
     text = _path(value)
@@ -175,6 +183,9 @@ class SessionConfig:
     shard: Literal["auto", "rows", "none"] = _setting("auto", _choice("auto", "rows", "none"))
     """On several GPUs, which tables have their rows divided among them: `auto` (the largest, if not all tables fit on
     each GPU), `rows` (all), `none`. Each GPU has a copy of the others."""
+    shard_devices: str = _setting("", _gpus)
+    """Where each GPU has a process of its own: all of those GPUs, `cuda:N,M`, among which `shard` divides rows. Each
+    process reads the memory of all. Empty: only the GPUs of `device`."""
     verify: Literal["sizes", "full"] = _setting("sizes", _choice("sizes", "full"))
     """What is checked when the version is opened: sizes and shapes, or every byte's checksum as well."""
     unknown_keys: Literal["default_vector", "reject"] = _setting("default_vector", _choice("default_vector", "reject"))
@@ -263,11 +274,23 @@ class SessionConfig:
         """Whether rows come from stores, through a cache."""
         return self.volatile_store is not None or self.persistent_store is not None
 
+    @property
+    def shard_device_ids(self) -> list[int]:
+        """The GPUs of `shard_devices`; none where that is a single one."""
+        found = [int(number) for number in self.shard_devices.removeprefix("cuda:").split(",") if number]
+        return found if len(found) > 1 else []
+
     def check_devices(self, num_devices: int) -> None:
         """Refuse settings that are not supported with this many devices."""
+        others = self.shard_device_ids
+        if others and self.device not in [f"cuda:{number}" for number in others]:
+            raise ConfigurationError(
+                f"shard_devices {self.shard_devices!r} lacks the GPU of this process, device {self.device!r}: name one"
+                " of them in device, or leave shard_devices out"
+            )
         if self.shard != "rows":
             return
-        if num_devices == 1:
+        if num_devices == 1 and not others:
             raise ConfigurationError(
                 f"shard=rows divides rows among several GPUs, but device {self.device!r} is one device: name several"
                 " (cuda:0,1), or leave shard out"

@@ -88,7 +88,14 @@ def open_device_tables(
     from inference_session.tables.placed_tables import open_cuda_tables
 
     gpus = cast("Sequence[CudaDevice]", devices)
-    return open_cuda_tables(files, gpus, cache_bytes=config.cache_bytes, shard=config.shard, rows_change=rows_change)
+    return open_cuda_tables(
+        files,
+        gpus,
+        cache_bytes=config.cache_bytes,
+        shard=config.shard,
+        shard_devices=config.shard_device_ids,
+        rows_change=rows_change,
+    )
 
 
 def create_cache(spec: ModelSpec, config: SessionConfig, device: Device) -> EmbeddingCache:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import cupy
@@ -78,6 +79,11 @@ class CudaTables(DeviceTables):
             device.stream.synchronize()
         self._placement = placement._replace(bytes=sum(table.num_bytes for table in self._tables))
         self._copying = CopyingThread(self.copy_hot_rows) if self._copies else None
+        self._kept: AbstractContextManager[object] = nullcontext()
+
+    def keep(self, memory: AbstractContextManager[object]) -> None:
+        """Leave this context once look-ups have ended: it closes the memory of shards."""
+        self._kept = memory
 
     @property
     def placement(self) -> Placement:
@@ -186,6 +192,8 @@ class CudaTables(DeviceTables):
             for device_id in self._shard_devices | {self._cuda.device_id}:
                 with cupy.cuda.Device(device_id):
                     cupy.get_default_memory_pool().free_all_blocks()
+        with self._kept:
+            self._kept = nullcontext()
 
     def _describe(self, files: Sequence[TableFile]) -> NDArray[np.void]:
         """GPU_TABLE records; the default vectors that they lead to are on the device."""

@@ -7,9 +7,10 @@ pinned host memory.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
@@ -20,12 +21,14 @@ from inference_session.device.cuda_memory import check_free, memory_checked
 from inference_session.device.peers import connect, unreachable
 from inference_session.device.pinned import PinnedArray
 from inference_session.device.placement import Place, Shard, bytes_on_each, places_of, shard_bytes
+from inference_session.device.shared_memory import unshareable
 from inference_session.errors import ConfigurationError
 from inference_session.model_spec import TableSpec
 from inference_session.tables.base import Placement
 from inference_session.tables.cuda_table import Shards
 from inference_session.tables.cuda_tables import CudaTables, pieces
 from inference_session.tables.local_copies import bytes_to_copy
+from inference_session.tables.shared_shards import SharedShards, Sharing, sharing
 from inference_session.tables.table_file import TableFile
 
 _log = logging.getLogger(__name__)
@@ -39,6 +42,7 @@ def open_cuda_tables(
     *,
     cache_bytes: int | None = None,
     shard: Shard = "auto",
+    shard_devices: Sequence[int] = (),
     rows_change: bool = False,
 ) -> list[CudaTables]:
     """The rows of table files where each of these GPUs reads them: uploaded as far as they fit, the rest pinned.
@@ -48,6 +52,8 @@ def open_cuda_tables(
         devices: the GPUs, all alike.
         cache_bytes: most memory on each GPU for tables and their indexes; None: most of what is free.
         shard: the setting.
+        shard_devices: the GPUs among which rows are divided where each has a process of its own; this one has one of
+            them. Empty: `devices`.
         rows_change: whether rows may be changed later; changed rows take more memory, on each GPU.
 
     Raises:
@@ -55,51 +61,107 @@ def open_cuda_tables(
             on a device for indexes or shards, or on the host for the rest; or rows are to be sharded, and the GPUs
             cannot read each other's memory.
     """
+    shard = _possible(shard, devices, shard_devices)
+    if not shard_devices or shard == "none":
+        plan = _planned(files, devices, len(devices), cache_bytes, shard)
+        connect([device.device_id for device in devices] if "shards" in plan.places else [])
+        sharded = {t: _sharded(files[t].vectors, devices) for t in plan.tables("shards")}
+        return _on_all(files, devices, plan, sharded, rows_change=rows_change)
+    with sharing(files, shard_devices, devices[0].device_id, (shard, cache_bytes)) as processes:
+        shared = processes.received()
+        plan = _planned(files, devices, len(shard_devices), cache_bytes, shard, shared=shared)
+        if shared is None and "shards" in plan.places:
+            shared = _created(files, devices[0], processes, plan.places)
+        if shared is None:
+            return _on_all(files, devices, plan, {}, rows_change=rows_change)
+        with contextlib.ExitStack() as opened:
+            opened.callback(shared.close)
+            shared.offer(processes.exchange)
+            tables = _on_all(
+                files, devices, plan, shared.arrays, rows_change=rows_change, first=shard_devices.index(processes.own)
+            )
+            tables[0].keep(opened.pop_all())
+            return tables
+
+
+class _Plan(NamedTuple):
+    """Where the vectors of each table lie."""
+
+    places: Sequence[Place]
+    placement: Placement
+    copy_bytes: Mapping[int, int]
+    """By table, most memory for copies of hot rows of other GPUs."""
+
+    def tables(self, place: Place) -> list[int]:
+        return [t for t, found in enumerate(self.places) if found == place]
+
+
+def _planned(
+    files: Sequence[TableFile],
+    devices: Sequence[CudaDevice],
+    num_parts: int,
+    cache_bytes: int | None,
+    shard: Shard,
+    *,
+    shared: SharedShards | None = None,
+) -> _Plan:
+    """Where tables lie that are divided in so many parts; `shared`: the parts that are there."""
     specs = [file.spec for file in files]
-    budget, reason = _budget(cache_bytes, devices)
-    places = places_of(specs, budget, len(devices), _possible(shard, devices))
-    needed = bytes_on_each(specs, places, len(devices))
+    held = 0 if shared is None else shared.bytes_on_each
+    budget, reason = _budget(cache_bytes, devices, held)
+    places = places_of(specs, budget, num_parts, shard) if shared is None else shared.places
+    needed = bytes_on_each(specs, places, num_parts)
     if shard == "rows" and needed > budget:
         raise ConfigurationError(
-            f"shard=rows needs {needed} bytes on each of {len(devices)} GPUs, where tables may take {budget}"
+            f"shard=rows needs {needed} bytes on each of {num_parts} GPUs, where tables may take {budget}"
             f" ({reason}): name more GPUs in device, or set shard=auto, which leaves the largest tables in host memory"
         )
     for device in devices:
         if cache_bytes is not None:
             with cupy.cuda.Device(device.device_id):
-                check_free(min(cache_bytes, needed), device.device_id)
-    connect([device.device_id for device in devices] if "shards" in places else [])
+                check_free(min(cache_bytes, needed) - held, device.device_id)
     placement = _placement(specs, places, devices)
     if placement.on_host and cache_bytes is None:  # else it was asked for
         names = ", ".join(map(repr, placement.on_host))
         _log.warning("%s has no room for tables %s; they are read from host memory", placement.device, names)
-    copies = {} if rows_change else _copy_bytes(specs, places, len(devices), budget - needed)
-    return _on_all(files, devices, places, placement, rows_change=rows_change, copy_bytes=copies)
+    return _Plan(places, placement, _copy_bytes(specs, places, num_parts, budget - needed))
+
+
+def _created(
+    files: Sequence[TableFile], device: CudaDevice, processes: Sharing, places: Sequence[Place]
+) -> SharedShards:
+    """The shards on all GPUs, with their rows, which this process uploads."""
+    shared = processes.created(places)
+    with contextlib.ExitStack() as opened:
+        opened.callback(shared.close)
+        for t, arrays in shared.arrays.items():
+            _upload(files[t].vectors, arrays, [device] * len(arrays))
+        opened.pop_all()
+    return shared
 
 
 def _on_all(
     files: Sequence[TableFile],
     devices: Sequence[CudaDevice],
-    places: Sequence[Place],
-    placement: Placement,
+    plan: _Plan,
+    sharded: Mapping[int, Sequence[Any]],
     *,
     rows_change: bool,
-    copy_bytes: Mapping[int, int],
+    first: int = 0,
 ) -> list[CudaTables]:
-    """The tables of each device; shards, and what is pinned in host memory, exist once."""
-    first = devices[0].device_id
-    with cupy.cuda.Device(first), memory_checked(first, "free some memory, or use fewer or smaller tables"):
-        pinned = {t: PinnedArray(files[t].vectors) for t, place in enumerate(places) if place == "host"}
-    sharded = {t: _sharded(files[t].vectors, devices) for t, place in enumerate(places) if place == "shards"}
+    """The tables of each device; shards, and what is pinned in host memory, exist once. `first`: its part of shards."""
+    device_id, copy_bytes = devices[0].device_id, {} if rows_change else plan.copy_bytes
+    with cupy.cuda.Device(device_id), memory_checked(device_id, "free some memory, or use fewer or smaller tables"):
+        pinned = {t: PinnedArray(files[t].vectors) for t in plan.tables("host")}
     all_tables: list[CudaTables] = []
     try:
-        for number, device in enumerate(devices):
+        for number, device in enumerate(devices, first):
             vectors: list[Any] = [None] * len(files)
             for t, memory in pinned.items():
                 vectors[t] = memory.array
             for t, arrays in sharded.items():
                 vectors[t] = Shards(arrays, number, files[t].spec.num_rows)
-            tables = CudaTables(files, device, vectors, placement, rows_change=rows_change, copy_bytes=copy_bytes)
+            tables = CudaTables(files, device, vectors, plan.placement, rows_change=rows_change, copy_bytes=copy_bytes)
             all_tables.append(tables)
     except BaseException:
         for tables in all_tables:
@@ -120,21 +182,22 @@ def _copy_bytes(specs: Sequence[TableSpec], places: Sequence[Place], num_devices
     return {t: num_bytes for t, num_bytes in sizes.items() if num_bytes}
 
 
-def _budget(cache_bytes: int | None, devices: Sequence[CudaDevice]) -> tuple[int, str]:
-    """Bytes that tables may take on each device, and why."""
+def _budget(cache_bytes: int | None, devices: Sequence[CudaDevice], held: int = 0) -> tuple[int, str]:
+    """Bytes that tables may take on each device, of which some are held, and why."""
     if cache_bytes is not None:
         return cache_bytes, "cache_bytes"
     free = []
     for device in devices:
         with cupy.cuda.Device(device.device_id):
-            free.append((cupy.cuda.runtime.memGetInfo()[0], device.name))
+            free.append((cupy.cuda.runtime.memGetInfo()[0] + held, device.name))
     least, name = min(free)
     return int(least * _FREE_FRACTION), f"{name} has {least} bytes free"
 
 
-def _possible(shard: Shard, devices: Sequence[CudaDevice]) -> Shard:
+def _possible(shard: Shard, devices: Sequence[CudaDevice], shard_devices: Sequence[int]) -> Shard:
     """The setting `shard`; if the GPUs cannot read each other's memory, `none`, or for `rows` a ConfigurationError."""
-    reason = unreachable([device.device_id for device in devices])
+    device_ids = shard_devices or [device.device_id for device in devices]
+    reason = unreachable(device_ids) or next(filter(None, map(unshareable, shard_devices)), None)
     if reason is None or shard == "none":
         return shard
     if shard == "rows":
@@ -157,13 +220,18 @@ def _sharded(rows: NDArray[Any], devices: Sequence[CudaDevice]) -> list[Any]:
     for number, device in enumerate(devices):
         with cupy.cuda.Device(device.device_id), memory_checked(device.device_id, "free some memory"):
             arrays.append(cupy.empty((len(rows[number :: len(devices)]), *rows.shape[1:]), rows.dtype))
-    for piece in pieces(rows, len(devices)):
-        part, begin = rows[piece], piece.start // len(devices)
+    _upload(rows, arrays, devices)
+    return arrays
+
+
+def _upload(rows: NDArray[Any], arrays: Sequence[Any], devices: Sequence[CudaDevice]) -> None:
+    """Divide rows among arrays, each by way of a device."""
+    for piece in pieces(rows, len(arrays)):
+        part, begin = rows[piece], piece.start // len(arrays)
         for number, (device, array) in enumerate(zip(devices, arrays, strict=True)):
-            own = np.ascontiguousarray(part[number :: len(devices)])
+            own = np.ascontiguousarray(part[number :: len(arrays)])
             with cupy.cuda.Device(device.device_id), device.stream:
                 array[begin : begin + len(own)].set(own)
     for device in devices:
         with cupy.cuda.Device(device.device_id):
             device.stream.synchronize()
-    return arrays

@@ -49,10 +49,16 @@ class TableFile:
     """One table in its folder, open for look-ups from any thread."""
 
     def __init__(
-        self, spec: TableSpec, vectors: NDArray[np.generic], keys: NDArray[np.int64] | None, index: TableIndex | None
+        self,
+        spec: TableSpec,
+        vectors: NDArray[np.generic],
+        keys: NDArray[np.int64] | None,
+        index: TableIndex | None,
+        *,
+        folder: Path | None = None,
     ) -> None:
-        """`vectors` as of the property; `keys` and `index` are None where keys are row numbers."""
-        self.spec = spec
+        """`vectors` as of the property; `keys` and `index` are None where keys are row numbers; `folder`: of files."""
+        self.spec, self.folder = spec, folder
         self._vectors = vectors
         self._keys = keys
         self._index = index
@@ -81,13 +87,13 @@ class TableFile:
         if spec.dtype != "int8":
             vectors = vectors.view(spec.dtype)
         if spec.keys == "row_number":
-            return cls(spec, vectors, None, None)
+            return cls(spec, vectors, None, None, folder=folder)
         keys = _map_rows(folder / KEY_FILE, spec, 8).view(np.int64).reshape(-1)
         if must_have_index:
             index = open_index(folder, keys, key_sha256=key_sha256, verify=verify_index)
         else:
             index = ensure_index(folder, keys, progress, key_sha256=key_sha256, verify=verify_index)
-        return cls(spec, vectors, keys, index)
+        return cls(spec, vectors, keys, index, folder=folder)
 
     @property
     def vectors(self) -> NDArray[np.generic]:

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 from numpy.typing import NDArray
-from tritonclient.utils import np_to_triton_dtype
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from inference_session.device.discovery import unusable, unusable_for_sessions
 from tests.testing.served import Served, start
+from tests.testing.servers import wait_until
 from tests.testing.triton_models import NUM_ROWS, ctr_answer, write_ctr
 
 NO_GPU = unusable_for_sessions(0)
@@ -31,7 +32,7 @@ parameters [ { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value: { string_value: "no" }
 """
 
 
-def write_gpu_model(folder: Path, devices: str) -> None:
+def write_gpu_model(folder: Path, devices: str, **settings: str) -> None:
     """A model with an instance on each of these GPUs, which takes tensors wherever they are."""
     write_ctr(folder / "1")
     config = (folder / "config.pbtxt").read_text(encoding="utf-8")
@@ -39,12 +40,16 @@ def write_gpu_model(folder: Path, devices: str) -> None:
     groups = f"instance_group [ {{ count: 1 kind: KIND_GPU gpus: [ {devices} ] }} ]\n"
     kept = config[:begin] + config[config.index("]", begin) + 1 :]
     (folder / "config.pbtxt").write_text(kept + groups + ON_GPU, encoding="utf-8")
+    write_settings(folder, settings)
 
 
 def write_model_of_both(folder: Path) -> None:
     """A model whose one process has its rows divided among two GPUs."""
     write_ctr(folder / "1")
-    settings = {"device": "cuda:0,1", "shard": "rows"}
+    write_settings(folder, {"device": "cuda:0,1", "shard": "rows"})
+
+
+def write_settings(folder: Path, settings: Mapping[str, str]) -> None:
     with (folder / "config.pbtxt").open("a", encoding="utf-8") as config:
         for name, value in settings.items():
             config.write(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')
@@ -58,6 +63,7 @@ def served(tritonserver: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
     if unusable(1) is None:
         write_gpu_model(repository / "two", "0, 1")
         write_model_of_both(repository / "both")
+        write_gpu_model(repository / "apart", "0, 1", shard="rows")
     served = start(repository)
     yield served
     status = served.stop()
@@ -85,6 +91,15 @@ def tensors_of(arrays: Mapping[str, NDArray[Any]]) -> list[Any]:
         tritonclient.grpc.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
         for name, array in arrays.items()
     ]
+
+
+def is_answered(client: Any, model: str, seed: int) -> bool:
+    """Whether a request of some size gets its own answer; False where it gets none."""
+    try:
+        assert_answered(client, model, seed)
+    except InferenceServerException:
+        return False
+    return True
 
 
 def assert_answered(client: Any, model: str, seed: int) -> None:
@@ -143,3 +158,20 @@ def test_one_process_answers_on_both_gpus(served: Served, client: Any) -> None:
         loads.result()
     (stats,) = client.get_inference_statistics("both", as_json=True)["model_stats"]
     assert "fail" not in stats["inference_stats"] or int(stats["inference_stats"]["fail"].get("count", 0)) == 0
+
+
+@pytest.mark.skipif(unusable(1) is not None, reason=f"no second GPU: {unusable(1)}")
+def test_processes_share_rows_that_are_divided_among_their_gpus(served: Served, client: Any) -> None:
+    """One on each GPU; also while the model is loaded again, and while one of them is killed and started anew."""
+    with ThreadPoolExecutor(9) as pool:
+        loads = pool.submit(lambda: [client.load_model("apart") for _ in range(3)])
+        list(pool.map(lambda seed: assert_answered(client, "apart", seed), range(400)))
+        loads.result()
+    (stats,) = client.get_inference_statistics("apart", as_json=True)["model_stats"]
+    assert "fail" not in stats["inference_stats"] or int(stats["inference_stats"]["fail"].get("count", 0)) == 0
+    first, _ = served.stubs("apart")
+    first.kill()
+    wait_until(lambda: first not in served.stubs("apart") and len(served.stubs("apart")) == 2, "a new process")
+    wait_until(lambda: all(is_answered(client, "apart", seed) for seed in range(20)), "answers of both")
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda seed: assert_answered(client, "apart", seed), range(400)))

@@ -25,16 +25,24 @@ SHAPES = (
 )
 
 
-def write_files(folder: Path) -> list[TableFile]:
+def specs() -> list[TableSpec]:
+    """Of the tables, each in a folder of its name."""
+    return [
+        TableSpec(name, name, num_rows, dim, dtype=dtype, keys=keys, default_vector=(0.5,) * dim)  # type: ignore[arg-type]
+        for name, num_rows, dim, dtype, keys in SHAPES
+    ]
+
+
+def write_files(folder: Path, seed: int = 0) -> list[TableFile]:
     """Of whose rows each GPU of several has none, one, or many."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     opened = []
-    for name, num_rows, dim, dtype, keys in SHAPES:
-        spec = TableSpec(name, name, num_rows, dim, dtype=dtype, keys=keys, default_vector=(0.5,) * dim)  # type: ignore[arg-type]
-        numbers = np.unique(rng.integers(-(2**63), 2**63 - 1, num_rows)) if keys == "stored" else None
+    for spec in specs():
+        numbers = np.unique(rng.integers(-(2**63), 2**63 - 1, spec.num_rows)) if spec.keys == "stored" else None
         given = None if numbers is None else [rng.permutation(numbers)]
-        write_table(folder / name, [rng.standard_normal((num_rows, dim), np.float32)], keys=given, dtype=dtype)  # type: ignore[arg-type]
-        opened.append(TableFile.open(folder / name, spec))
+        rows = rng.standard_normal((spec.num_rows, spec.embedding_dim), np.float32)
+        write_table(folder / spec.folder, [rows], keys=given, dtype=spec.dtype)
+        opened.append(TableFile.open(folder / spec.folder, spec))
     return opened
 
 

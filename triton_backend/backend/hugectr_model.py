@@ -13,7 +13,7 @@ from inference_session.model_spec import ModelSpec
 from inference_session.platform.file_names import decoded
 from inference_session.versions import VersionManager
 from triton_backend.backend import model
-from triton_backend.backend.settings import DEFAULT_MAX_SAMPLES
+from triton_backend.backend.settings import DEFAULT_MAX_SAMPLES, gpu_settings
 from triton_backend.repository.chosen_versions import is_chosen
 from triton_backend.repository.in_place import Backend, InPlaceModel, contradictions, read_model_folder
 
@@ -34,14 +34,17 @@ class TritonPythonModel(model.TritonPythonModel):
 
 
 def _device(args: Mapping[str, str]) -> dict[str, str]:
-    """The instance's GPU as a setting. HugeCTR's users always ask for one; a log line says if it cannot be used."""
+    """The instance's GPU, and those of its model, as settings.
+
+    HugeCTR's users always ask for one; a log line says if it cannot be used.
+    """
     if args.get("model_instance_kind") != "GPU":
         return {}
     device_id = int(args["model_instance_device_id"])
     if reason := unusable_for_sessions(device_id):
         pb_utils.Logger.log_warn(f"{args['model_name']}: KIND_GPU, but using the CPU: {reason}")
         return {"device": "cpu"}
-    return {"device": f"cuda:{device_id}"}
+    return gpu_settings(args)
 
 
 def _warn(found: InPlaceModel, spec: ModelSpec, config: Mapping[str, Any], args: Mapping[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -17,8 +18,8 @@ _WHOLE_NUMBER = re.compile("[0-9]{1,18}")
 def read_parameters(parameters: Mapping[str, Mapping[str, str]], args: Mapping[str, str]) -> tuple[dict[str, Any], int]:
     """The session's settings from config.pbtxt's `parameters`, and the limit of samples in a request.
 
-    Parameters in capitals are Triton's own. An instance that is bound to a GPU (KIND_GPU)
-    uses that one.
+    Parameters in capitals are Triton's own. An instance that is bound to a GPU (KIND_GPU) uses that one, and shares
+    rows with the instances on other GPUs.
 
     Raises:
         ConfigurationError: a parameter is unknown or its value not allowed, or an instance that has one GPU is to use
@@ -32,22 +33,30 @@ def read_parameters(parameters: Mapping[str, Mapping[str, str]], args: Mapping[s
         raise ConfigurationError(f"{CONFIG_FILE}: parameters: {error}") from None
     if args.get("model_instance_kind") == "GPU":
         own = f"cuda:{args['model_instance_device_id']}"
-        _check_one_gpu(settings, own)
-        settings.setdefault("device", own)
+        _check_one_gpu(settings.get("device", own), own)
+        settings = {**gpu_settings(args), **settings}
     return settings, limit
 
 
-def _check_one_gpu(settings: Mapping[str, str], own: str) -> None:
+def gpu_settings(args: Mapping[str, str]) -> dict[str, str]:
+    """The settings of an instance of KIND_GPU that follow from the instances of its model."""
+    own = int(args["model_instance_device_id"])
+    groups = json.loads(args.get("model_config", "{}")).get("instance_group", [])
+    gpus = {int(gpu) for group in groups if group.get("kind") == "KIND_GPU" for gpu in group.get("gpus", [])}
+    settings = {"device": f"cuda:{own}"}
+    if own in gpus and len(gpus) > 1:
+        settings["shard_devices"] = "cuda:" + ",".join(map(str, sorted(gpus)))
+    return settings
+
+
+def _check_one_gpu(device: str, own: str) -> None:
     """ConfigurationError if an instance of KIND_GPU, which is a process with one GPU, is to use several GPUs."""
-    device = settings.get("device", own)
-    names_several = "," in device or device == "cuda:all"
-    if not names_several and settings.get("shard") != "rows":
+    if "," not in device and device != "cuda:all":
         return
-    asked = f"device={device}" if names_several else "shard=rows"
     raise ConfigurationError(
-        f"{asked} needs one process over several GPUs, but each instance of KIND_GPU is a process that has one GPU"
-        f" (this one: {own}), and processes do not share rows in device memory: set instance_group [ {{ count: 1 kind:"
-        " KIND_CPU } ] and device: cuda:0,1, or leave device and shard out to have the whole model on each GPU"
+        f"device={device} needs one process over several GPUs, but each instance of KIND_GPU is a process that has one"
+        f" GPU (this one: {own}): set instance_group [ {{ count: 1 kind: KIND_CPU }} ], or leave device out to have a"
+        " process on each GPU"
     )
 
 

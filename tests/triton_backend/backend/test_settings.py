@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from inference_session.errors import ConfigurationError
@@ -31,6 +33,23 @@ def test_an_instance_of_a_gpu_uses_it(kind: str, parameters: dict[str, str], exp
     assert read(kind, **parameters) == expected
 
 
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([{"kind": "KIND_GPU", "count": 2, "gpus": [1, 0]}], {"shard_devices": "cuda:0,1"}),
+        ([{"kind": "KIND_GPU", "gpus": [3]}, {"kind": "KIND_GPU", "gpus": [1]}], {"shard_devices": "cuda:1,3"}),
+        ([{"kind": "KIND_GPU", "gpus": [1]}, {"kind": "KIND_CPU", "count": 4}], {}),
+        ([{"kind": "KIND_GPU", "gpus": [0, 2]}], {}),
+    ],
+)
+def test_instances_on_several_gpus_share_rows(groups: list[dict[str, object]], expected: dict[str, str]) -> None:
+    """Each of them is told all GPUs of the model, if its own is one of them."""
+    config = json.dumps({"instance_group": groups})
+    args = {"model_instance_kind": "GPU", "model_instance_device_id": "1", "model_config": config}
+    settings, _ = read_parameters({"shard": {"string_value": "rows"}}, args)
+    assert settings == {"device": "cuda:1", "shard": "rows", **expected}
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "1e3", "1_000", "٣", "1" * 5000, ""])
 def test_the_limit_of_samples_is_a_whole_number(value: str) -> None:
     """Other texts that Python reads as numbers are refused, too."""
@@ -49,7 +68,6 @@ def test_a_bad_parameter_is_named_with_its_file() -> None:
     [
         ({"device": "cuda:0,1"}, "device=cuda:0,1"),
         ({"device": "cuda:all", "shard": "rows"}, "device=cuda:all"),
-        ({"shard": "rows"}, "shard=rows"),
     ],
 )
 def test_an_instance_of_one_gpu_does_not_take_several(parameters: dict[str, str], asked: str) -> None:

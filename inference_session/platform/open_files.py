@@ -1,0 +1,174 @@
+"""Open files that processes of one user pass to each other by a name, so that what they lead to exists once.
+
+Who comes first makes the files, while others wait. Each process that has them passes them to those that come later:
+what they lead to lives until the last process has closed them, also if the one that made it has died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+import socket
+import stat
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from inference_session.errors import ConfigurationError
+
+_PATIENCE_S = 10.0
+"""For a process that has the files: it passes them at once, unless it has been stopped."""
+_MAX_FILES = 64
+_LENGTH_BYTES = 8
+_numbers = itertools.count()
+
+
+class OpenFiles(NamedTuple):
+    """Files, and what they are."""
+
+    description: bytes
+    descriptors: Sequence[int]
+    """1 to 64."""
+
+
+class FileExchange:
+    """The files of one name."""
+
+    def __init__(self, name: str) -> None:
+        """`name`: of hexadecimal digits, the same in all processes for what has the same contents.
+
+        Raises:
+            ConfigurationError: the folder for sockets cannot be made, or belongs to another user.
+        """
+        self._folder, self._name = _private_folder(), name
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Make other processes wait that make, or ask for, files of this name."""
+        with _opened(self._folder) as folder:
+            lock = os.open(f"lock.{self._name[0]}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(lock)
+
+    def ask(self) -> OpenFiles | None:
+        """The files as another process has them, for the caller to close; None where no process answers."""
+        return next(filter(None, map(_asked, sorted(self._folder.glob(f"{self._name}.*")))), None)
+
+    def offer(self, files: OpenFiles) -> FileOffer:
+        """Pass files to processes that ask for them, until the offer is closed; they stay the caller's."""
+        return FileOffer(self._folder / f"{self._name}.{os.getpid()}-{next(_numbers)}", files)
+
+
+class FileOffer:
+    """A thread that passes open files to those who connect to a socket."""
+
+    def __init__(self, path: Path, files: OpenFiles) -> None:
+        self._path, self._files = path, files
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        hidden = f".{path.name}"
+        with _opened(path.parent) as folder:
+            self._socket.bind(_address(folder, hidden))
+            self._socket.listen()
+            os.rename(hidden, path.name, src_dir_fd=folder, dst_dir_fd=folder)  # who finds it can connect
+        self._thread = threading.Thread(target=self._work, name="hotrow-open-files", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Pass them to nobody any more."""
+        self._path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it has been closed before
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._socket.close()
+
+    def _work(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(_PATIENCE_S)
+                length = len(self._files.description).to_bytes(_LENGTH_BYTES, "little")
+                socket.send_fds(connection, [length], list(self._files.descriptors))
+                connection.sendall(self._files.description)
+
+
+def _asked(path: Path) -> OpenFiles | None:
+    """The files; None where nobody passes them, in time."""
+    try:
+        return _received(path)
+    except TimeoutError:
+        return None
+    except OSError:  # its process has ended
+        path.unlink(missing_ok=True)
+        return None
+
+
+def _received(path: Path) -> OpenFiles:
+    """OSError where nobody passes them; TimeoutError where nobody does in time."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(_PATIENCE_S)
+        with _opened(path.parent) as folder:
+            connection.connect(_address(folder, path.name))
+        found, descriptors, _, _ = socket.recv_fds(connection, _LENGTH_BYTES, _MAX_FILES)
+        try:
+            for descriptor in descriptors:
+                os.set_inheritable(descriptor, False)
+            length = int.from_bytes(found + _read(connection, _LENGTH_BYTES - len(found)), "little")
+            return OpenFiles(_read(connection, length), descriptors)
+        except BaseException:
+            close_all(descriptors)
+            raise
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    """Close open files."""
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _read(connection: socket.socket, num_bytes: int) -> bytes:
+    found = b""
+    while len(found) < num_bytes:
+        part = connection.recv(num_bytes - len(found))
+        if not part:
+            raise ConnectionError("the other process ended the connection")
+        found += part
+    return found
+
+
+def _private_folder() -> Path:
+    folder = Path(tempfile.gettempdir()) / f"hotrow-{os.getuid()}"
+    try:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(0o700)
+        found = folder.lstat()
+    except OSError as error:
+        raise ConfigurationError(
+            f"{folder}: processes cannot meet there ({error.strerror}); set TMPDIR to a writable folder"
+        ) from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigurationError(f"{folder} must be a folder of this user that no other user may enter; remove it")
+    return folder
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _address(folder: int, name: str) -> str:
+    """Of a socket: short, wherever the folder is, as a socket's address has 107 bytes at most."""
+    return f"/proc/self/fd/{folder}/{name}"
