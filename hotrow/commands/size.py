@@ -76,8 +76,7 @@ class _Bytes(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generi
 @click.option(
     "--shard",
     type=click.Choice(("auto", "rows", "none")),
-    help="One process with all GPUs (device=cuda:all), whose tables lie as this setting says.  [default: the model's "
-    "settings if its device names several GPUs, else each GPU has its own process and its own tables]",
+    help="Which tables have their rows divided among the GPUs: the setting.  [default: the model's settings]",
 )
 @click.option(
     "--target",
@@ -179,11 +178,10 @@ def _memory(
         config = configured_session(spec, version.directory, **version.settings)
         num_processes = processes or configured_instances(version.named)
         rows_on_device = devices > 0 and not config.has_store
-        is_one_process = shard is not None or config.names_several_gpus
-        if shard is None and config.names_several_gpus and rows_on_device:
-            shard = config.shard
-        if shard not in (None, "none") and not (devices > 1 and rows_on_device):
+        can_shard = devices > 1 and rows_on_device
+        if shard not in (None, "none") and not can_shard:
             raise ConfigurationError(f"--shard={shard} needs --devices 2 or more, and rows in table files")
+        shard = (shard or config.shard) if can_shard else "none"
         items = memory_items(
             spec,
             version.directory,
@@ -191,11 +189,11 @@ def _memory(
             rows_on_device=rows_on_device,
             cache_on_device=devices > 0 and config.has_store,
             in_rocksdb=config.persistent_store is not None and config.persistent_store.scheme == "rocksdb",
-            num_processes=num_processes if is_one_process else max(num_processes, devices),
+            num_processes=num_processes if config.names_several_gpus else max(num_processes, devices),
             num_devices=devices,
-            shard=shard or "none",
+            shard=shard,
         )
-        places = places_of(spec.tables, cache_bytes, devices, shard or "none") if rows_on_device else []
+        places = places_of(spec.tables, cache_bytes, devices, shard) if rows_on_device else []
     named = {table.name: place for table, place in zip(spec.tables, places, strict=False)}
     return _NeededMemory(spec, version.named, cache_bytes, items, named)
 

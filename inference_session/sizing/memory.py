@@ -69,7 +69,7 @@ def memory_items(
         rows_on_device: whether the devices look rows up, instead of the processes.
         cache_on_device: whether the devices have the cache over stores, instead of the processes.
         in_rocksdb: whether the persistent store is a RocksDB.
-        shard: the setting, of one process with all devices.
+        shard: the setting; whether one process has all devices, or each has one, they share the shards.
     """
     tables = spec.tables if (version_dir / TABLES_FOLDER).is_dir() else ()
     stored = [table.num_rows for table in tables if table.keys == "stored"]

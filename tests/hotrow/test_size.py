@@ -120,25 +120,25 @@ def test_tables_that_do_not_fit_a_device(version_dir: Path, cache_bytes: int, pl
     ("shard", "cache_bytes", "largest"),
     [("auto", 480 + 400, "shards"), ("auto", 639, "host"), ("none", 480 + 400, "host"), ("auto", 1280, "device")],
 )
-def test_one_process_with_several_devices(version_dir: Path, shard: str, cache_bytes: int, largest: str) -> None:
+def test_tables_on_several_devices(version_dir: Path, shard: str, cache_bytes: int, largest: str) -> None:
     """The largest table is sharded if a copy does not fit on each device; all is said before anything is loaded."""
     size = cache_bytes + INDEX_ON_DEVICE
     document = _json(version_dir, "--devices=2", "--shard", shard, "--cache-bytes", size)
     parts = {item["name"]: item for item in document["memory"]}
 
     assert document["placement"] == {"user.weight": largest, "code": "device", "hashed": "device"}
-    assert parts["program"]["copies"] == 1
+    assert parts["program"]["copies"] == 2
     assert parts["vectors on device"]["each_bytes"] == 480 + 800 * (largest == "device")
-    assert parts["pinned vectors"]["total_bytes"] == 800 * (largest == "host")
+    assert parts["pinned vectors"]["each_bytes"] == 800 * (largest == "host")
     assert ("shards on device" in parts) == (largest == "shards")
     if largest == "shards":
         assert (parts["shards on device"]["each_bytes"], parts["shards on device"]["copies"]) == (400, 2)
 
 
 def test_settings_tell_what_is_sharded(version_dir: Path) -> None:
-    """Without --shard the model's settings count, if they name several GPUs."""
+    """Without --shard the model's settings count, whether one process has all GPUs or each has one."""
     config = version_dir.parent / "config.pbtxt"
-    for device, place, processes in (("cuda:0,1", "shards", 1), ("cuda:0", "device", 2)):
+    for device, place, processes in (("cuda:0,1", "shards", 1), ("auto", "shards", 2)):
         given = {"device": device, "shard": "rows"}
         texts = [f'parameters {{ key: "{k}" value {{ string_value: "{v}" }} }}' for k, v in given.items()]
         config.write_text('backend: "hotrow" ' + " ".join(texts))
