@@ -137,7 +137,9 @@ _NO_FLAGS = ctypes.c_uint64(0)
 
 @cache
 def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuInit(0)  # as the runtime does; where it fails, so does every other call
+    return driver
 
 
 def _call(name: str, *arguments: Any, device_id: int | None = None) -> None:

@@ -44,7 +44,7 @@ class FileExchange:
         Raises:
             ConfigurationError: the folder for sockets cannot be made, or belongs to another user.
         """
-        self._folder, self._name = _private_folder(), name
+        self._folder, self._name = private_folder(), name
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
@@ -145,7 +145,12 @@ def _read(connection: socket.socket, num_bytes: int) -> bytes:
     return found
 
 
-def _private_folder() -> Path:
+def private_folder() -> Path:
+    """The folder in which the processes of this user meet.
+
+    Raises:
+        ConfigurationError: it cannot be made, or belongs to another user.
+    """
     folder = Path(tempfile.gettempdir()) / f"hotrow-{os.getuid()}"
     try:
         with contextlib.suppress(FileExistsError):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import cupy
@@ -79,11 +79,12 @@ class CudaTables(DeviceTables):
             device.stream.synchronize()
         self._placement = placement._replace(bytes=sum(table.num_bytes for table in self._tables))
         self._copying = CopyingThread(self.copy_hot_rows) if self._copies else None
-        self._kept: AbstractContextManager[object] = nullcontext()
+        self._close_shared: Callable[[], object] = _nothing
 
-    def keep(self, memory: AbstractContextManager[object]) -> None:
-        """Leave this context once look-ups have ended: it closes the memory of shards."""
-        self._kept = memory
+    def keep(self, close: Callable[[], object]) -> None:
+        """Call this once look-ups have ended: it gives back memory that other processes share."""
+        self._close_shared = finalizer = weakref.finalize(self, close)
+        finalizer.atexit = False  # the driver may have ended by then
 
     @property
     def placement(self) -> Placement:
@@ -192,8 +193,7 @@ class CudaTables(DeviceTables):
             for device_id in self._shard_devices | {self._cuda.device_id}:
                 with cupy.cuda.Device(device_id):
                     cupy.get_default_memory_pool().free_all_blocks()
-        with self._kept:
-            self._kept = nullcontext()
+        self._close_shared()
 
     def _describe(self, files: Sequence[TableFile]) -> NDArray[np.void]:
         """GPU_TABLE records; the default vectors that they lead to are on the device."""
@@ -208,6 +208,10 @@ class CudaTables(DeviceTables):
         for t, copies in self._copies.items():
             records[t]["samples_address"], records[t]["max_sampled"] = copies.samples_address, copies.max_sampled
         return records
+
+
+def _nothing() -> None:
+    """There is no shared memory."""
 
 
 def _local_copies(spec: TableSpec, shards: Shards, device: CudaDevice, num_bytes: int) -> LocalCopies:

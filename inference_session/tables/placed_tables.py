@@ -24,11 +24,12 @@ from inference_session.device.placement import Place, Shard, bytes_on_each, plac
 from inference_session.device.shared_memory import unshareable
 from inference_session.errors import ConfigurationError
 from inference_session.model_spec import TableSpec
+from inference_session.platform.open_files import private_folder
 from inference_session.tables.base import Placement
 from inference_session.tables.cuda_table import Shards
 from inference_session.tables.cuda_tables import CudaTables, pieces
 from inference_session.tables.local_copies import bytes_to_copy
-from inference_session.tables.shared_shards import SharedShards, Sharing, sharing
+from inference_session.tables.shared_shards import SharedShards, sharing
 from inference_session.tables.table_file import TableFile
 
 _log = logging.getLogger(__name__)
@@ -61,27 +62,49 @@ def open_cuda_tables(
             on a device for indexes or shards, or on the host for the rest; or rows are to be sharded, and the GPUs
             cannot read each other's memory.
     """
-    shard = _possible(shard, devices, shard_devices)
-    if not shard_devices or shard == "none":
-        plan = _planned(files, devices, len(devices), cache_bytes, shard)
-        connect([device.device_id for device in devices] if "shards" in plan.places else [])
-        sharded = {t: _sharded(files[t].vectors, devices) for t in plan.tables("shards")}
-        return _on_all(files, devices, plan, sharded, rows_change=rows_change)
-    with sharing(files, shard_devices, devices[0].device_id, (shard, cache_bytes)) as processes:
+    device_ids = [*shard_devices] or [device.device_id for device in devices]
+    shard = _possible(shard, unreachable(device_ids))
+    if shard_devices:
+        needs_others = not _fit(files, devices, len(device_ids), cache_bytes, shard)
+        shard = _possible(shard, _unshareable(device_ids)) if needs_others else "none"
+        if shard != "none":
+            return _open_shared(files, devices[0], device_ids, shard, cache_bytes=cache_bytes, rows_change=rows_change)
+    plan = _planned(files, devices, len(devices), cache_bytes, shard)
+    connect(device_ids if "shards" in plan.places else [])
+    sharded = {t: _sharded(files[t].vectors, devices) for t in plan.tables("shards")}
+    return _on_all(files, devices, plan, sharded, rows_change=rows_change)
+
+
+def _open_shared(
+    files: Sequence[TableFile],
+    device: CudaDevice,
+    device_ids: Sequence[int],
+    shard: Shard,
+    *,
+    cache_bytes: int | None,
+    rows_change: bool,
+) -> list[CudaTables]:
+    """The tables of a process that has one of the GPUs, and reads shards from all of them."""
+    with (
+        sharing(files, device_ids, device.device_id, (shard, cache_bytes)) as processes,
+        contextlib.ExitStack() as opened,
+    ):
         shared = processes.received()
-        plan = _planned(files, devices, len(shard_devices), cache_bytes, shard, shared=shared)
-        if shared is None and "shards" in plan.places:
-            shared = _created(files, devices[0], processes, plan.places)
-        if shared is None:
-            return _on_all(files, devices, plan, {}, rows_change=rows_change)
-        with contextlib.ExitStack() as opened:
+        if shared is not None:
             opened.callback(shared.close)
+        plan = _planned(files, [device], len(device_ids), cache_bytes, shard, shared=shared)
+        if shared is None and "shards" in plan.places:
+            shared = processes.created(plan.places)
+            opened.callback(shared.close)
+            for t, arrays in shared.arrays.items():
+                _upload(files[t].vectors, arrays, [device] * len(arrays))
+        if shared is not None:
             shared.offer(processes.exchange)
-            tables = _on_all(
-                files, devices, plan, shared.arrays, rows_change=rows_change, first=shard_devices.index(processes.own)
-            )
-            tables[0].keep(opened.pop_all())
-            return tables
+        sharded = {} if shared is None else shared.arrays
+        number = device_ids.index(device.device_id)
+        (tables,) = _on_all(files, [device], plan, sharded, rows_change=rows_change, first=number)
+        tables.keep(opened.pop_all().close)
+        return [tables]
 
 
 class _Plan(NamedTuple):
@@ -125,19 +148,6 @@ def _planned(
         names = ", ".join(map(repr, placement.on_host))
         _log.warning("%s has no room for tables %s; they are read from host memory", placement.device, names)
     return _Plan(places, placement, _copy_bytes(specs, places, num_parts, budget - needed))
-
-
-def _created(
-    files: Sequence[TableFile], device: CudaDevice, processes: Sharing, places: Sequence[Place]
-) -> SharedShards:
-    """The shards on all GPUs, with their rows, which this process uploads."""
-    shared = processes.created(places)
-    with contextlib.ExitStack() as opened:
-        opened.callback(shared.close)
-        for t, arrays in shared.arrays.items():
-            _upload(files[t].vectors, arrays, [device] * len(arrays))
-        opened.pop_all()
-    return shared
 
 
 def _on_all(
@@ -194,16 +204,31 @@ def _budget(cache_bytes: int | None, devices: Sequence[CudaDevice], held: int = 
     return int(least * _FREE_FRACTION), f"{name} has {least} bytes free"
 
 
-def _possible(shard: Shard, devices: Sequence[CudaDevice], shard_devices: Sequence[int]) -> Shard:
-    """The setting `shard`; if the GPUs cannot read each other's memory, `none`, or for `rows` a ConfigurationError."""
-    device_ids = shard_devices or [device.device_id for device in devices]
-    reason = unreachable(device_ids) or next(filter(None, map(unshareable, shard_devices)), None)
+def _fit(
+    files: Sequence[TableFile], devices: Sequence[CudaDevice], num_parts: int, cache_bytes: int | None, shard: Shard
+) -> bool:
+    """Whether each GPU gets a copy of each table."""
+    budget, _ = _budget(cache_bytes, devices)
+    return {*places_of([file.spec for file in files], budget, num_parts, shard)} <= {"device"}
+
+
+def _possible(shard: Shard, reason: str | None) -> Shard:
+    """The setting `shard`; where there is a reason against shards, `none`, or for `rows` a ConfigurationError."""
     if reason is None or shard == "none":
         return shard
     if shard == "rows":
         raise ConfigurationError(f"shard cannot be 'rows': {reason}; set shard=none, or name other GPUs in device")
     _log.warning("Rows are not sharded: %s", reason)
     return "none"
+
+
+def _unshareable(device_ids: Sequence[int]) -> str | None:
+    """Why processes cannot share memory of these GPUs; None: they can."""
+    try:
+        private_folder()
+    except ConfigurationError as error:
+        return str(error)
+    return next(filter(None, map(unshareable, device_ids)), None)
 
 
 def _placement(specs: Sequence[TableSpec], places: Sequence[Place], devices: Sequence[CudaDevice]) -> Placement:
