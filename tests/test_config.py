@@ -18,6 +18,20 @@ def test_the_first_source_wins() -> None:
     assert (config.dense_threads, config.unknown_keys, config.verify) == (3, "reject", "sizes")
 
 
+def test_the_gpus_of_other_processes_include_ones_own() -> None:
+    """Otherwise rows would lie where no process answers from."""
+    config = SessionConfig.resolve({"device": "cuda:1", "shard": "rows", "shard_devices": "cuda:0,1"})
+    assert config.shard_device_ids == [0, 1]
+    config.check_devices(1)
+    for device in ("cuda:2", "auto", "cpu", "cuda:0,1"):
+        with pytest.raises(ConfigurationError, match=f"'cuda:0,1' lacks the GPU of this process, device '{device}'"):
+            SessionConfig.resolve({"device": device, "shard_devices": "cuda:0,1"}).check_devices(1)
+    assert SessionConfig.resolve({"device": "cpu", "shard_devices": "cuda:0"}).shard_device_ids == []
+    for value in ("cuda:all", "0,1", "cuda:", "cuda:0,0"):
+        with pytest.raises(ConfigurationError, match="shard_devices"):
+            SessionConfig.resolve({"shard_devices": value})
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

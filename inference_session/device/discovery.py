@@ -79,7 +79,7 @@ def unusable_tensorrt() -> str | None:
     return None
 
 
-def require_gpus(device: str) -> list[int]:
+def require_gpus(device: str, setting: str = "device") -> list[int]:
     """The numbers of `cuda:N`, `cuda:N,M` or `cuda:all`; ConfigurationError with the reason where one is not usable."""
     numbers = device.removeprefix("cuda:")
     reason = unusable(0)
@@ -93,7 +93,7 @@ def require_gpus(device: str) -> list[int]:
         if reason is not None:
             break
     if reason is not None:
-        raise ConfigurationError(f"device cannot be {device!r}: {reason}")
+        raise ConfigurationError(f"{setting} cannot be {device!r}: {reason}")
     return device_ids
 
 

@@ -5,8 +5,10 @@ Where there is one GPU, all shards lie on it; the processes share its memory all
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -196,6 +198,49 @@ def test_tables_that_fit_are_copied(files: list[TableFile]) -> None:
     for each in both:
         assert each.placement.sharded == ["wide"]
         check(each, files, seed=5)
+        each.close()
+
+
+def test_processes_that_cannot_meet_do_without_shards(
+    files: list[TableFile], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Tables that do not fit are read from host memory then, unless `rows` asks for shards."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    with pytest.raises(ConfigurationError, match=r"shard cannot be 'rows': .*absent.* set TMPDIR"):
+        opened(files, 0, 2)
+    tables = opened(files, 0, 2, shard="auto", cache_bytes=1000)
+    assert tables.placement.sharded == []
+    assert "wide" in tables.placement.on_host
+    check(tables, files, seed=6)
+    tables.close()
+
+
+def test_tables_that_nobody_closes_give_their_memory_back(files: list[TableFile]) -> None:
+    """Once nothing refers to them: who comes later makes new ones."""
+    from inference_session.platform.open_files import private_folder
+
+    tables = opened(files, 0, 2)
+    assert [*private_folder().glob("*.*-*")]
+    del tables
+    gc.collect()
+    assert not [*private_folder().glob("*.*-*")]
+
+
+def test_changed_rows_are_read_before_those_that_are_shared(files: list[TableFile]) -> None:
+    """Each process has its own."""
+    from inference_session.tables.base import UpdatedRows
+
+    both = [opened(files, number, 2, rows_change=True) for number in range(2)]
+    t = [file.spec.folder for file in files].index("wide")
+    keys = np.asarray(files[t].keys())[:5].copy()
+    changed = UpdatedRows(keys, np.full((5, files[t].spec.embedding_dim), 7, np.float32), np.zeros(5, np.bool_))
+    both[0].put(t, changed, lambda: changed)
+    asked = [keys if number == t else np.empty(0, np.int64) for number in range(len(files))]
+    found = [answers(each, files, asked, PoolingCode.NONE)[0][t] for each in both]
+    expected = answers(HostTables(files, num_threads=1), files, asked, PoolingCode.NONE)[0][t]
+    np.testing.assert_array_equal(found[0], changed.vectors)
+    np.testing.assert_array_equal(found[1], expected)
+    for each in both:
         each.close()
 
 
