@@ -36,7 +36,7 @@ _Engines: TypeAlias = "tuple[DenseEngine, OnnxEngine | None]"
 """A dense network, and the one that computes its keys; None: all keys are inputs."""
 
 
-class _VersionNetwork(NamedTuple):
+class _NetworkSpec(NamedTuple):
     """One of a version's networks: which look-ups it has, and which files."""
 
     spec: ModelSpec
@@ -74,10 +74,9 @@ def open_model(version: VersionDirectory, config: SessionConfig, devices: Sequen
     # Only what is looked up without a wait for stores is recorded; the other requests wait at the same time.
     has_threads = len(devices) > 1 and not config.has_store
     threads = [DeviceThread(device, is_own=has_threads) for device in devices]
-    described = _networks_of(spec)
+    specs = _network_specs(spec)
     engines = [
-        [thread.run(partial(_open_engines, version.path, each, config, thread)) for each in described]
-        for thread in threads
+        [thread.run(partial(_open_engines, version.path, each, config, thread)) for each in specs] for thread in threads
     ]
     names = [engine.input_names for pair in engines[0] for engine in pair if engine is not None]
     layout = layout_of(spec)(
@@ -86,14 +85,14 @@ def open_model(version: VersionDirectory, config: SessionConfig, devices: Sequen
         network_inputs=frozenset().union(*names),
         max_elements=config.max_keys_per_request,
     )
-    for each, pair in zip(described, engines[0], strict=True):
+    for each, pair in zip(specs, engines[0], strict=True):
         check_network(each.spec_for(pair[0]), version.path, layout.values, pair, (each.dense, each.keys))
     rows = tuple(create_rows(version, config, [thread.device for thread in threads]))
     replicas = []
     for thread, pairs, own in zip(threads, engines, rows, strict=True):
         networks = [
             Network(each.spec_for(pair[0]), own, *pair, keys_follow_inputs=layout.keys_follow_inputs)
-            for each, pair in zip(described, pairs, strict=True)
+            for each, pair in zip(specs, pairs, strict=True)
         ]
         network, ranking = networks[0], networks[-1]
         # A network on a GPU over rows of the processor reads a copy of each batch's vectors: it is bound to no memory.
@@ -103,15 +102,15 @@ def open_model(version: VersionDirectory, config: SessionConfig, devices: Sequen
     return Model(spec, layout, rows, Replicas(replicas), _keep_contexts(version, config, rows[0], layout))
 
 
-def _networks_of(spec: ModelSpec) -> list[_VersionNetwork]:
+def _network_specs(spec: ModelSpec) -> list[_NetworkSpec]:
     """The model's network, then the one that ranks candidates, if the model has another for them."""
-    network = _VersionNetwork(spec, DENSE_FILE, KEYS_FILE)
+    network = _NetworkSpec(spec, DENSE_FILE, KEYS_FILE)
     if spec.ranking is None or spec.ranking.undivided:
         return [network]
-    return [network, _VersionNetwork(replace(spec, lookups=spec.ranking.lookups), RANKING_FILE, RANKING_KEYS_FILE)]
+    return [network, _NetworkSpec(replace(spec, lookups=spec.ranking.lookups), RANKING_FILE, RANKING_KEYS_FILE)]
 
 
-def _open_engines(directory: Path, network: _VersionNetwork, config: SessionConfig, thread: DeviceThread) -> _Engines:
+def _open_engines(directory: Path, network: _NetworkSpec, config: SessionConfig, thread: DeviceThread) -> _Engines:
     """The engines of a network, on the thread's device."""
     spec = network.spec
     if not layout_of(spec).has_network:
