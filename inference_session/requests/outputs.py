@@ -56,12 +56,11 @@ class JoinedAnswer(NamedTuple):
         """The answer of each request, as views."""
         if len(self.counts) == 1:  # whatever its outputs have in place of samples
             return [dict(zip(self.names, self.arrays, strict=True))]
-        answers, begin = [], 0
+        answers, begin, named = [], 0, list(zip(self.names, self.arrays, strict=True))
         for count in self.counts.tolist():
-            end = begin + count
-            parts = [array[begin:end] for array in self.arrays]
-            answers.append(dict(zip(self.names, parts, strict=True)))
-            begin = end
+            rows = slice(begin, begin + count)
+            answers.append({name: array[rows] for name, array in named})
+            begin += count
         return answers
 
 
@@ -111,6 +110,9 @@ class Outputs:
 
     def of_requests(self, requests: Sequence[Sequence[str]]) -> RequestedOutputs:
         """What several requests ask for, all together."""
+        first, *others = requests
+        if all(outputs == first for outputs in others):
+            return self.wanted(first)
         return self.wanted(tuple(dict.fromkeys(name for outputs in requests for name in outputs)))
 
     def split(self, computed: Answer, requests: Sequence[Sequence[str]], num_samples: Sequence[int]) -> list[Answer]:
@@ -122,8 +124,10 @@ class Outputs:
             place, label = wanted.names.index(PREDICTIONS), arrays[wanted.labels[0]]
             if np.may_share_memory(joined.arrays[place], label):  # callers may write to one and keep the other
                 joined.arrays[place] = joined.arrays[place].copy()
-        answers = zip(requests, joined.split(), strict=True)
-        return [{name: answer[name] for name in outputs} for outputs, answer in answers]
+        return [
+            answer if outputs == wanted.names else {name: answer[name] for name in outputs}
+            for outputs, answer in zip(requests, joined.split(), strict=True)
+        ]
 
     def joined(
         self, arrays: Sequence[NDArray[Any]], wanted: RequestedOutputs, counts: NDArray[np.int64], num_samples: int
