@@ -157,6 +157,26 @@ def test_no_version_chosen_means_the_policy_of_config_pbtxt(
     assert ready() == expected
 
 
+def test_settings_that_triton_has_not_read_are_named(server: Served, model: str) -> None:
+    """A choice of a version keeps the older ones, also for the load that ends it, until the file changes again."""
+    url = ("--url", server.grpc)
+    succeed("load", model, *url)
+    config = server.repository / model / "config.pbtxt"
+    text = config.read_text(encoding="utf-8")
+    config.write_text(f'{text}parameters {{ key: "unknown_keys" value {{ string_value: "reject" }} }}\n', "utf-8")
+    request = {"ids": IDS + 1000, "dense": DENSE}
+
+    succeed("load", model, "--version", 1, *url)
+    warning = f"model {model!r}: config.pbtxt has other values of 'unknown_keys' than Triton has given"
+    wait_until(lambda: warning in "".join(server.errors), "the warning")
+    with server.grpc_client() as client:
+        ask(client, model, request)
+        config.touch()
+        succeed("load", model, *url)
+        with pytest.raises(InferenceServerException, match="unknown keys: "):
+            ask(client, model, request)
+
+
 def test_versions_are_listed(server: Served, model: str) -> None:
     """A line per version, number and state first, then which one serves, for how long, and why another does not."""
     url = ("--url", server.grpc)

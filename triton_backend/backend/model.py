@@ -23,16 +23,22 @@ from triton_backend.backend.heartbeat import Heartbeat
 from triton_backend.backend.joining import JoiningQueue
 from triton_backend.backend.log import show_log
 from triton_backend.backend.metrics import SessionMetrics, count_restarts
-from triton_backend.backend.settings import read_parameters
+from triton_backend.backend.settings import changed_parameters, read_parameters
 from triton_backend.backend.stub_calls import shorten_calls
 from triton_backend.backend.tensors import check_types
 from triton_backend.backend.tracing import create_tracing
 from triton_backend.repository.config_checks import check_config
+from triton_backend.repository.model_config import CONFIG_FILE
 from triton_backend.repository.servable import SOURCE_LINK, VIEW_FOLDER
 
 _CACHED = (
     "model {!r} has response_cache: Triton repeats old answers after rows were updated or loaded from a store, and "
     "after content was replaced in place; remove it from config.pbtxt unless none of this happens"
+)
+
+_OTHER_SETTINGS = (
+    "model {!r}: config.pbtxt has other values of {} than Triton has given this version, because it keeps those of a "
+    "load that chose a version or brought a configuration; to use the file, `touch` it and load the model again"
 )
 
 
@@ -53,6 +59,8 @@ class TritonPythonModel:
             raise load_error(error) from None
         if config.get("response_cache", {}).get("enable"):
             pb_utils.Logger.log_warn(_CACHED.format(args["model_name"]))
+        if others := changed_parameters(Path(args["model_repository"]) / CONFIG_FILE, config.get("parameters", {})):
+            pb_utils.Logger.log_warn(_OTHER_SETTINGS.format(args["model_name"], ", ".join(map(repr, others))))
         self._versions = versions
         self._tracing = create_tracing()
         spec = versions.spec

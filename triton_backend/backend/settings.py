@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from inference_session.config import SessionConfig
 from inference_session.errors import ConfigurationError
-from triton_backend.repository.model_config import CONFIG_FILE
+from triton_backend.repository.model_config import CONFIG_FILE, ModelConfig
 
 DEFAULT_MAX_SAMPLES = 1024
 _WHOLE_NUMBER = re.compile("[0-9]{1,18}")
@@ -47,6 +48,17 @@ def gpu_settings(args: Mapping[str, str]) -> dict[str, str]:
     if own in gpus and len(gpus) > 1:
         settings["shard_devices"] = "cuda:" + ",".join(map(str, sorted(gpus)))
     return settings
+
+
+def changed_parameters(path: Path, parameters: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """The settings that a config.pbtxt has with other values than Triton, which may hold an older one."""
+    try:
+        there = ModelConfig.read(path).parameters
+    except ConfigurationError:  # Triton says so when it reads the file
+        return []
+    here = {name: value["string_value"] for name, value in parameters.items()}
+    names = sorted({*there, *here})
+    return [name for name in names if not name.isupper() and there.get(name) != here.get(name)]
 
 
 def _check_one_gpu(device: str, own: str) -> None:
