@@ -7,9 +7,10 @@ what they lead to lives until the last process has closed them, also if the one 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
-import itertools
 import os
+import secrets
 import socket
 import stat
 import tempfile
@@ -24,7 +25,8 @@ _PATIENCE_S = 10.0
 """For a process that has the files: it passes them at once, unless it has been stopped."""
 _MAX_FILES = 64
 _LENGTH_BYTES = 8
-_numbers = itertools.count()
+_PAUSE_S = 1.0
+"""Of an offer for which its process has too many open files."""
 
 
 class OpenFiles(NamedTuple):
@@ -42,14 +44,15 @@ class FileExchange:
         """`name`: of hexadecimal digits, the same in all processes for what has the same contents.
 
         Raises:
-            ConfigurationError: the folder for sockets cannot be made, or belongs to another user.
+            ConfigurationError: the folder for sockets cannot be made, or belongs to another user; by the methods, a
+                file or a socket cannot be opened.
         """
         self._folder, self._name = private_folder(), name
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Make other processes wait that make, or ask for, files of this name."""
-        with _opened(self._folder) as folder:
+        """Make other processes wait that make, ask for or offer files of this name: all of it is done in turns."""
+        with _explained(self._folder), _opened(self._folder) as folder:
             lock = os.open(f"lock.{self._name[0]}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=folder)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -59,41 +62,49 @@ class FileExchange:
 
     def ask(self) -> OpenFiles | None:
         """The files as another process has them, for the caller to close; None where no process answers."""
-        return next(filter(None, map(_asked, sorted(self._folder.glob(f"{self._name}.*")))), None)
+        with _explained(self._folder):
+            found = [path for path in sorted(self._folder.iterdir()) if path.name.startswith(f"{self._name}.")]
+            return next(filter(None, map(_asked, found)), None)
 
     def offer(self, files: OpenFiles) -> FileOffer:
         """Pass files to processes that ask for them, until the offer is closed; they stay the caller's."""
-        return FileOffer(self._folder / f"{self._name}.{os.getpid()}-{next(_numbers)}", files)
+        with _explained(self._folder):
+            return FileOffer(self._folder / f"{self._name}.{secrets.token_hex(8)}", files)
 
 
 class FileOffer:
     """A thread that passes open files to those who connect to a socket."""
 
     def __init__(self, path: Path, files: OpenFiles) -> None:
-        self._path, self._files = path, files
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        hidden = f".{path.name}"
-        with _opened(path.parent) as folder:
-            self._socket.bind(_address(folder, hidden))
+        self._files = files
+        self._closing = threading.Event()
+        with contextlib.ExitStack() as opened:
+            folder = opened.enter_context(_opened(path.parent))
+            fcntl.flock(folder, fcntl.LOCK_SH)  # systemd does not clean a folder up that somebody has locked
+            self._socket = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            self._socket.bind(_address(folder, path.name))
+            opened.callback(path.unlink, missing_ok=True)
             self._socket.listen()
-            os.rename(hidden, path.name, src_dir_fd=folder, dst_dir_fd=folder)  # who finds it can connect
-        self._thread = threading.Thread(target=self._work, name="hotrow-open-files", daemon=True)
-        self._thread.start()
+            self._thread = threading.Thread(target=self._work, name="hotrow-open-files", daemon=True)
+            self._thread.start()
+            self._opened = opened.pop_all()
 
     def close(self) -> None:
         """Pass them to nobody any more."""
-        self._path.unlink(missing_ok=True)
+        self._closing.set()
         with contextlib.suppress(OSError):  # it has been closed before
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._socket.close()
+        if threading.current_thread() is not self._thread:  # where garbage is collected, that may be this one
+            self._thread.join()
+        self._opened.close()
 
     def _work(self) -> None:
-        while True:
+        while not self._closing.is_set():
             try:
                 connection, _ = self._socket.accept()
             except OSError:
-                return
+                self._closing.wait(_PAUSE_S)  # if it is not closing, the process has too many open files
+                continue
             with connection, contextlib.suppress(OSError):
                 connection.settimeout(_PATIENCE_S)
                 length = len(self._files.description).to_bytes(_LENGTH_BYTES, "little")
@@ -105,11 +116,11 @@ def _asked(path: Path) -> OpenFiles | None:
     """The files; None where nobody passes them, in time."""
     try:
         return _received(path)
-    except TimeoutError:
-        return None
-    except OSError:  # its process has ended
+    except ConnectionRefusedError:  # its process has ended
         path.unlink(missing_ok=True)
-        return None
+    except (ConnectionError, FileNotFoundError, TimeoutError, BlockingIOError):
+        pass  # it ends just now, or has been stopped
+    return None
 
 
 def _received(path: Path) -> OpenFiles:
@@ -118,8 +129,10 @@ def _received(path: Path) -> OpenFiles:
         connection.settimeout(_PATIENCE_S)
         with _opened(path.parent) as folder:
             connection.connect(_address(folder, path.name))
-        found, descriptors, _, _ = socket.recv_fds(connection, _LENGTH_BYTES, _MAX_FILES)
+        found, descriptors, flags, _ = socket.recv_fds(connection, _LENGTH_BYTES, _MAX_FILES)
         try:
+            if flags & socket.MSG_CTRUNC:  # not all of them came
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))  # noqa: TRY301  closes them
             for descriptor in descriptors:
                 os.set_inheritable(descriptor, False)
             length = int.from_bytes(found + _read(connection, _LENGTH_BYTES - len(found)), "little")
@@ -151,18 +164,28 @@ def private_folder() -> Path:
     Raises:
         ConfigurationError: it cannot be made, or belongs to another user.
     """
-    folder = Path(tempfile.gettempdir()) / f"hotrow-{os.getuid()}"
-    try:
+    with _explained("the folder for temporary files"):
+        folder = Path(tempfile.gettempdir()) / f"hotrow-{os.getuid()}"
+    with _explained(folder):
         with contextlib.suppress(FileExistsError):
             folder.mkdir(0o700)
         found = folder.lstat()
-    except OSError as error:
-        raise ConfigurationError(
-            f"{folder}: processes cannot meet there ({error.strerror}); set TMPDIR to a writable folder"
-        ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigurationError(f"{folder} must be a folder of this user that no other user may enter; remove it")
     return folder
+
+
+@contextlib.contextmanager
+def _explained(folder: Path | str) -> Iterator[None]:
+    """ConfigurationError where a file or a socket cannot be opened."""
+    try:
+        yield
+    except OSError as error:
+        too_many = error.errno in {errno.EMFILE, errno.ENFILE}
+        way_out = "raise the limit of open files (ulimit -n)" if too_many else "set TMPDIR to a writable folder"
+        raise ConfigurationError(
+            f"{folder}: processes cannot pass memory to each other there ({error.strerror}); {way_out}"
+        ) from error
 
 
 @contextlib.contextmanager

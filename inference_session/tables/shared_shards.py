@@ -114,7 +114,7 @@ def sharing(
     """Keep out other processes that open the same tables, on the same GPUs and with the same settings.
 
     Raises:
-        ConfigurationError: processes cannot meet.
+        ConfigurationError: processes cannot pass memory to each other.
     """
     gpus = [runtime.getDeviceProperties(device_id)["uuid"].hex() for device_id in device_ids]
     name = hashlib.sha256(json.dumps([_FORMAT, gpus, list(map(_identity, files)), *settings]).encode()).hexdigest()[:32]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,10 +18,11 @@ import pytest
 from inference_session.errors import ConfigurationError
 from inference_session.platform import open_files
 from inference_session.platform.open_files import FileExchange, OpenFiles, close_all
+from tests.testing.servers import wait_until
 
 NAME = "0123abcd"
 HOLDER = """
-import os, sys
+import os, resource, sys
 from inference_session.platform.open_files import FileExchange, OpenFiles
 exchange = FileExchange(sys.argv[1])
 with exchange.turn():
@@ -26,13 +30,16 @@ with exchange.turn():
     if found is None:
         memory = os.memfd_create("rows")
         os.write(memory, sys.argv[2].encode())
-        found = OpenFiles(b"made by " + sys.argv[2].encode(), [memory])
+        found = OpenFiles(b"made by " + sys.argv[2].encode(), [memory, *map(os.memfd_create, "abc")])
     offer = exchange.offer(found)
 print(found.description.decode(), flush=True)
-if sys.stdin.readline() == "close\\n":
-    offer.close()
-    print("closed", flush=True)
-    sys.stdin.readline()
+limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+for line in sys.stdin:
+    if line == "close\\n":
+        offer.close()
+    else:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]) if line == "open no files\\n" else limits)
+    print("done", flush=True)
 """
 
 
@@ -65,6 +72,20 @@ def started(holders: list[subprocess.Popen[str]], content: str) -> str:
     return process.stdout.readline()
 
 
+def tell(process: subprocess.Popen[str], command: str) -> None:
+    """Wait until it has done that."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(f"{command}\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "done\n"
+
+
+def num_open() -> int:
+    """Files that this process has open."""
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
 def found() -> str | None:
     """What is in the file that is passed to this process."""
     exchange = FileExchange(NAME)
@@ -72,8 +93,8 @@ def found() -> str | None:
         files = exchange.ask()
     if files is None:
         return None
-    (descriptor,) = files.descriptors
-    content = os.pread(descriptor, 100, 0).decode()
+    assert len(files.descriptors) == 4
+    content = os.pread(files.descriptors[0], 100, 0).decode()
     assert files.description.decode() == f"made by {content}"
     close_all(files.descriptors)
     return content
@@ -108,12 +129,7 @@ def test_files_of_other_names_are_others(holders: list[subprocess.Popen[str]]) -
 def test_what_was_closed_is_not_passed_any_more(holders: list[subprocess.Popen[str]], folder: Path) -> None:
     """And leaves nothing but the file of the lock."""
     started(holders, "one")
-    (process,) = holders
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write("close\n")
-    process.stdin.flush()
-    assert process.stdout.readline() == "closed\n"
+    tell(holders[0], "close")
     assert found() is None
     assert [path.name for path in folder.iterdir()] == ["lock.0"]
 
@@ -136,10 +152,73 @@ def test_a_process_that_stands_still_holds_nobody_up(
     os.kill(holders[0].pid, signal.SIGSTOP)
     os.waitid(os.P_PID, holders[0].pid, os.WSTOPPED | os.WNOWAIT)
     with monkeypatch.context() as patch:
+        patch.setattr(open_files, "_PATIENCE_S", 0.001)
+        for _ in range(200):  # more than wait for a socket
+            assert found() is None
+    os.kill(holders[0].pid, signal.SIGCONT)
+    wait_until(lambda: found() == "one", "the files")  # nobody waits for a place in a queue that is full
+
+
+def test_too_many_open_files_are_an_error(holders: list[subprocess.Popen[str]]) -> None:
+    """Wherever the limit is reached, nothing stays open, and the process that has the files is asked again later."""
+    started(holders, "one")
+    limits, before = resource.getrlimit(resource.RLIMIT_NOFILE), num_open()
+    first_free = os.dup(0)
+    os.close(first_free)
+    refused, limit = 0, first_free
+    while True:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limits[1]))
+            assert found() == "one"
+            break
+        except ConfigurationError as error:
+            assert "Too many open files); raise the limit of open files (ulimit -n)" in str(error)  # noqa: PT017
+            refused, limit = refused + 1, limit + 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert num_open() == before
+    assert refused >= 6  # the lock, the folder and the socket, and all but one of the files
+
+
+def test_a_process_with_too_many_open_files_passes_its_own_later(
+    holders: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it can open files again."""
+    started(holders, "one")
+    tell(holders[0], "open no files")
+    assert found() == "one"  # Linux takes a descriptor before it waits for a connection
+    with monkeypatch.context() as patch:
         patch.setattr(open_files, "_PATIENCE_S", 0.2)
         assert found() is None
-    os.kill(holders[0].pid, signal.SIGCONT)
+    tell(holders[0], "open files")
     assert found() == "one"
+
+
+def test_an_offer_ends_where_its_own_thread_closes_it() -> None:
+    """There garbage may be collected, and tables with it that share their memory."""
+
+    class ClosedWhenAsked(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            offer.close()
+            return iter([-1])
+
+    before = num_open()
+    exchange = FileExchange(NAME)
+    offer = exchange.offer(OpenFiles(b"", ClosedWhenAsked()))
+    assert exchange.ask() is None
+    offer.close()
+    assert num_open() == before
+
+
+def test_the_folder_is_locked_while_files_are_offered(folder: Path) -> None:
+    """So that systemd does not remove sockets that are old: it locks folders that it cleans up."""
+    offer = FileExchange(NAME).offer(OpenFiles(b"", []))
+    opened = os.open(folder, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    offer.close()
+    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(opened)
 
 
 def test_others_wait_while_one_makes_the_files(holders: list[subprocess.Popen[str]]) -> None:
@@ -159,7 +238,7 @@ def test_others_wait_while_one_makes_the_files(holders: list[subprocess.Popen[st
 def test_files_pass_within_a_process_and_none_stays_open() -> None:
     """Two sessions of one process share rows as well; long descriptions and many files pass."""
     exchange, description = FileExchange(NAME), b"x" * (1 << 20)
-    before = len([*Path("/proc/self/fd").iterdir()])
+    before = num_open()
     memories = [os.memfd_create(str(number)) for number in range(64)]
     offer = exchange.offer(OpenFiles(description, memories))
     for _ in range(3):
@@ -172,7 +251,7 @@ def test_files_pass_within_a_process_and_none_stays_open() -> None:
     offer.close()
     offer.close()
     close_all(memories)
-    assert len([*Path("/proc/self/fd").iterdir()]) == before
+    assert num_open() == before
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, None])
@@ -190,5 +269,16 @@ def test_a_folder_that_others_may_enter_is_refused(folder: Path, mode: int | Non
 def test_a_folder_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With the way out."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
-    with pytest.raises(ConfigurationError, match=r"absent/hotrow-\d+: processes cannot meet there .* set TMPDIR"):
+    with pytest.raises(ConfigurationError, match=r"absent/hotrow-\d+: processes cannot pass memory .* set TMPDIR"):
+        FileExchange(NAME)
+
+
+def test_a_machine_without_a_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python looks for one in several places."""
+
+    def no_folder() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", no_folder)
+    with pytest.raises(ConfigurationError, match=r"^the folder for temporary files: .*\['/tmp'\]\); set TMPDIR"):
         FileExchange(NAME)
