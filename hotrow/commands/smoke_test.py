@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+import numpy as np
 
 from hotrow.path_types import FILE
 from hotrow.progress import waiting
 from hotrow.server_options import ServerAddress, server_options
+from inference_session.errors import ConfigurationError
 from inference_session.platform.staging import MAX_VERSION
 from triton_backend.client.recorded_requests import RecordedRequest, largest_difference, not_finite, read_requests
 from triton_backend.client.server import RemoteError, RemoteServer
@@ -50,7 +52,9 @@ def command(
     Example:
       hotrow smoke-test ctr --version 3 --requests sample.jsonl --compare-with 2 --tolerance 0.2
     """
-    recorded = list(read_requests(requests))
+    if tolerance is not None and compare_with is None:
+        raise ConfigurationError("--tolerance needs --compare-with, the version whose answers are compared")
+    recorded = read_requests(requests)
     differences = [0.0]
     with address.connect() as server, waiting(f"Testing {model} version {version}"):
         for number, request in enumerate(recorded, 1):
@@ -62,7 +66,7 @@ def command(
                     f"{difference:.6g}, more than {tolerance:.6g}"
                 )
     compared = (
-        f"; versions {version} and {compare_with} differ by {max(differences):.6g} at most" if compare_with else ""
+        f"; versions {version} and {compare_with} differ by {np.max(differences):.6g} at most" if compare_with else ""
     )
     click.echo(f"{model}: version {version} answered {len(recorded)} requests{compared}")
 

@@ -391,7 +391,7 @@ TARGETS = {
     "redis_replies": Target(_replies, _read_replies),
     "state_files": Target(_state_files, _read_state),
     "canary": Target(_canary, _check_canaries),
-    "recorded_requests": Target(_requests, lambda folder: list(read_requests(folder / "requests.json"))),
+    "recorded_requests": Target(_requests, lambda folder: read_requests(folder / "requests.json")),
     "metrics_page": Target(
         _metrics, lambda f: MetricsPage.parse((f / "page").read_bytes().decode("utf-8")), errors=(ValueError,)
     ),
