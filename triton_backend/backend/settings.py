@@ -35,7 +35,7 @@ def read_parameters(parameters: Mapping[str, Mapping[str, str]], args: Mapping[s
     if args.get("model_instance_kind") == "GPU":
         own = f"cuda:{args['model_instance_device_id']}"
         _check_one_gpu(settings.get("device", own), own)
-        settings = {**gpu_settings(args), **settings}
+        settings = settings if "device" in settings else {**gpu_settings(args), **settings}
     return settings, limit
 
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from inference_session.config import SessionConfig
 from inference_session.errors import ConfigurationError
 from triton_backend.backend.settings import DEFAULT_MAX_SAMPLES, read_parameters
 
@@ -48,6 +49,16 @@ def test_instances_on_several_gpus_share_rows(groups: list[dict[str, object]], e
     args = {"model_instance_kind": "GPU", "model_instance_device_id": "1", "model_config": config}
     settings, _ = read_parameters({"shard": {"string_value": "rows"}}, args)
     assert settings == {"device": "cuda:1", "shard": "rows", **expected}
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto", "cuda:1", "cuda:5"])
+def test_instances_of_a_device_by_name_share_nothing(device: str) -> None:
+    """Those of the setting `device` may lie elsewhere than the GPUs of the instances."""
+    config = json.dumps({"instance_group": [{"kind": "KIND_GPU", "gpus": [0, 1]}]})
+    args = {"model_instance_kind": "GPU", "model_instance_device_id": "1", "model_config": config}
+    settings, _ = read_parameters({"device": {"string_value": device}}, args)
+    assert settings == {"device": device}
+    SessionConfig.resolve(settings).check_devices(1)
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "1e3", "1_000", "٣", "1" * 5000, ""])
