@@ -79,22 +79,25 @@ def unusable_tensorrt() -> str | None:
     return None
 
 
-def require_gpus(device: str, setting: str = "device") -> list[int]:
+def require_gpus(device: str) -> list[int]:
     """The numbers of `cuda:N`, `cuda:N,M` or `cuda:all`; ConfigurationError with the reason where one is not usable."""
-    numbers = device.removeprefix("cuda:")
-    reason = unusable(0)
-    if numbers == "all" and reason is None:
-        from cupy.cuda import runtime
-
-        numbers = ",".join(map(str, range(runtime.getDeviceCount())))
-    device_ids = [] if numbers == "all" else [int(number) for number in numbers.split(",")]
+    device_ids = _device_ids(device)
     for device_id in device_ids:
-        reason = unusable(device_id)
-        if reason is not None:
-            break
-    if reason is not None:
-        raise ConfigurationError(f"{setting} cannot be {device!r}: {reason}")
+        if reason := unusable(device_id):
+            raise ConfigurationError(f"device cannot be {device!r}: {reason}")
     return device_ids
+
+
+def _device_ids(device: str) -> list[int]:
+    """Of `cuda:all` those that there are, or 0 where none can be used."""
+    numbers = device.removeprefix("cuda:")
+    if numbers != "all":  # then nothing is asked of other GPUs: CUDA would take memory on them
+        return [int(number) for number in numbers.split(",")]
+    if unusable(0):
+        return [0]
+    from cupy.cuda import runtime
+
+    return [*range(runtime.getDeviceCount())]
 
 
 def unusable(device_id: int) -> str | None:

@@ -15,7 +15,19 @@ _ALREADY_ENABLED = 704
 """cudaErrorPeerAccessAlreadyEnabled."""
 
 
-def check_equal(device_ids: Sequence[int]) -> None:
+def check_visible(device_ids: Sequence[int], setting: str) -> None:
+    """ConfigurationError unless this process sees these GPUs; it takes no memory on them, unlike a process that uses
+    them.
+    """
+    count = runtime.getDeviceCount()
+    for device_id in device_ids:
+        if device_id >= count:
+            raise ConfigurationError(
+                f"{setting} names cuda:{device_id}, but this process sees {count} GPUs, numbered from cuda:0"
+            )
+
+
+def check_equal(device_ids: Sequence[int], setting: str = "device") -> None:
     """ConfigurationError unless all of the GPUs are of one kind and have the same amount of memory."""
     properties = [runtime.getDeviceProperties(device_id) for device_id in device_ids]
     kinds = [(each["name"].decode(), each["totalGlobalMem"]) for each in properties]
@@ -23,7 +35,7 @@ def check_equal(device_ids: Sequence[int]) -> None:
         found = ", ".join(
             f"cuda:{i} is {name} with {size} bytes" for i, (name, size) in zip(device_ids, kinds, strict=True)
         )
-        raise ConfigurationError(f"device names GPUs that are not alike: {found}; name GPUs of one kind")
+        raise ConfigurationError(f"{setting} names GPUs that are not alike: {found}; name GPUs of one kind")
 
 
 def unreachable(device_ids: Sequence[int]) -> str | None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, cast
 
 from inference_session.config import SessionConfig
 from inference_session.device.base import Device
-from inference_session.device.discovery import require_gpus
 from inference_session.device.host import HOST
 from inference_session.embedding_cache import cpu_budget, gpu_budget
 from inference_session.embedding_cache.base import EmbeddingCache
@@ -86,18 +85,18 @@ def open_device_tables(
 ) -> Sequence[DeviceTables]:
     if devices[0] is HOST:
         return [HostTables(files, num_threads=config.num_lookup_threads)]
-    from inference_session.device.peers import check_equal
+    from inference_session.device.peers import check_equal, check_visible
     from inference_session.tables.placed_tables import open_cuda_tables
 
-    shard_devices = require_gpus(config.shard_devices, "shard_devices") if config.shard_device_ids else []
-    check_equal(shard_devices)
+    check_visible(config.shard_device_ids, "shard_devices")
+    check_equal(config.shard_device_ids, "shard_devices")
     gpus = cast("Sequence[CudaDevice]", devices)
     return open_cuda_tables(
         files,
         gpus,
         cache_bytes=config.cache_bytes,
         shard=config.shard,
-        shard_devices=shard_devices,
+        shard_devices=config.shard_device_ids,
         rows_change=rows_change,
     )
 

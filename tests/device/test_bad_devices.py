@@ -16,8 +16,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 import numpy as np
-from tests.testing.fake_cuda import FakeGpu, install
-from inference_session.device.discovery import open_devices
+from tests.testing.fake_cuda import FakeGpu, install, used
+from inference_session.config import SessionConfig
+from inference_session.device.discovery import open_devices, require_gpus
 from inference_session.errors import ConfigurationError
 from inference_session.model_spec import TableSpec
 from inference_session.tables.table_file import TableFile, write_table
@@ -29,6 +30,8 @@ PRELUDE = f"""{IMPORTS}
 def gpus(*free):
     return [FakeGpu("H200", 1000_000, each) for each in free]
 
+unequal = [FakeGpu("H200", 9, 9), FakeGpu("A100", 7, 7)]
+
 def open_tables(**settings):
     from inference_session.tables.placed_tables import open_cuda_tables
     folder = Path(sys.argv[1])
@@ -36,6 +39,11 @@ def open_tables(**settings):
     file = TableFile.open(folder, TableSpec("t", "t", 1000, 16, keys="row_number"))
     devices = [SimpleNamespace(device_id=number, name=f"cuda:{{number}}") for number in range(2)]
     open_cuda_tables([file], devices, **settings)
+
+def open_in_process(device, shard_devices):
+    from inference_session.rows.create import open_device_tables
+    config = SessionConfig(device=device, shard_devices=shard_devices)
+    open_device_tables([], config, [SimpleNamespace(device_id=1)])
 
 def refused(ask):
     try:
@@ -66,10 +74,21 @@ def programs() -> Iterator[ForkedPrograms]:
             "device cannot be 'cuda:all': this process sees 0 GPUs, numbered from cuda:0",
         ),
         (
-            'install([FakeGpu("H200", 9, 9), FakeGpu("A100", 7, 7)]); refused(lambda: open_devices("cuda:1,0"))',
+            'install(unequal); refused(lambda: open_devices("cuda:1,0"))',
             (
                 "device names GPUs that are not alike: cuda:1 is A100 with 7 bytes, cuda:0 is H200 with 9 bytes; name"
                 " GPUs of one kind"
+            ),
+        ),
+        (
+            'install(gpus(5, 5)); refused(lambda: open_in_process("cuda:1", "cuda:1,3"))',
+            "shard_devices names cuda:3, but this process sees 2 GPUs, numbered from cuda:0",
+        ),
+        (
+            'install(unequal); refused(lambda: open_in_process("cuda:1", "cuda:0,1"))',
+            (
+                "shard_devices names GPUs that are not alike: cuda:0 is H200 with 9 bytes, cuda:1 is A100 with 7 bytes;"
+                " name GPUs of one kind"
             ),
         ),
         (
@@ -100,3 +119,20 @@ def test_what_cannot_be_served_is_refused(script: str, message: str, programs: F
     program = f"{PRELUDE}sys.argv[1:] = [{str(tmp_path / 't')!r}]\n{script}"
     done = programs.run(program, os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.stdout.strip() == message, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [
+        ('install(gpus(5, 5, 5)); print(require_gpus("cuda:1"), set(used))', "[1] {1}"),
+        ('install(gpus(5, 5, 5)); print(require_gpus("cuda:all"), set(used))', "[0, 1, 2] {0, 1, 2}"),
+        (
+            'install(gpus(5, 5, 5)); refused(lambda: open_in_process("cuda:1", "cuda:0,3")); print(used)',
+            "shard_devices names cuda:3, but this process sees 3 GPUs, numbered from cuda:0\n[]",
+        ),
+    ],
+)
+def test_gpus_that_a_process_does_not_use_are_left_alone(script: str, found: str, programs: ForkedPrograms) -> None:
+    """CUDA takes some 500 MB on each GPU that a process makes current: of all processes together, gigabytes."""
+    done = programs.run(f"{PRELUDE}\n{script}", os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.stdout.strip() == found, done.stdout + done.stderr

@@ -47,6 +47,28 @@ for line in sys.stdin:
     print(all(np.allclose(*both, rtol=1e-6) for both in zip(found, expected)), flush=True)
 tables.close()
 """
+ALONE = """
+import ctypes, sys
+from pathlib import Path
+import numpy as np
+from inference_session.config import SessionConfig
+from inference_session.device.discovery import open_devices
+from inference_session.kernels.records import PoolingCode
+from inference_session.rows.create import open_device_tables
+from inference_session.tables.table_file import TableFile
+from tests.testing.tables_of_all_kinds import answers, specs
+
+config = SessionConfig(device="cuda:1", shard="rows", shard_devices="cuda:0,1")
+files = [TableFile.open(Path(sys.argv[1]) / spec.folder, spec) for spec in specs()]
+(tables,) = open_device_tables(files, config, open_devices(config.device))
+keys = [np.asarray(file.keys()) for file in files]
+answers(tables, files, keys, PoolingCode.NONE)
+flags, is_active = ctypes.c_uint(), ctypes.c_int()
+for device_id in range(2):
+    state = ctypes.CDLL("libcuda.so.1").cuDevicePrimaryCtxGetState
+    print(state(device_id, ctypes.byref(flags), ctypes.byref(is_active)), is_active.value)
+tables.close()
+"""
 
 
 def reopened(folder: Path) -> list[TableFile]:
@@ -170,6 +192,15 @@ def test_memory_is_taken_once(tmp_path: Path) -> None:
     assert taken() >= half
     second.close()
     assert taken() < half // 2
+
+
+@pytest.mark.skipif(unusable(1) is not None, reason=f"no second GPU: {unusable(1)}")
+def test_a_process_has_a_context_on_its_own_gpu_alone(files: list[TableFile]) -> None:
+    """On those of others there are the shards, and nothing else: a context takes some 500 MB."""
+    assert files[0].folder is not None
+    command = [sys.executable, "-c", ALONE, str(files[0].folder.parent)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.split("\n") == ["0 0", "0 1", ""], done.stdout + done.stderr
 
 
 def test_other_rows_are_not_shared(files: list[TableFile], tmp_path: Path) -> None:

@@ -19,6 +19,10 @@ class FakeGpu(NamedTuple):
     free_bytes: int
 
 
+used: list[int] = []
+"""The GPUs that were made current, on which CUDA takes memory then."""
+
+
 class _Device:
     current = 0
 
@@ -27,6 +31,7 @@ class _Device:
 
     def __enter__(self) -> None:
         self._before, _Device.current = _Device.current, self._number
+        used.append(self._number)
 
     def __exit__(self, *_: object) -> None:
         _Device.current = self._before
