@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from inference_session.errors import HotrowError
 from inference_session.execution.model import Model
 from inference_session.execution.replicas import Replica
-from inference_session.execution.staged_batch import Arrays, StagedBatch
+from inference_session.execution.staged_batch import Arrays, StagedBatch, Staging
 from inference_session.execution.stages import Mark, unmarked
 from inference_session.requests.batch import Request
 from inference_session.requests.outputs import Answer, JoinedAnswer
@@ -142,29 +142,49 @@ class FastPath:
             staging = pool.free.pop()
         except IndexError:
             staging = pool.new()
+        num_requests = num_requests or num_parts
+        held = staging.held
         try:
-            with staging.held:
-                batch = staging.fill(arrays, num_parts, outputs)
-                if batch is None:
-                    return None
-                batch.look_up()
-                mark("network")
-                results = batch.run.run()
-                if batch.output_rows is not None:
-                    results = [array[batch.output_rows] for array in results]
-                if not (self._is_plain or self._takes(batch)):
-                    return None
-                places = batch.lookup.places or batch.lookup.find_places()
-                self._count(num_requests or num_parts, batch.num_samples, *places)
+            if held is None:
+                joined = self._computed(staging, arrays, num_parts, outputs, num_requests, mark=mark)
+            else:
+                with held:
+                    joined = self._computed(staging, arrays, num_parts, outputs, num_requests, mark=mark)
+            if joined is None:
+                return None
             mark("answer")
-            last = batch.answer
-            # Most batches of a case have their results in the same arrays: the answer is the same then.
-            joined = last[1] if last is not None and last[0] is results else self._joined(batch, results)
             return finish(joined)
         except HotrowError:
             return None
         finally:
             pool.free.append(staging)
+
+    def _computed(
+        self,
+        staging: Staging,
+        arrays: Arrays,
+        num_parts: int,
+        outputs: Collection[str] | None,
+        num_requests: int,
+        *,
+        mark: Mark,
+    ) -> JoinedAnswer | None:
+        """The answer to a batch, which is counted, in the staging's memory."""
+        batch = staging.fill(arrays, num_parts, outputs)
+        if batch is None:
+            return None
+        batch.look_up()
+        mark("network")
+        results = batch.run.run()
+        if batch.output_rows is not None:
+            results = [array[batch.output_rows] for array in results]
+        if not (self._is_plain or self._takes(batch)):
+            return None
+        places = batch.lookup.places or batch.lookup.find_places()
+        self._count(num_requests, batch.num_samples, *places)
+        last = batch.answer
+        # Most batches of a case have their results in the same arrays: the answer is the same then.
+        return last[1] if last is not None and last[0] is results else self._joined(batch, results)
 
     def _takes(self, batch: StagedBatch) -> bool:
         """Whether a batch that has been computed may be answered; if so, records it, and counts its contexts."""

@@ -8,7 +8,6 @@ once per shape. So do the keys that a key graph computes: it is bound to what it
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -70,10 +69,7 @@ class HostStaging:
     ) -> None:
         self._spec, self._network, self._outputs, self._form = spec, network, outputs, form
         self._dense, self._rows = network.dense, network.rows
-        self.held = threading.Lock()
-        """See Staging. One thread at a time has this memory, so there is nothing to wait for; and a lock, unlike
-        `contextlib.nullcontext`, runs no Python.
-        """
+        self.held = None
         self._bound_lookups = self._rows.bound_lookups()
         self._ranks = bool(spec.context)
         self._vector_inputs = lookups.vector_inputs

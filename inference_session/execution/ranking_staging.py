@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from inference_session.device.base import Device
+from inference_session.device.host import HOST
 from inference_session.execution.network import Network
 from inference_session.execution.staged_batch import Arrays, StagedBatch, Staging, StagingPool
 from inference_session.model_spec import ModelSpec
@@ -37,9 +38,9 @@ class RankingStaging:
         self._largest_value = spec.ranking.largest_input if spec.ranking else None
 
     @property
-    def held(self) -> AbstractContextManager[object]:
+    def held(self) -> AbstractContextManager[object] | None:
         """See Staging."""
-        return self._device.held()
+        return None if self._device is HOST else self._device.held()
 
     def fill(self, arrays: Arrays, num_requests: int, outputs: Collection[str] | None) -> StagedBatch | None:
         """See Staging."""

@@ -1,7 +1,7 @@
 """The contract of the fast path on a device (fast_path.py): the arrays of requests become a batch.
 
     staging = pool.free.pop()                                      # memory for one batch, or else `pool.new()`
-    with staging.held:                                             # the device, where there is one to hold
+    with staging.held:                                             # the device; None: there is none to hold
         batch = staging.fill(arrays, num_requests, outputs)        # None: `run_many` must answer these requests
         batch.look_up()                                            # vectors go where the network reads them
         results = batch.run.run()
@@ -55,8 +55,8 @@ class Staging(Protocol):
     """Memory for one batch at a time."""
 
     @property
-    def held(self) -> AbstractContextManager[object]:
-        """A context for the batch, from `fill` until its results are on the host."""
+    def held(self) -> AbstractContextManager[object] | None:
+        """A context for the batch, from `fill` until its results are on the host; None: it needs none."""
 
     def fill(self, arrays: Arrays, num_requests: int, outputs: Collection[str] | None) -> StagedBatch | None:
         """The look-up of a batch, and the run of the network for the outputs that its requests ask for (None: all).
