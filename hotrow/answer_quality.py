@@ -88,6 +88,8 @@ def compare(before: Path, after: Path, requests: Path | None, labels: Path | Non
         asked = random_requests(old) if requests is None else _in_parts(old.spec, _inputs_of(requests))
         answers, changed = ([session.run(request) for request in asked] for session in (old, new))
     names = list(answers[0])
+    if not any(array.size for answer in answers for array in answer.values()):
+        raise ConfigurationError(f"{requests}: the request has no sample, so that no answers can be compared")
     differences = [_difference(name, _joined(answers, name), _joined(changed, name)) for name in names]
     aucs = [] if labels is None else _aucs(old.spec, labels, answers, changed)
     return AnswerQuality("random requests" if requests is None else str(requests), differences, aucs)

@@ -34,13 +34,15 @@ Run = Callable[[Arrays], Arrays]
 
 
 def record_canary(run: Run, inputs: Arrays, path: Path) -> None:
-    """Answer a request and write both to a file; CanaryError where an answer is not finite.
+    """Answer a request and write both to a file; CanaryError where an answer is not finite, or all are empty.
 
     Where the disk is full, a file that was there stays as it was.
     """
     outputs = run(inputs)
     for name, answer in outputs.items():
         _check_finite(name, answer)
+    if not any(answer.size for answer in outputs.values()):
+        raise CanaryError("canary requests: the request has no sample, so that any version would pass")
     parts = {f"{INPUT}{name}": array for name, array in inputs.items()}
     # NumPy would pickle strings, and readers never unpickle.
     parts |= {f"{OUTPUT}{name}": array for name, array in outputs.items() if array.dtype != object}

@@ -184,6 +184,7 @@ def slow_auc(labels: np.ndarray, scores: np.ndarray) -> float:
         (("--labels", "labels.npy"), "--labels needs --requests"),
         (("--requests", "broken.npz"), "not an .npz file"),
         (("--requests", "other.npz"), "is missing"),
+        (("--requests", "empty.npz", "--max-error", "0"), "empty.npz: the request has no sample"),
         (("--requests", "requests.npz", "--labels", "short.npy"), r"shape [3, 2], expected [5, 2]"),
         (("--requests", "requests.npz", "--labels", "broken.npz"), "expected 0 and 1"),
         (("--requests", "requests.npz", "--labels", "other.npz"), "an array for each of 'click', 'stay'"),
@@ -195,6 +196,7 @@ def test_what_does_not_fit_is_refused(
     """Files that are not archives, requests and labels of another model; nothing is written."""
     monkeypatch.chdir(tmp_path)
     np.savez("requests.npz", **inputs(5))
+    np.savez("empty.npz", **inputs(0))
     np.savez("other.npz", x=np.zeros(3))
     np.save("labels.npy", np.zeros((5, 2)))
     np.save("short.npy", np.zeros((3, 2)))

@@ -78,6 +78,15 @@ def test_a_full_disk_does_not_harm_the_canary_that_was_there(model: Path, tmp_pa
     assert sorted(tmp_path.iterdir()) == files
 
 
+def test_a_request_without_samples_is_refused(model: Path, tmp_path: Path) -> None:
+    """It would accept any version."""
+    inputs = small_model.random_inputs(0, np.random.default_rng(0))
+
+    with InferenceSession.open(model / "1") as session, pytest.raises(CanaryError, match="the request has no sample"):
+        record_canary(session.run, inputs, tmp_path / "empty.npz")
+    assert not (tmp_path / "empty.npz").exists()
+
+
 def test_a_version_that_is_wildly_off_is_refused(model: Path) -> None:
     """The message says which output, how far, and what would be allowed."""
     small_model.write(model / "2", seed=5)
