@@ -1,7 +1,7 @@
 """Which partitions an update stream follows, and from where it reads them.
 
-It follows new topics of the model's tables from where their rows are durable up to, else from the oldest message. A
-topic that is gone is left, and followed from there when it is back.
+It follows the topics that there are at the beginning from where their rows are durable up to, else from the oldest
+message; and new topics from the oldest message. A topic that is gone is left, and followed from there when it is back.
 
 A topic has to be proved to be still the one of which messages were applied (positions.py): where one is followed that
 was applied before, when a connection ends or brokers do not answer, and where a partition ends too early.
@@ -190,7 +190,8 @@ class FollowedPartitions:
         any_saved = False
         for one in sorted(partitions):
             applied = left = self.positions.left(one)
-            if left is None:
+            # What another process notes of a new topic holds for a store that both share, not for the store before it.
+            if left is None and self._is_beginning:
                 applied = self._updates.saved(*one)
                 any_saved |= applied is not None
             _log.info("reading topic %r, partition %d, applied: %s", *one, applied)

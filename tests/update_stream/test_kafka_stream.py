@@ -342,6 +342,31 @@ def test_who_cannot_write_follows_who_does(broker: Broker, small: SmallVersion, 
         wait_until(lambda: not follower.stats()["updates"]["lag_messages"], "all to be applied")
 
 
+def test_who_finds_a_new_topic_late_reads_all_of_it(
+    broker: Broker, small: SmallVersion, tmp_path: Path, patience: None
+) -> None:
+    """Another process has noted that all is applied to the RocksDB of both; it is not yet in the Redis of this one."""
+    database = f"rocksdb://{tmp_path}/db"
+    push(small.directory, database)
+    keys = small.tables["hashed/key"]
+    settings = {"persistent_store": database, "update_stream": broker.url, "store_timeout_ms": PATIENCE_MS}
+    with (
+        Publisher(broker.url, small.model) as publisher,
+        RedisServer() as redis,
+        InferenceSession.open(small.directory, **settings, volatile_store=redis.url) as late,
+    ):
+        with InferenceSession.open(small.directory, **settings) as writer:
+            writer.update("user.weight", [0], vectors(0))  # there is one writer's place, and this takes it
+            late.lookup("hashed", keys)
+            wait_until(lambda: redis.client().dbsize() > 0, "the rows to be in Redis")
+            with late.upkeep.updates_held():
+                publisher.publish("hashed", keys[:3], vectors(1, rows=3, dim=2))
+                publisher.flush()
+                await_rows(writer, "hashed", keys[:3], 1)
+                writer.close()  # which notes how far it has come
+        await_rows(late, "hashed", keys[:3], 1)
+
+
 def test_updates_wait_for_a_store_that_is_down(broker: Broker, small: SmallVersion) -> None:
     """Nothing is skipped: they are applied, in order, once it is back."""
     with RedisServer() as redis:
