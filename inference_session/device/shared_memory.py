@@ -48,23 +48,20 @@ class SharedMemory:
     """Memory of one GPU, mapped for kernels of another or the same one."""
 
     def __init__(self, handle: ctypes.c_uint64, descriptor: int, num_bytes: int, reader: int) -> None:
-        """Use `create` or `opened`. The descriptor is this object's from here on."""
-        self._address: int | None = None
+        """Use `create` or `opened`. The handle and the descriptor are this object's from here on."""
         self.descriptor, self.num_bytes, self._reader = descriptor, num_bytes, reader
-        address, size, is_mapped = ctypes.c_uint64(), _size(num_bytes), False
-        try:
+        address, size = ctypes.c_uint64(), _size(num_bytes)
+        with contextlib.ExitStack() as opened, contextlib.ExitStack() as mapping:
+            opened.callback(os.close, descriptor)
+            mapping.callback(_call, "cuMemRelease", handle)  # then the mapping and the file keep the memory
             _call("cuMemAddressReserve", ctypes.byref(address), size, _size(0), ctypes.c_uint64(0), _NO_FLAGS)
+            opened.callback(_call, "cuMemAddressFree", address, size)
             _call("cuMemMap", address, size, _size(0), handle, _NO_FLAGS)
-            is_mapped = True
+            opened.callback(_call, "cuMemUnmap", address, size)
             access = _Access(_Location(_ON_DEVICE, reader), _READ_WRITE)
             _call("cuMemSetAccess", address, size, ctypes.byref(access), _size(1))
-        except BaseException:
-            self._address = address.value if is_mapped else None
-            self.close()
-            raise
-        finally:
-            _call("cuMemRelease", handle)  # from here on the mapping and the file keep the memory
-        self._address = address.value
+            self._opened = opened.pop_all()
+        self._address: int = address.value
 
     @classmethod
     def create(cls, num_bytes: int, device_id: int, reader: int) -> SharedMemory:
@@ -81,20 +78,20 @@ class SharedMemory:
         except BaseException:
             _call("cuMemRelease", handle)
             raise
+        os.set_inheritable(descriptor.value, False)
         return cls(handle, descriptor.value, size, reader)
 
     @classmethod
     def opened(cls, descriptor: int, num_bytes: int, device_id: int, reader: int) -> SharedMemory:
-        """Memory that another process has created with this `num_bytes`. Closes the descriptor, also if it fails."""
-        handle = ctypes.c_uint64()
+        """Memory that another process has created with this `num_bytes`; the descriptor stays the caller's."""
+        size, handle, own = rounded(num_bytes, device_id), ctypes.c_uint64(), os.dup(descriptor)
         try:
-            size = rounded(num_bytes, device_id)
             kind = ctypes.c_int(_FILE)
-            _call("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(descriptor), kind)
+            _call("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(own), kind)
         except BaseException:
-            os.close(descriptor)
+            os.close(own)
             raise
-        return cls(handle, descriptor, size, reader)
+        return cls(handle, own, size, reader)
 
     def array(self, begin: int, shape: tuple[int, ...], dtype: Any) -> Any:
         """An array on the reader, from byte `begin` on."""
@@ -103,14 +100,8 @@ class SharedMemory:
 
     def close(self) -> None:
         """Give it back, as far as this process goes. No kernel may read it any more."""
-        address, self._address = self._address, None
-        if address is not None:
-            with contextlib.suppress(ConfigurationError):  # a failed GPU releases nothing
-                _call("cuMemUnmap", ctypes.c_uint64(address), _size(self.num_bytes))
-                _call("cuMemAddressFree", ctypes.c_uint64(address), _size(self.num_bytes))
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-        self.descriptor = -1
+        with contextlib.suppress(ConfigurationError):  # a failed GPU releases nothing
+            self._opened.close()
 
 
 def unshareable(device_id: int) -> str | None:
@@ -147,7 +138,8 @@ def _call(name: str, *arguments: Any, device_id: int | None = None) -> None:
     status = getattr(_driver(), name)(*arguments)
     if status == _NO_MEMORY and device_id is not None:
         raise ConfigurationError(
-            f"memory ran out on cuda:{device_id}, for rows that processes share: free some, or use smaller tables"
+            f"memory ran out on cuda:{device_id}, for rows that processes share: free some, or use more GPUs or smaller"
+            " tables"
         )
     if status:
         raise ConfigurationError(

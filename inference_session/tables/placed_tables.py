@@ -134,7 +134,7 @@ def _planned(
     budget, reason = _budget(cache_bytes, devices, held)
     places = places_of(specs, budget, num_parts, shard) if shared is None else shared.places
     needed = bytes_on_each(specs, places, num_parts)
-    if shard == "rows" and needed > budget:
+    if shard == "rows" and shared is None and needed > budget:
         raise ConfigurationError(
             f"shard=rows needs {needed} bytes on each of {num_parts} GPUs, where tables may take {budget}"
             f" ({reason}): name more GPUs in device, or set shard=auto, which leaves the largest tables in host memory"

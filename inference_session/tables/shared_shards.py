@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
+import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from inference_session.device.placement import Place, shard_bytes
 from inference_session.device.shared_memory import SharedMemory
 from inference_session.errors import ConfigurationError
-from inference_session.model_spec import VECTOR_FILE
 from inference_session.platform.open_files import FileExchange, FileOffer, OpenFiles, close_all
 from inference_session.tables.table_file import TableFile
 
@@ -76,13 +75,13 @@ class Sharing(NamedTuple):
         found = self.exchange.ask()
         if found is None:
             return None
-        with contextlib.ExitStack() as opened:
-            opened.callback(close_all, found.descriptors)
+        try:
             places: list[Place] = json.loads(found.description)
             if len(found.descriptors) != len(self.device_ids) or len(places) != len(self.files):
                 raise ConfigurationError("another process shares rows of other tables, or of other GPUs")
-            opened.pop_all()
-        return self._mapped(places, found.descriptors)
+            return self._mapped(places, found.descriptors)
+        finally:
+            close_all(found.descriptors)
 
     def created(self, places: Sequence[Place]) -> SharedShards:
         """Memory for the shards on all GPUs, without their rows.
@@ -103,8 +102,9 @@ class Sharing(NamedTuple):
                     memory = SharedMemory.opened(descriptors[number], num_bytes, device_id, self.own)
                 opened.callback(memory.close)
                 memories.append(memory)
+            shared = SharedShards(self.files, places, memories)
             opened.pop_all()
-        return SharedShards(self.files, places, memories)
+        return shared
 
 
 @contextlib.contextmanager
@@ -124,11 +124,13 @@ def sharing(
 
 
 def _identity(file: TableFile) -> list[object]:
-    """Of a table's rows: the same file, which has not been changed; rows in no file are nobody else's."""
-    if file.folder is None:
-        return [file.spec.folder, os.getpid(), id(file)]
-    found = (file.folder / VECTOR_FILE).stat()
-    return [file.spec.folder, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+    """Of a table's rows: the file that is mapped, by whatever name; rows in no file are nobody else's.
+
+    st_ctime is left out: it changes where a new version links to files of this one.
+    """
+    stat, rows = file.stat, file.vectors
+    where = [secrets.token_hex(16)] if stat is None else [stat.st_dev, stat.st_ino, stat.st_mtime_ns]
+    return [*where, str(rows.dtype), *rows.shape]
 
 
 def _layout(files: Sequence[TableFile], places: Sequence[Place], num_devices: int) -> tuple[dict[int, int], int]:

@@ -55,10 +55,12 @@ class TableFile:
         keys: NDArray[np.int64] | None,
         index: TableIndex | None,
         *,
-        folder: Path | None = None,
+        stat: os.stat_result | None = None,
     ) -> None:
-        """`vectors` as of the property; `keys` and `index` are None where keys are row numbers; `folder`: of files."""
-        self.spec, self.folder = spec, folder
+        """`vectors` as of the property; `keys` and `index` are None where keys are row numbers."""
+        self.spec = spec
+        self.stat = stat
+        """What the system says of the file of vectors that is mapped; None: they are in no file."""
         self._vectors = vectors
         self._keys = keys
         self._index = index
@@ -83,17 +85,17 @@ class TableFile:
         gets the rows done), or, with `must_have_index`, a ModelFormatError. `key_sha256` is what a manifest says of
         the `key` file; without it the keys are read, to be sure that the index was built from them.
         """
-        vectors = _map_rows(folder / VECTOR_FILE, spec, spec.row_bytes)
+        vectors, stat = _map_rows(folder / VECTOR_FILE, spec, spec.row_bytes)
         if spec.dtype != "int8":
             vectors = vectors.view(spec.dtype)
         if spec.keys == "row_number":
-            return cls(spec, vectors, None, None, folder=folder)
-        keys = _map_rows(folder / KEY_FILE, spec, 8).view(np.int64).reshape(-1)
+            return cls(spec, vectors, None, None, stat=stat)
+        keys = _map_rows(folder / KEY_FILE, spec, 8)[0].view(np.int64).reshape(-1)
         if must_have_index:
             index = open_index(folder, keys, key_sha256=key_sha256, verify=verify_index)
         else:
             index = ensure_index(folder, keys, progress, key_sha256=key_sha256, verify=verify_index)
-        return cls(spec, vectors, keys, index, folder=folder)
+        return cls(spec, vectors, keys, index, stat=stat)
 
     @property
     def vectors(self) -> NDArray[np.generic]:
@@ -181,7 +183,7 @@ def write_table(
         for file in filter(None, (vector_file, key_file)):
             file.flush()
     if keys is not None:
-        build_index(folder, _map_file(key_path).view(np.int64), progress)
+        build_index(folder, _map_file(key_path)[0].view(np.int64), progress)
 
 
 def _paired(
@@ -211,24 +213,25 @@ def _open_unless(absent: bool, path: Path) -> AbstractContextManager[LargePageWr
     return nullcontext() if absent else open_for_writing(path)
 
 
-def _map_rows(path: Path, spec: TableSpec, row_bytes: int) -> NDArray[np.uint8]:
-    """Map a file of num_rows rows of row_bytes bytes; uint8 [num_rows, row_bytes]."""
-    content = _map_file(path)
+def _map_rows(path: Path, spec: TableSpec, row_bytes: int) -> tuple[NDArray[np.uint8], os.stat_result]:
+    """Map a file of num_rows rows of row_bytes bytes; uint8 [num_rows, row_bytes], and what the file is."""
+    content, stat = _map_file(path)
     expected = spec.num_rows * row_bytes
     if len(content) != expected:
         raise ModelFormatError(
             f"{path}: has {len(content)} bytes, expected {expected}"
             f" ({spec.num_rows} rows of {row_bytes} bytes for table {spec.name!r})"
         )
-    return content.reshape(spec.num_rows, row_bytes)
+    return content.reshape(spec.num_rows, row_bytes), stat
 
 
-def _map_file(path: Path) -> NDArray[np.uint8]:
+def _map_file(path: Path) -> tuple[NDArray[np.uint8], os.stat_result]:
     try:
         with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:  # which mmap refuses
-                return np.zeros(0, np.uint8)
-            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+            stat = os.fstat(file.fileno())
+            if stat.st_size == 0:  # which mmap refuses
+                return np.zeros(0, np.uint8), stat
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8), stat
     except OSError as error:
         raise ModelFormatError(f"{path}: cannot be read: {error.strerror}") from error
 

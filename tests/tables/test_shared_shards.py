@@ -102,9 +102,8 @@ def check(tables: Any, files: list[TableFile], seed: int, pooling: PoolingCode =
 class Process:
     """Another process, with a GPU of its own if there are enough."""
 
-    def __init__(self, files: list[TableFile], number: int, count: int) -> None:
-        assert files[0].folder is not None
-        command = [sys.executable, "-c", OTHER, str(files[0].folder.parent), str(number), str(count)]
+    def __init__(self, folder: Path, number: int, count: int) -> None:
+        command = [sys.executable, "-c", OTHER, str(folder), str(number), str(count)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def wait_until_open(self) -> None:
@@ -152,9 +151,9 @@ def test_sessions_share_the_rows(files: list[TableFile], count: int) -> None:
             check(tables, files, seed=len(all_tables))
 
 
-def test_processes_share_the_rows(files: list[TableFile], others: list[Process]) -> None:
+def test_processes_share_the_rows(files: list[TableFile], folder_of_files: Path, others: list[Process]) -> None:
     """Those that made them may die: the rows stay, and who starts again finds them."""
-    others += [Process(files, number, 4) for number in range(3)]
+    others += [Process(folder_of_files, number, 4) for number in range(3)]
     for process in others:
         process.wait_until_open()
     tables = opened(files, 3, 4)
@@ -162,7 +161,7 @@ def test_processes_share_the_rows(files: list[TableFile], others: list[Process])
         process.check(seed)
         process.kill()
     check(tables, files, seed=9)
-    others[:] = [Process(files, 0, 4)]
+    others[:] = [Process(folder_of_files, 0, 4)]
     others[0].wait_until_open()
     tables.close()
     others[0].check(10)
@@ -194,11 +193,11 @@ def test_memory_is_taken_once(tmp_path: Path) -> None:
     assert taken() < half // 2
 
 
+@pytest.mark.usefixtures("files")
 @pytest.mark.skipif(unusable(1) is not None, reason=f"no second GPU: {unusable(1)}")
-def test_a_process_has_a_context_on_its_own_gpu_alone(files: list[TableFile]) -> None:
+def test_a_process_has_a_context_on_its_own_gpu_alone(folder_of_files: Path) -> None:
     """On those of others there are the shards, and nothing else: a context takes some 500 MB."""
-    assert files[0].folder is not None
-    command = [sys.executable, "-c", ALONE, str(files[0].folder.parent)]
+    command = [sys.executable, "-c", ALONE, str(folder_of_files)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.split("\n") == ["0 0", "0 1", ""], done.stdout + done.stderr
 

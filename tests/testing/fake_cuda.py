@@ -5,10 +5,13 @@ memory they have. Copies of host memory are made; nothing can be computed there.
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 from unittest.mock import MagicMock
+
+import numpy as np
 
 
 class FakeGpu(NamedTuple):
@@ -48,13 +51,30 @@ def install(gpus: Sequence[FakeGpu], *, peers: bool = True) -> None:
     cuda.driver.CUDADriverError = modules["cupy_backends.cuda.api.driver"].CUDADriverError = RuntimeError
     modules["cupy.cuda.memory"].OutOfMemoryError = MemoryError
     runtime.getDeviceCount = lambda: len(gpus)
-    runtime.getDeviceProperties = lambda i: {"name": gpus[i].name.encode(), "totalGlobalMem": gpus[i].total_bytes}
+    runtime.getDeviceProperties = lambda i: {
+        "name": gpus[i].name.encode(),
+        "totalGlobalMem": gpus[i].total_bytes,
+        "uuid": bytes([i] * 16),
+    }
     runtime.memGetInfo = lambda: (gpus[_Device.current].free_bytes, gpus[_Device.current].total_bytes)
     runtime.deviceCanAccessPeer = lambda _reader, _owner: int(peers)
     runtime.memcpy2DAsync = _copy_2d
     cuda.Device, cuda.runtime = _Device, runtime
-    modules["cupy"].cuda = cuda
+    cuda.UnownedMemory = lambda address, _size, _owner, _device_id: address
+    cuda.MemoryPointer = lambda address, begin: address + begin
+    modules["cupy"].cuda, modules["cupy"].ndarray = cuda, _array_at
     sys.modules.update(modules)
+
+
+class _Array(np.ndarray[Any, Any]):
+    def set(self, rows: Any) -> None:
+        self[...] = rows
+
+
+def _array_at(shape: tuple[int, ...], dtype: Any, address: int) -> Any:
+    """An array in memory of the host."""
+    content = (ctypes.c_uint8 * (math.prod(shape) * np.dtype(dtype).itemsize)).from_address(address)
+    return np.frombuffer(content, dtype).reshape(shape).view(_Array)
 
 
 def _copy_2d(  # noqa: PLR0917  as CuPy's

@@ -1,0 +1,154 @@
+"""A process that shares rows as one with a GPU does, on a machine without one: memory is the host's.
+
+It reads commands from its input, one JSON object a line, and answers each with another: what there is, or the error.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from inference_session.errors import ConfigurationError
+from inference_session.tables.table_file import TableFile
+from tests.testing.fake_cuda import FakeGpu, install
+from tests.testing.fake_driver import FakeDriver
+from tests.testing.tables_of_all_kinds import specs
+
+NUM_GPUS = 3
+FREE_BYTES = 64 << 20
+"""Of each GPU, if nothing else is said."""
+
+
+class SharingProcess:
+    """The process with one of NUM_GPUS GPUs."""
+
+    def __init__(self, own: int, free_bytes: int = FREE_BYTES) -> None:
+        command = [sys.executable, "-m", __name__, str(own), str(free_bytes)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def call(self, command: str, **arguments: object) -> dict[str, Any]:
+        """The answer to a command."""
+        self.send(command, **arguments)
+        return self.answer()
+
+    def send(self, command: str, **arguments: object) -> None:
+        """A command, without waiting for the answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        """Of the command before."""
+        assert self.process.stdout is not None
+        found: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return found
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class _Tables:
+    """In place of CudaTables: it keeps what that would look up."""
+
+    def __init__(self, files: Any, _device: Any, vectors: Any, placement: Any, **settings: Any) -> None:
+        self.files, self.vectors, self.placement, self.settings = files, vectors, placement, settings
+        self.close: Any = None
+
+    def keep(self, close: Any) -> None:
+        self.close = close
+
+    def are_right(self) -> bool:
+        """Whether the shards hold the rows of the files, each where look-ups read it."""
+        for file, vectors in zip(self.files, self.vectors, strict=True):
+            if hasattr(vectors, "arrays"):
+                rows, count = file.vectors, len(vectors.arrays)
+                if not all(np.array_equal(array, rows[n::count]) for n, array in enumerate(vectors.arrays)):
+                    return False
+        return True
+
+
+class _Process:
+    """The commands."""
+
+    def __init__(self, own: int, free_bytes: int) -> None:
+        install([FakeGpu("H200", 2 * FREE_BYTES, free_bytes)] * NUM_GPUS)
+        from inference_session.device import shared_memory
+        from inference_session.tables import placed_tables
+
+        self._own, self._driver, self._tables = own, FakeDriver(), None
+        shared_memory._driver = lambda: self._driver  # type: ignore[assignment]
+        placed_tables.CudaTables = _Tables  # type: ignore[assignment,attr-defined]
+
+    def open(self, folder: str, failing: int | None = None, **settings: Any) -> dict[str, object]:
+        """Open the tables of a folder; with `failing`, all calls fail after that many."""
+        from inference_session.tables.placed_tables import open_cuda_tables
+
+        files = [TableFile.open(Path(folder) / spec.folder, spec) for spec in specs()]
+        stream: Any = nullcontext()
+        stream.synchronize = lambda: None
+        device: Any = SimpleNamespace(device_id=self._own, name=f"cuda:{self._own}", stream=stream)
+        self._driver.failing, self._driver.num_created = failing, 0
+        (self._tables,) = open_cuda_tables(  # type: ignore[assignment]
+            files, [device], shard_devices=range(NUM_GPUS), **{"shard": "rows", **settings}
+        )
+        return self.check()
+
+    def check(self) -> dict[str, object]:
+        """Read all shards."""
+        tables: Any = self._tables
+        return {
+            "right": tables.are_right(),
+            "sharded": tables.placement.sharded,
+            "on_host": tables.placement.on_host,
+            "parts": [vectors.this for vectors in tables.vectors if hasattr(vectors, "arrays")],
+            "copied": sorted(tables.settings["copy_bytes"]),
+            "created": self._driver.num_created,
+        }
+
+    def close(self) -> dict[str, object]:
+        self._tables.close()  # type: ignore[attr-defined]
+        self._tables = None
+        return self.held()
+
+    def held(self) -> dict[str, object]:
+        """What has not been given back, and the number of files that are open."""
+        gc.collect()  # mapped files
+        driver = self._driver
+        held = len(driver.handles) + len(driver.reserved) + len(driver.mapped)
+        return {"held": held, "files": len([*Path("/proc/self/fd").iterdir()])}
+
+    def replace(self, folder: str, by: str) -> dict[str, object]:
+        """Replace the files of a version by another's, once these have been opened the next time."""
+        opened = TableFile.open
+
+        def open_then_replace(path: Path, spec: Any) -> TableFile:
+            found = opened(path, spec)
+            (Path(by) / spec.folder / "emb_vector").replace(Path(folder) / spec.folder / "emb_vector")
+            return found
+
+        TableFile.open = open_then_replace  # type: ignore[method-assign,assignment]
+        return {}
+
+
+def main() -> None:
+    process = _Process(*map(int, sys.argv[1:]))
+    for line in sys.stdin:
+        arguments = json.loads(line)
+        try:
+            answer = getattr(process, arguments.pop("command"))(**arguments)
+        except ConfigurationError as error:
+            answer = {"error": str(error)}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
