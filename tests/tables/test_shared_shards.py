@@ -58,7 +58,7 @@ from inference_session.rows.create import open_device_tables
 from inference_session.tables.table_file import TableFile
 from tests.testing.tables_of_all_kinds import answers, specs
 
-config = SessionConfig(device="cuda:1", shard="rows", shard_devices="cuda:0,1")
+config = SessionConfig(device="cuda:0", shard="rows", shard_devices="cuda:0,1")
 files = [TableFile.open(Path(sys.argv[1]) / spec.folder, spec) for spec in specs()]
 (tables,) = open_device_tables(files, config, open_devices(config.device))
 keys = [np.asarray(file.keys()) for file in files]
@@ -199,7 +199,7 @@ def test_a_process_has_a_context_on_its_own_gpu_alone(folder_of_files: Path) -> 
     """On those of others there are the shards, and nothing else: a context takes some 500 MB."""
     command = [sys.executable, "-c", ALONE, str(folder_of_files)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stdout.split("\n") == ["0 0", "0 1", ""], done.stdout + done.stderr
+    assert done.stdout.split("\n") == ["0 1", "0 0", ""], done.stdout + done.stderr
 
 
 def test_other_rows_are_not_shared(files: list[TableFile], tmp_path: Path) -> None:

@@ -28,7 +28,9 @@ class TritonPythonModel(model.TritonPythonModel):
         version = int(args["model_version"])
         # A version chosen by its number is not the one whose files config.pbtxt names.
         with found.served_before(version) if is_chosen(config) else found.imported(version) as version_dir:
-            versions = model.open_versions(version_dir, {**_device(args), **found.session_settings}, args)
+            settings = found.session_settings
+            own = {} if "device" in settings else _device(args)
+            versions = model.open_versions(version_dir, {**own, **settings}, args)
         _warn(found, versions.spec, config, args)
         return versions, DEFAULT_MAX_SAMPLES
 
