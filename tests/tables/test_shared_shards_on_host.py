@@ -101,6 +101,29 @@ def test_a_call_that_fails_leaves_nothing_behind(start: Start, folder: Path, mee
     assert process.call("close") == before
 
 
+def test_tables_that_nobody_closes_give_their_memory_back(start: Start, folder: Path, meeting: Path) -> None:
+    """Once nothing refers to them, as closed ones do."""
+    process = start(0)
+    before = process.call("held")
+    for command in ("forget", "close"):
+        process.call("open", folder=str(folder))
+        assert len([*meeting.iterdir()]) == 2
+        assert process.call(command) == before
+        assert [path.stem for path in meeting.iterdir()] == ["lock"]
+
+
+def test_processes_that_cannot_share_read_from_host_memory(start: Start, folder: Path, meeting: Path) -> None:
+    """Tables that do not fit, unless `rows` asks for shards; those that fit need no other process."""
+    meeting.chmod(0o755)
+    process = start(0)
+    error = process.call("open", folder=str(folder))["error"]
+    assert error.startswith(f"shard cannot be 'rows': {meeting} must be a folder of this user")
+    answer = process.call("open", folder=str(folder), shard="auto", cache_bytes=300_000)
+    assert (answer["sharded"], answer["on_host"]) == ([], ["wide"])
+    answer = process.call("open", folder=str(folder), shard="auto")
+    assert (answer["sharded"], answer["on_host"]) == ([], [])
+
+
 def test_rows_of_other_files_or_settings_are_not_shared(start: Start, folder: Path, original: Path) -> None:
     """Equal contents are not enough: what is compared is the files."""
     start(0).call("open", folder=str(folder))

@@ -57,14 +57,16 @@ class SharingProcess:
 
 
 class _Tables:
-    """In place of CudaTables: it keeps what that would look up."""
+    """In place of CudaTables, whose `keep` it has: it keeps what that would look up."""
+
+    keep: Any
+    _close_shared: Any
 
     def __init__(self, files: Any, _device: Any, vectors: Any, placement: Any, **settings: Any) -> None:
         self.files, self.vectors, self.placement, self.settings = files, vectors, placement, settings
-        self.close: Any = None
 
-    def keep(self, close: Any) -> None:
-        self.close = close
+    def close(self) -> None:
+        self._close_shared()
 
     def are_right(self) -> bool:
         """Whether the shards hold the rows of the files, each where look-ups read it."""
@@ -86,6 +88,7 @@ class _Process:
 
         self._own, self._driver, self._tables = own, FakeDriver(), None
         shared_memory._driver = lambda: self._driver  # type: ignore[assignment]
+        _Tables.keep = placed_tables.CudaTables.keep  # type: ignore[attr-defined]
         placed_tables.CudaTables = _Tables  # type: ignore[assignment,attr-defined]
 
     def open(self, folder: str, failing: int | None = None, **settings: Any) -> dict[str, object]:
@@ -116,6 +119,10 @@ class _Process:
 
     def close(self) -> dict[str, object]:
         self._tables.close()  # type: ignore[attr-defined]
+        return self.forget()
+
+    def forget(self) -> dict[str, object]:
+        """Let the tables be collected, open or not."""
         self._tables = None
         return self.held()
 
