@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import socket
@@ -21,6 +22,7 @@ from typing import NamedTuple
 
 from inference_session.errors import ConfigurationError
 
+_log = logging.getLogger(__name__)
 _PATIENCE_S = 10.0
 """For a process that has the files: it passes them at once, unless it has been stopped."""
 _MAX_FILES = 64
@@ -55,7 +57,11 @@ class FileExchange:
         with _explained(self._folder), _opened(self._folder) as folder:
             lock = os.open(f"lock.{self._name[0]}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=folder)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                _log.info("Waiting while another process opens tables")
+                fcntl.flock(lock, fcntl.LOCK_EX)
             yield
         finally:
             os.close(lock)

@@ -63,12 +63,11 @@ def open_cuda_tables(
             cannot read each other's memory.
     """
     device_ids = [*shard_devices] or [device.device_id for device in devices]
-    shard = _possible(shard, unreachable(device_ids))
-    if shard_devices:
-        needs_others = not _fit(files, devices, len(device_ids), cache_bytes, shard)
-        shard = _possible(shard, _unshareable(device_ids)) if needs_others else "none"
-        if shard != "none":
-            return _open_shared(files, devices[0], device_ids, shard, cache_bytes=cache_bytes, rows_change=rows_change)
+    if shard_devices and _fit(files, devices, len(device_ids), cache_bytes, shard):
+        shard = "none"  # this process needs no others
+    shard = _possible(shard, device_ids, in_processes=bool(shard_devices))
+    if shard_devices and shard != "none":
+        return _open_shared(files, devices[0], device_ids, shard, cache_bytes=cache_bytes, rows_change=rows_change)
     plan = _planned(files, devices, len(devices), cache_bytes, shard)
     connect(device_ids if "shards" in plan.places else [])
     sharded = {t: _sharded(files[t].vectors, devices) for t in plan.tables("shards")}
@@ -212,9 +211,12 @@ def _fit(
     return {*places_of([file.spec for file in files], budget, num_parts, shard)} <= {"device"}
 
 
-def _possible(shard: Shard, reason: str | None) -> Shard:
-    """The setting `shard`; where there is a reason against shards, `none`, or for `rows` a ConfigurationError."""
-    if reason is None or shard == "none":
+def _possible(shard: Shard, device_ids: Sequence[int], *, in_processes: bool) -> Shard:
+    """The setting `shard`; where there can be no shards, `none`, or for `rows` a ConfigurationError."""
+    if shard == "none":
+        return shard
+    reason = unreachable(device_ids) or (_unshareable(device_ids) if in_processes else None)
+    if reason is None:
         return shard
     if shard == "rows":
         raise ConfigurationError(f"shard cannot be 'rows': {reason}; set shard=none, or name other GPUs in device")

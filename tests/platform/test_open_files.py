@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -233,6 +234,24 @@ def test_others_wait_while_one_makes_the_files(holders: list[subprocess.Popen[st
     assert holders[0].stdout.readline() == "made here\n"
     offer.close()
     os.close(memory)
+
+
+def test_who_waits_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """To load large tables takes minutes."""
+    caplog.set_level("INFO")
+    exchange = FileExchange(NAME)
+
+    def take_turn() -> None:
+        with exchange.turn():
+            pass
+
+    take_turn()
+    assert not caplog.messages
+    with ThreadPoolExecutor(1) as pool:
+        with exchange.turn():
+            waiting = pool.submit(take_turn)
+            wait_until(lambda: caplog.messages == ["Waiting while another process opens tables"], "the message")
+        waiting.result()
 
 
 def test_files_pass_within_a_process_and_none_stays_open() -> None:

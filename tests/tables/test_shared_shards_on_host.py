@@ -124,6 +124,16 @@ def test_processes_that_cannot_share_read_from_host_memory(start: Start, folder:
     assert (answer["sharded"], answer["on_host"]) == ([], [])
 
 
+def test_gpus_that_cannot_read_each_other_are_mentioned_only_where_tables_do_not_fit(
+    start: Start, folder: Path
+) -> None:
+    """Instances on GPUs without such a way between them are usual: nobody asked for shards there."""
+    process = start(0, peers=False)
+    assert process.call("open", folder=str(folder), shard="auto")["log"] == []
+    (warning,) = process.call("open", folder=str(folder), shard="auto", cache_bytes=300_000)["log"]
+    assert warning.startswith("Rows are not sharded: cuda:0 cannot read the memory of cuda:1 ")
+
+
 def test_rows_of_other_files_or_settings_are_not_shared(start: Start, folder: Path, original: Path) -> None:
     """Equal contents are not enough: what is compared is the files."""
     start(0).call("open", folder=str(folder))

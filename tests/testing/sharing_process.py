@@ -30,8 +30,8 @@ FREE_BYTES = 64 << 20
 class SharingProcess:
     """The process with one of NUM_GPUS GPUs."""
 
-    def __init__(self, own: int, free_bytes: int = FREE_BYTES) -> None:
-        command = [sys.executable, "-m", __name__, str(own), str(free_bytes)]
+    def __init__(self, own: int, free_bytes: int = FREE_BYTES, *, peers: bool = True) -> None:
+        command = [sys.executable, "-m", __name__, str(own), str(free_bytes), str(int(peers))]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def call(self, command: str, **arguments: object) -> dict[str, Any]:
@@ -81,14 +81,16 @@ class _Tables:
 class _Process:
     """The commands."""
 
-    def __init__(self, own: int, free_bytes: int) -> None:
-        install([FakeGpu("H200", 2 * FREE_BYTES, free_bytes)] * NUM_GPUS)
+    def __init__(self, own: int, free_bytes: int, peers: int) -> None:
+        install([FakeGpu("H200", 2 * FREE_BYTES, free_bytes)] * NUM_GPUS, peers=bool(peers))
         from inference_session.device import shared_memory
         from inference_session.tables import placed_tables
 
         self._own, self._driver, self._tables = own, FakeDriver(), None
         shared_memory._driver = lambda: self._driver  # type: ignore[assignment]
         _Tables.keep = placed_tables.CudaTables.keep  # type: ignore[attr-defined]
+        self._log: list[str] = []
+        placed_tables._log.warning = lambda text, *values: self._log.append(text % values)  # type: ignore[method-assign]
         placed_tables.CudaTables = _Tables  # type: ignore[assignment,attr-defined]
 
     def open(self, folder: str, failing: int | None = None, **settings: Any) -> dict[str, object]:
@@ -115,6 +117,7 @@ class _Process:
             "parts": [vectors.this for vectors in tables.vectors if hasattr(vectors, "arrays")],
             "copied": sorted(tables.settings["copy_bytes"]),
             "created": self._driver.num_created,
+            "log": self._log,
         }
 
     def close(self) -> dict[str, object]:
