@@ -84,21 +84,20 @@ def _open_shared(
     rows_change: bool,
 ) -> list[CudaTables]:
     """The tables of a process that has one of the GPUs, and reads shards from all of them."""
-    with (
-        sharing(files, device_ids, device.device_id, (shard, cache_bytes)) as processes,
-        contextlib.ExitStack() as opened,
-    ):
-        shared = processes.received()
-        if shared is not None:
-            opened.callback(shared.close)
-        plan = _planned(files, [device], len(device_ids), cache_bytes, shard, shared=shared)
-        if shared is None and "shards" in plan.places:
-            shared = processes.created(plan.places)
-            opened.callback(shared.close)
-            for t, arrays in shared.arrays.items():
-                _upload(files[t].vectors, arrays, [device] * len(arrays))
-        if shared is not None:
-            shared.offer(processes.exchange)
+    with contextlib.ExitStack() as opened:
+        with sharing(files, device_ids, device.device_id, (shard, cache_bytes)) as processes:
+            shared = processes.received()
+            if shared is not None:
+                opened.callback(shared.close)
+            plan = _planned(files, [device], len(device_ids), cache_bytes, shard, shared=shared)
+            if shared is None and "shards" in plan.places:
+                shared = processes.created(plan.places)
+                opened.callback(shared.close)
+                for t, arrays in shared.arrays.items():
+                    _upload(files[t].vectors, arrays, [device] * len(arrays))
+            if shared is not None:
+                shared.offer(processes.exchange)
+        # Others go on here, while this process indexes and copies the rest.
         sharded = {} if shared is None else shared.arrays
         number = device_ids.index(device.device_id)
         (tables,) = _on_all(files, [device], plan, sharded, rows_change=rows_change, first=number)

@@ -81,6 +81,18 @@ def test_one_process_makes_the_rows_and_the_others_map_them(start: Start, folder
     assert (again["right"], again["created"]) == (True, 0)
 
 
+def test_processes_index_and_copy_at_the_same_time(start: Start, folder: Path) -> None:
+    """Once the rows that they share are there: the other tables take minutes, too."""
+    first = start(0)
+    first.call("pause")
+    first.send("open", folder=str(folder))
+    assert first.answer() == "paused"
+    answer = start(1).call("open", folder=str(folder))
+    assert (answer["right"], answer["created"]) == (True, 0)
+    first.send("go on")
+    assert first.answer()["right"]
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_call_that_fails_leaves_nothing_behind(start: Start, folder: Path, meeting: Path, is_first: bool) -> None:
     """At any of them, in the process that makes the memory and in one that maps it; the next attempt succeeds."""

@@ -45,11 +45,10 @@ class SharingProcess:
         self.process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
         self.process.stdin.flush()
 
-    def answer(self) -> dict[str, Any]:
+    def answer(self) -> Any:
         """Of the command before."""
         assert self.process.stdout is not None
-        found: dict[str, Any] = json.loads(self.process.stdout.readline())
-        return found
+        return json.loads(self.process.stdout.readline())
 
     def kill(self) -> None:
         self.process.kill()
@@ -59,10 +58,14 @@ class SharingProcess:
 class _Tables:
     """In place of CudaTables, whose `keep` it has: it keeps what that would look up."""
 
+    is_paused = False
     keep: Any
     _close_shared: Any
 
     def __init__(self, files: Any, _device: Any, vectors: Any, placement: Any, **settings: Any) -> None:
+        if self.is_paused:
+            print('"paused"', flush=True)
+            sys.stdin.readline()
         self.files, self.vectors, self.placement, self.settings = files, vectors, placement, settings
 
     def close(self) -> None:
@@ -106,6 +109,11 @@ class _Process:
             files, [device], shard_devices=range(NUM_GPUS), **{"shard": "rows", **settings}
         )
         return self.check()
+
+    def pause(self) -> dict[str, object]:
+        """From the next tables on, answer `paused` before they are indexed and copied, and wait for any command."""
+        _Tables.is_paused = True
+        return {}
 
     def check(self) -> dict[str, object]:
         """Read all shards."""
