@@ -19,7 +19,7 @@ from inference_session.versions import VersionManager
 from triton_backend.backend.errors import triton_error
 from triton_backend.backend.output_tensors import ThreadTensors
 from triton_backend.backend.packed import packed_array, packed_response, response_with_parameters
-from triton_backend.backend.plain_requests import PlainRequests
+from triton_backend.backend.request_reader import RequestReader
 from triton_backend.backend.tensors import read_array, write_tensor
 from triton_backend.backend.tracing import RequestTracer
 from triton_backend.client.probe import is_probe
@@ -52,7 +52,8 @@ class RequestHandler:
         self._device_id = device_id
         self._max_samples = max_samples
         self._tracing = tracing
-        self._plain = PlainRequests(versions.spec, max_samples=max_samples)
+        names = [tensor.name for tensor in versions.spec.inputs]
+        self._reader = RequestReader(names, max_samples=max_samples, any_probe=not self._has_own_inputs)
         self._thread = ThreadTensors()
         self._num_failed = 0
 
@@ -83,7 +84,7 @@ class RequestHandler:
         try:
             with self._versions.lease() as session:
                 # The fast path for most requests: a list of arrays in, tensors out.
-                if session.has_fast_path and (plain := self._plain.read(requests)) is not None:
+                if session.has_fast_path and (plain := self._reader.read(requests)) is not None:
                     arrays, outputs = plain
                     responses = session.fast_path.run(arrays, len(requests), outputs, mark, self._responses)
                     if responses is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -19,17 +19,29 @@ from numpy.typing import NDArray
 
 from inference_session.kernels.cpu.named_arrays import Places, array_taker, find_places
 from triton_backend.backend.tensors import arrays_reader, knows_numpy
+from triton_backend.client.probe import PROBE_PARAMETER
 
 _MAX_ORDERS, _MAX_TAKERS = 64, 8
 Arrays = list[NDArray[Any]]
+PlainArrays: TypeAlias = "tuple[Arrays, Collection[str]]"
+"""Several requests: views of shared memory, request after request, in the order of the model's inputs; and the
+outputs that each of them asks for.
+"""
 
 
 class RequestReader:
-    """Reads the requests to one model. Safe to use from several threads."""
+    """Reads requests that carry only a model's inputs, as most do. Safe to use from several threads."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        """`names`: of the model's inputs."""
+    def __init__(self, names: Sequence[str], *, max_samples: int = 0, any_probe: bool = False) -> None:
+        """Prepare for requests with these inputs.
+
+        Args:
+            names: of the model's inputs.
+            max_samples: a request with more is not read. 0: any number is.
+            any_probe: whether probes are answered with other inputs than they carry.
+        """
         self._names = tuple(names)
+        self._max_samples, self._any_probe = max_samples, any_probe
         self._places = _places() if knows_numpy() else None
         """None: the memory of requests is not as expected."""
         self._takers: list[tuple[Callable[[int, int, int], int], tuple[str, ...]]] = []
@@ -39,26 +51,33 @@ class RequestReader:
         self._orders: dict[tuple[str, ...], list[int]] = {}
         """The position of each of the model's inputs in requests."""
 
-    def read(self, requests: Sequence[Any]) -> tuple[Arrays, Collection[str]] | None:
-        """Views of the memory of all tensors: request after request, in the order of the model's inputs; and the
-        outputs that each request asks for.
+    def read(self, requests: Sequence[Any]) -> PlainArrays | None:
+        """What `pb_utils.InferenceRequest`s carry, and ask for.
 
-        None: a request has not just the model's inputs, or one of them is on a GPU, or they ask for different outputs.
+        None: one of them has something that is no array in host memory, not just the model's inputs, or too many
+        samples, or they do not ask for the same outputs.
         """
-        if type(requests) is not list:
-            return self._read_by_methods(requests)
-        for take, outputs in self._takers:
+        if self._any_probe and any(PROBE_PARAMETER in each.parameters() for each in requests):
+            return None
+        plain: PlainArrays | None
+        for take, outputs in self._takers if type(requests) is list else ():  # they read a list's memory
             arrays: list[Any] = [None] * (len(requests) * len(self._names))
             if take(id(requests), len(requests), id(arrays)):
-                return arrays, outputs
-        found = self._read_by_methods(requests)
-        if found is not None and self._places is not None and len(self._takers) < _MAX_TAKERS:
-            self._add_taker(self._places, requests, *found)
-        return found
+                plain = arrays, outputs
+                break
+        else:
+            plain = self._read_by_methods(requests)
+            if plain is not None:
+                self._add_taker(list(requests), *plain)
+        if self._max_samples and plain is not None and max(map(_num_samples, plain[0])) > self._max_samples:
+            return None
+        return plain
 
-    def _add_taker(self, places: Places, requests: list[Any], arrays: Arrays, outputs: Collection[str]) -> None:
+    def _add_taker(self, requests: list[Any], arrays: Arrays, outputs: Collection[str]) -> None:
         """Read such requests from memory from now on. No requests are, if these have other arrays there."""
-        take = array_taker(pb_utils.InferenceRequest, places, self._names, outputs)
+        if self._places is None or len(self._takers) == _MAX_TAKERS:
+            return
+        take = array_taker(pb_utils.InferenceRequest, self._places, self._names, outputs)
         found: list[Any] = [None] * len(arrays)
         if take(id(requests), len(requests), id(found)) and all(map(operator.is_, found, arrays)):
             self._takers.append((take, tuple(outputs)))
@@ -66,7 +85,7 @@ class RequestReader:
             self._places = None
             self._takers.clear()
 
-    def _read_by_methods(self, requests: Sequence[Any]) -> tuple[Arrays, Collection[str]] | None:
+    def _read_by_methods(self, requests: Sequence[Any]) -> PlainArrays | None:
         arrays: Arrays = []
         outputs = requests[0].requested_output_names()
         for request in requests:
@@ -110,3 +129,7 @@ def _places() -> Places | None:
         return None
     items = [(tensor, name, tensor.as_numpy()) for tensor, name in zip(tensors, names, strict=True)]
     return find_places(request, names, items)
+
+
+def _num_samples(array: NDArray[Any]) -> int:
+    return len(array) if array.ndim else 0

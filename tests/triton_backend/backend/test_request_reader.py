@@ -14,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.testing.name_sets import insert_all
+from triton_backend.client.probe import PROBE_PARAMETER
 
 MODULES = ("triton_backend.backend.tensors", "triton_backend.backend.request_reader")
 
@@ -73,10 +74,14 @@ class RequestMethods:
 
     def __init__(self, *, inputs: list[Any], requested_output_names: list[str], **_: object) -> None:
         self.tensors, self.outputs = inputs, set(requested_output_names)
+        self.sent: dict[str, Any] = {}
 
     def inputs(self) -> list[Any]:
         type(self).num_calls += 1
         return list(self.tensors)
+
+    def parameters(self) -> dict[str, Any]:
+        return self.sent
 
     def requested_output_names(self) -> set[str]:
         type(self).num_calls += 1
@@ -110,10 +115,10 @@ KINDS |= {"lazy request": (InMemory, RequestMethods), "refused": (InMemory, Refu
 
 
 @pytest.fixture
-def reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+def reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Gives a RequestReader of a model with inputs x, y and z, for tensors and requests of these types."""
 
-    def of(kind: str) -> Any:
+    def of(kind: str, **options: Any) -> Any:
         for name in MODULES:
             monkeypatch.delitem(sys.modules, name, raising=False)
         tensor, request = KINDS[kind]
@@ -121,7 +126,7 @@ def reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
         monkeypatch.setitem(sys.modules, "triton_python_backend_utils", stand_in)
         from triton_backend.backend.request_reader import RequestReader
 
-        return RequestReader(["x", "y", "z"])
+        return RequestReader(["x", "y", "z"], **options)
 
     yield of
     for name in MODULES:
@@ -137,7 +142,7 @@ def request_of(kind: str, arrays: Mapping[str, Any], outputs: Sequence[str] = ("
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_requests", [1, 2])
-def test_arrays_come_in_the_order_of_the_inputs(reader: Callable[[str], Any], kind: str, num_requests: int) -> None:
+def test_arrays_come_in_the_order_of_the_inputs(reader: Callable[..., Any], kind: str, num_requests: int) -> None:
     """Whatever the order of the tensors, request after request; with the outputs that all of them ask for."""
     read = reader(kind).read
     for number, order in enumerate([*itertools.permutations("xyz"), "xyz"]):
@@ -151,7 +156,7 @@ def test_arrays_come_in_the_order_of_the_inputs(reader: Callable[[str], Any], ki
             np.testing.assert_array_equal(one, other)
 
 
-def test_methods_are_called_only_for_the_first_requests(reader: Callable[[str], Any]) -> None:
+def test_methods_are_called_only_for_the_first_requests(reader: Callable[..., Any]) -> None:
     """To each set of outputs, if memory has what the methods give; else for all requests."""
     calls = {}
     for kind, (tensor, request) in KINDS.items():
@@ -166,7 +171,7 @@ def test_methods_are_called_only_for_the_first_requests(reader: Callable[[str], 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_first", [True, False])
-def test_other_requests_are_not_read(reader: Callable[[str], Any], kind: str, is_first: bool) -> None:
+def test_other_requests_are_not_read(reader: Callable[..., Any], kind: str, is_first: bool) -> None:
     """With other names, a name that comes twice, a tensor on a GPU, or other outputs than the first; afterwards,
     requests are read as before.
     """
@@ -184,9 +189,32 @@ def test_other_requests_are_not_read(reader: Callable[[str], Any], kind: str, is
 
 
 @pytest.mark.parametrize("kind", ["methods", "memory"])
-def test_arrays_without_elements_are_read(reader: Callable[[str], Any], kind: str) -> None:
+def test_arrays_without_elements_are_read(reader: Callable[..., Any], kind: str) -> None:
     """By the methods, before and after others that are in memory."""
     read = reader(kind).read
     for size in (0, 1, 0, 1):
         arrays, _ = read([request_of(kind, dict.fromkeys("xyz", np.zeros(size)))])
         assert [len(array) for array in arrays] == [size] * 3
+
+
+@pytest.mark.parametrize("kind", ["methods", "memory"])
+def test_requests_with_too_many_samples_are_not_read(reader: Callable[..., Any], kind: str) -> None:
+    """Nor several of which one has too many."""
+    read = reader(kind, max_samples=2).read
+    requests = [request_of(kind, dict.fromkeys("xyz", np.zeros((size, 5)))) for size in (2, 3)]
+    for _ in range(2):
+        assert read(requests[:1]) is not None
+        assert read(requests[1:]) is None
+        assert read(requests) is None
+
+
+@pytest.mark.parametrize("kind", ["methods", "memory"])
+def test_probes_are_not_read(reader: Callable[..., Any], kind: str) -> None:
+    """Where they are answered with other inputs than they carry."""
+    probe, other = (request_of(kind, dict.fromkeys("xyz", np.zeros(2))) for _ in range(2))
+    probe.sent[PROBE_PARAMETER] = True
+    for any_probe in (True, False):
+        read = reader(kind, any_probe=any_probe).read
+        for _ in range(2):
+            assert read([other]) is not None
+            assert (read([other, probe]) is None) == any_probe
