@@ -22,8 +22,7 @@ CHUNK = 256
 SUM_BLOCK = 32
 """Vectors of a bag that are added up one after the other. Then their sum is added to that of the vectors before them.
 
-So the rounding error of a sum of n vectors grows with n / SUM_BLOCK + SUM_BLOCK, not with n. cuda/lookup.cu adds up in
-the same blocks.
+So the rounding error of a sum of n vectors grows with n / SUM_BLOCK + SUM_BLOCK, not with n.
 """
 MAX_PREFETCH_BYTES = 1024
 """Of one vector; the processor's own prefetcher follows a longer one."""
