@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from hotrow.training.kernels import device_rows
-from hotrow.training.key_index import add_some, create_index, distinct, mixed_bits, most_requested, requested
+from hotrow.training.key_index import (
+    DeviceIndex,
+    add_some,
+    create_index,
+    distinct,
+    mixed_bits,
+    most_requested,
+    requested,
+)
 from hotrow.training.row_access import add_up, gather, scatter
 from hotrow.training.row_optimizers import RowOptimizer, kernel_of
 
@@ -90,19 +98,40 @@ class HashRows:
         self.note_use(rows, keys)
         return rows
 
-    def find_or_add_requested(self, messages: Tensor, message_size: int, padding: int | None) -> tuple[Tensor, int]:
-        """As `find_or_add`, of the keys in messages, without `note_use`; and their `most_requested`.
+    def find_or_add_requested(
+        self, messages: Tensor, message_size: int, padding: int | None
+    ) -> tuple[Tensor, Callable[[], int]]:
+        """As `find_or_add`, of the keys in messages, without `note_use`. What is no key, or is `padding`, gets row 0.
 
-        What is no key, or is `padding`, gets row 0.
+        What is returned with the rows waits until these are counted, and returns `most_requested`. It has to be called
+        before anything else here. Work on the `vectors` that is launched before finds them as they will be.
         """
-        first = self.index.num_rows
+        index, first = self.index, self.index.num_rows
+        # Only if there is room for any number of new rows, they may be made before the host knows how many there are.
+        has_room = first + len(messages) <= len(self.vectors)
+        if padding is None and has_room and isinstance(index, DeviceIndex):
+            return self._start_to_add(index, messages, message_size)
         if padding is None:
-            rows, most = self.index.find_or_add_requested(messages, message_size)
+            rows, most = index.find_or_add_requested(messages, message_size)
         else:
             most = most_requested(messages, message_size)
-            rows = add_some(self.index, messages, requested(messages, message_size) & (messages != padding))
+            rows = add_some(index, messages, requested(messages, message_size) & (messages != padding))
         self._begin_added(first)
-        return rows, most
+        return rows, lambda: most
+
+    def _start_to_add(
+        self, index: DeviceIndex, messages: Tensor, message_size: int
+    ) -> tuple[Tensor, Callable[[], int]]:
+        first = index.num_rows
+        rows, count = index.start_to_add(messages, message_size)
+        self._begin_on_device(index, first, len(messages))
+
+        def finish() -> int:
+            most = count()
+            self._begin_states(first)
+            return most
+
+        return rows, finish
 
     def note_use(self, rows: Tensor, keys: Tensor) -> None:
         """Note that a step of training reads rows, int64 [n], of keys, int64 [n]; row 0 stands for none."""
@@ -255,9 +284,21 @@ class HashRows:
 
     def _begin(self, first: int) -> None:
         """Make new rows, from the given one on."""
-        for begin, end in self._chunks(self.index.num_rows - first):
-            rows = slice(first + begin, first + end)
-            self.vectors[rows] = self.initial_vectors(self.index.keys[rows])
+        num_added = self.index.num_rows - first
+        if isinstance(self.index, DeviceIndex):
+            self._begin_on_device(self.index, first, num_added)
+        else:
+            for begin, end in self._chunks(num_added):
+                rows = slice(first + begin, first + end)
+                self.vectors[rows] = self.initial_vectors(self.index.keys[rows])
+        self._begin_states(first)
+
+    def _begin_on_device(self, index: DeviceIndex, first: int, at_most: int) -> None:
+        device_rows.begin_rows(self.initial, index.keys, first, index.counted, at_most, self.vectors)
+
+    def _begin_states(self, first: int) -> None:
+        if self.index.num_rows == first:
+            return
         added = slice(first, self.index.num_rows)
         for name, value in self.optimizer.states().items():
             self.states[name][added] = value

@@ -29,7 +29,7 @@ from hotrow.training.hash_arguments import (
 from hotrow.training.hash_look_up import LookupResult
 from hotrow.training.hash_rows import HashRows, Rows
 from hotrow.training.key_exchange import KeyExchange, MessageExchange
-from hotrow.training.key_index import HEADER, distinct, distinct_by_owner, message_size_for, most_requested, owners
+from hotrow.training.key_index import HEADER, awaited_most, distinct, distinct_by_owner, message_size_for, owners
 from hotrow.training.peer_memory import PeerExchange, peer_memory
 from hotrow.training.ranks import place_in_group
 from hotrow.training.row_access import gather
@@ -236,7 +236,11 @@ class HashTable(nn.Module):
         exchange = self._exchange(keys, num_ranks, size)
         self._share_initial()
         with _ONE_THREAD:
-            rows, most = self._rows_of_requested(exchange.messages, size)
+            rows, wait_for_most = self._rows_of_requested(exchange.messages, size)
+            try:
+                answers = exchange.answers(self._rows.vectors, rows)  # a GPU sends them while the host waits
+            finally:
+                most = wait_for_most()
             wanted = message_size_for(most)
             if most > size - HEADER or 2 * wanted < size:
                 _MESSAGE_SIZES[self] = wanted
@@ -244,11 +248,9 @@ class HashTable(nn.Module):
                 return None
             if self.training:
                 self._rows.note_use(rows, exchange.messages)
-            learn, vectors = self._learner(rows, exchange.messages), self._rows.vectors
+            learn = self._learner(rows, exchange.messages)
         send = self._sender(exchange, rows, learn, self._scale(num_ranks))
-        return LookupResult(
-            exchange.answers(vectors, rows), None, len(exchange.messages), exchange.places, send, exchange.new_sums
-        )
+        return LookupResult(answers, None, len(exchange.messages), exchange.places, send, exchange.new_sums)
 
     def _exchange(self, keys: Tensor, num_ranks: int, message_size: int) -> MessageExchange:
         num_slots, dim = num_ranks * message_size, self.embedding_dim
@@ -293,10 +295,11 @@ class HashTable(nn.Module):
     def _scale(self, num_ranks: int) -> float:
         return 1 / num_ranks if self._is_averaged() else 1.0
 
-    def _rows_of_requested(self, messages: Tensor, message_size: int) -> tuple[Tensor, int]:
-        """The rows of the slots of messages, and the most keys of any."""
+    def _rows_of_requested(self, messages: Tensor, message_size: int) -> tuple[Tensor, Callable[[], int]]:
+        """The rows of the slots of messages; and what waits for the most keys of any, and has to be called next."""
         if not self.training:  # finds rows also for slots of no key, which nobody reads
-            return self._rows.find(messages), most_requested(messages, message_size)
+            most = awaited_most(messages, message_size)
+            return self._rows.find(messages), most
         with torch.inference_mode(False):
             return self._rows.find_or_add_requested(messages, message_size, self.padding_idx)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import isqrt
 from typing import NamedTuple, Protocol
 
@@ -114,8 +116,9 @@ class DeviceIndex:
         self.num_rows = 1
         self.keys = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
         self._entries = self._free_entries(capacity + 1)
-        self._counted = torch.ones(2, dtype=torch.int64, device=device)
+        self.counted = torch.ones(2, dtype=torch.int64, device=device)
         """`num_rows`, where kernels count it up; and the `most_requested` of the last messages."""
+        self._num_counted, self._most = self.counted.split(1)
 
     def find(self, keys: Tensor) -> Tensor:
         """As the protocol says."""
@@ -140,25 +143,55 @@ class DeviceIndex:
         """
         return self._find_or_add(messages, message_size)
 
+    def start_to_add(self, messages: Tensor, message_size: int) -> tuple[Tensor, Callable[[], int]]:
+        """As `find_or_add_requested`, where `keys` has room for as many rows as messages have slots; waits for nothing.
+
+        What is returned with the rows waits until these are counted, and returns `most_requested`; it has to be called
+        before anything else here.
+
+        Raises:
+            UnavailableError: 2^31 rows are in use.
+        """
+        rows, places = self._claim(messages, message_size)
+        with self._or_nothing_added():
+            numbers = numbers_on_their_way(self.counted)
+        device_rows.publish(self._entries, self.keys, messages, places, rows, message_size)
+
+        def finish() -> int:
+            self.num_rows, most = numbers()
+            return most
+
+        return rows, finish
+
     def _find_or_add(self, keys: Tensor, message_size: int) -> tuple[Tensor, int]:
-        self._make_room_for_entries(len(keys))
-        rows, places = torch.empty_like(keys), torch.empty_like(keys, dtype=torch.int32)
-        counted, most = self._counted.split(1)
-        device_rows.claim(self._entries, self.keys, keys, counted, places, rows, message_size, most)
-        try:
-            found, most_of_any = self._counted.tolist()
+        rows, places = self._claim(keys, message_size)
+        with self._or_nothing_added():
+            found, most_of_any = self.counted.tolist()
             self._make_room_for_keys(found)
-        except RuntimeError:  # out of memory: nothing was added
-            self.keep(self.num_rows)
-            raise
         device_rows.publish(self._entries, self.keys, keys, places, rows, message_size)
         self.num_rows = found
         return rows, most_of_any
 
+    def _claim(self, keys: Tensor, message_size: int) -> tuple[Tensor, Tensor]:
+        self._make_room_for_entries(len(keys))
+        rows, places = torch.empty_like(keys), torch.empty_like(keys, dtype=torch.int32)
+        counts, most = self._num_counted, self._most
+        device_rows.claim(self._entries, self.keys, keys, counts, places, rows, message_size, most)
+        return rows, places
+
+    @contextmanager
+    def _or_nothing_added(self) -> Iterator[None]:
+        """Forget what was claimed if there is not enough memory."""
+        try:
+            yield
+        except RuntimeError:
+            self.keep(self.num_rows)
+            raise
+
     def keep(self, num_rows: int) -> None:
         """As the protocol says."""
         self.num_rows = num_rows
-        self._counted[0] = num_rows
+        self.counted[0] = num_rows
         self._entries.zero_()
         device_rows.index_rows(self._entries, self.keys, num_rows)
 
@@ -295,7 +328,30 @@ def requested(messages: Tensor, message_size: int) -> Tensor:
 
 def most_requested(messages: Tensor, message_size: int) -> int:
     """The most keys that any rank requests from any other, the same on all ranks. Waits for the messages."""
-    return int(messages[1::message_size].max())
+    return awaited_most(messages, message_size)()
+
+
+def awaited_most(messages: Tensor, message_size: int) -> Callable[[], int]:
+    """Waits for `most_requested`, but for nothing that is launched after this call."""
+    numbers = numbers_on_their_way(messages[1::message_size].max().reshape(1))
+    return lambda: numbers()[0]
+
+
+def numbers_on_their_way(numbers: Tensor) -> Callable[[], list[int]]:
+    """Waits for a few numbers, int64 [n], as they are now, but for nothing that is launched after this call."""
+    if not numbers.is_cuda:
+        values = numbers.tolist()
+        return lambda: values
+    copied = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+    copied.copy_(numbers, non_blocking=True)
+    arrival = torch.cuda.Event()
+    arrival.record(torch.cuda.current_stream(numbers.device))
+
+    def wait() -> list[int]:
+        arrival.synchronize()
+        return copied.tolist()
+
+    return wait
 
 
 def add_some(index: KeyIndex, keys: Tensor, which: Tensor) -> Tensor:

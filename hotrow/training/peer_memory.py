@@ -35,7 +35,7 @@ class PeerMemory:
 
         Args:
             whole: what `_allocated` gave, of the same size on all ranks.
-            num_slots: of messages; what follows behind them is for floats.
+            num_slots: of messages; what follows behind them is for vectors, and as much for sums.
 
         Raises:
             RuntimeError: the other ranks' GPUs cannot access it.
@@ -46,23 +46,28 @@ class PeerMemory:
         addresses = [int(address) for address in self._handle.buffer_ptrs]
         if addresses[dist.get_rank()] != whole.data_ptr() or not all(addresses):
             raise RuntimeError("this memory does not begin where torch says that of each rank does")
-        begin = _begin_of_floats(num_slots)
-        self.slots, self.floats = whole[: 2 * num_slots].view(torch.int64), whole[begin:]
+        begin = _aligned(2 * num_slots)
+        self.slots = whole[: 2 * num_slots].view(torch.int64)
+        self.vectors, self.sums = whole[begin:].chunk(2)
         self.of_slots = torch.tensor(addresses, dtype=torch.int64, device=whole.device)
         """int64 [ranks]: where the slots of each rank are."""
-        self.of_floats = self.of_slots + 4 * begin
-        """int64 [ranks]: where the floats of each rank are."""
+        self.of_vectors = self.of_slots + 4 * begin
+        """int64 [ranks]: where the vectors of each rank are."""
+        self.of_sums = self.of_vectors + 4 * len(self.vectors)
+        """int64 [ranks]: where the sums of each rank are."""
+        self.num_zeros = 0
+        """As many sums as this, from the first on, are zeros."""
         self.is_read = False
-        """Whether other ranks may still read the floats."""
+        """Whether other ranks may still read the sums."""
         self._stream: int | None = None
         self._patience_ms = int(_patience(whole.device).total_seconds() * 1000)
         self.barrier()  # fails here, not in a look-up, where torch has another one
 
     def follow(self) -> None:
         """Let what the current stream does with the memory come behind what another stream of this rank did with it."""
-        stream = device_rows.current_stream(self.floats.get_device())
+        stream = device_rows.current_stream(self.slots.get_device())
         if self._stream not in {None, stream}:
-            torch.cuda.synchronize(self.floats.device)
+            torch.cuda.synchronize(self.slots.device)
         self._stream = stream
 
     def barrier(self) -> None:
@@ -84,7 +89,9 @@ class PeerExchange(MessageExchange):
         """`keys`: int64 [n], of this rank's batch."""
         self._memory, self._message_size, self._rank = memory, message_size, dist.get_rank()
         num_slots = num_ranks * message_size
-        self._slots, self._floats = memory.slots[:num_slots], memory.floats[: num_slots * dim].view(num_slots, dim)
+        self._slots = memory.slots[:num_slots]
+        self._vectors = memory.vectors[: num_slots * dim].view(num_slots, dim)
+        self._sums = memory.sums[: num_slots * dim].view(num_slots, dim)
         self.new_sums = self._zeros
         memory.follow()
         super().__init__(keys, num_ranks, message_size)
@@ -98,33 +105,41 @@ class PeerExchange(MessageExchange):
 
     def answers(self, table: Tensor, rows: Tensor) -> Tensor:
         """As `MessageExchange` says."""
-        self._exchange("send_rows", table, rows)  # all ranks have read what was there before they sent messages
-        self._memory.barrier()
-        return self._floats
+        memory = self._memory
+        # All ranks have read what was there before they sent messages. Zeros cost nothing here: links are the limit.
+        self._exchange("send_rows", table, rows, memory.of_vectors, zeros=self._sums)
+        memory.num_zeros = max(memory.num_zeros, self._sums.numel())
+        memory.barrier()
+        return self._vectors
 
     def gradients(self, sums: Tensor, rows: Tensor) -> Tensor:
         """As `MessageExchange` says, of the `new_sums` of all ranks; those of slots without a key mean nothing."""
         self._memory.barrier()
-        gradients = torch.empty_like(self._floats)
-        self._exchange("fetch_rows", gradients, rows)
+        gradients = torch.empty_like(self._sums)
+        self._exchange("fetch_rows", gradients, rows, self._memory.of_sums)
         self._memory.is_read = True
         return gradients
 
     def learn(self, table: Tensor, rows: Tensor, rate: float) -> None:
         """Add the gradients in the `new_sums` of all ranks to rows of a table, times a rate."""
         self._memory.barrier()
-        self._exchange("learn_rows", table, rows, rate)
+        self._exchange("learn_rows", table, rows, self._memory.of_sums, rate)
         self._memory.is_read = True
 
     def _zeros(self) -> Tensor:
-        self._memory.follow()
-        if self._memory.is_read:
-            self._memory.barrier()
-        return self._floats.zero_()
+        memory = self._memory
+        memory.follow()
+        if memory.num_zeros < self._sums.numel():  # another look-up has used them
+            if memory.is_read:
+                memory.barrier()
+            self._sums.zero_()
+        memory.num_zeros = 0
+        return self._sums
 
-    def _exchange(self, way: str, table: Tensor, rows: Tensor, rate: float = 0.0) -> None:
-        peers = self._memory.of_floats
-        device_rows.exchange(way, table, rows, self.messages, self._message_size, self._rank, peers, rate)
+    def _exchange(
+        self, way: str, table: Tensor, rows: Tensor, peers: Tensor, rate: float = 0.0, zeros: Tensor | None = None
+    ) -> None:
+        device_rows.exchange(way, table, rows, self.messages, self._message_size, self._rank, peers, rate, zeros)
 
 
 _MEMORY: dict[tuple[Any, torch.device], PeerMemory | None] = {}
@@ -141,9 +156,9 @@ def peer_memory(num_slots: int, num_floats: int, device: torch.device) -> PeerMe
             del _MEMORY[other]
         _MEMORY[place] = _created(num_slots, num_floats, device) if _are_linked(device) else None
     memory = _MEMORY[place]
-    if memory is not None and (num_slots > len(memory.slots) or num_floats > len(memory.floats)):
+    if memory is not None and (num_slots > len(memory.slots) or num_floats > len(memory.vectors)):
         torch.cuda.synchronize(device)  # before the memory goes that kernels may still use
-        num_slots, num_floats = max(num_slots, len(memory.slots)), max(num_floats, len(memory.floats))
+        num_slots, num_floats = max(num_slots, len(memory.slots)), max(num_floats, len(memory.vectors))
         memory = _MEMORY[place] = _created(num_slots, num_floats, device)
     return memory
 
@@ -153,7 +168,7 @@ def _created(num_slots: int, num_floats: int, device: torch.device) -> PeerMemor
     num_slots, num_floats = num_slots + num_slots // 4, num_floats + num_floats // 4
     with torch.inference_mode(False):  # what is made there could not be written to in training
         # All ranks have memory before any of them waits for the others to share it.
-        whole = _on_all_ranks(lambda: _allocated(_begin_of_floats(num_slots) + num_floats, device))
+        whole = _on_all_ranks(lambda: _allocated(_aligned(2 * num_slots) + 2 * _aligned(num_floats), device))
         return None if whole is None else _on_all_ranks(lambda: PeerMemory(whole, num_slots))
 
 
@@ -163,8 +178,8 @@ def _allocated(num_floats: int, device: torch.device) -> Tensor:
     return symmetric.empty(num_floats, dtype=torch.float32, device=device)
 
 
-def _begin_of_floats(num_slots: int) -> int:
-    return -(-2 * num_slots // _ALIGNMENT) * _ALIGNMENT
+def _aligned(num_floats: int) -> int:
+    return -(-num_floats // _ALIGNMENT) * _ALIGNMENT
 
 
 def _on_all_ranks(make: Callable[[], _Made]) -> _Made | None:

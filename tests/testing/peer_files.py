@@ -85,7 +85,10 @@ def _exchange(  # noqa: PLR0917
     rank: int,
     peers: Tensor,
     rate: float = 0.0,
+    zeros: Tensor | None = None,
 ) -> None:
+    if zeros is not None:
+        zeros.zero_()
     dim, is_key = table.shape[1], requested(messages, message_size)
     own = slice(rank * message_size, (rank + 1) * message_size)
     for other, address in enumerate(peers.tolist()):

@@ -24,6 +24,8 @@ _LINEAR = "learn_sgd"
 """The optimizer that may be applied to the gradients of a row one by one."""
 _AT_ONCE = 4
 """Vectors that a thread of `gather_rows` copies."""
+_BEGUN_AT_ONCE = 1 << 13
+"""New rows that `begin_rows` has threads for; each begins further ones if there are more."""
 _SHARED = ("layout.cuh", "index.cuh")
 
 
@@ -121,6 +123,22 @@ def index_rows(entries: Tensor, table_keys: Tensor, num_rows: int) -> None:
     _run_flat("index_rows", num_rows - 1, entries, _mask(entries), table_keys, num_rows)
 
 
+def begin_rows(
+    initial: Tensor, table_keys: Tensor, first: int, num_rows: Tensor, at_most: int, vectors: Tensor
+) -> None:
+    """Write the first vectors of new rows.
+
+    Args:
+        initial: float32 [INITIAL_ROWS, dim], as that of `HashRows`.
+        first: the first new row.
+        num_rows: int64 [1 or more]; its first element says how many rows are in use, the new ones included.
+        at_most: new rows that there can be.
+        vectors: float32 [capacity, dim].
+    """
+    dim = vectors.shape[1]
+    _run_rows("begin_rows", min(at_most, _BEGUN_AT_ONCE), dim, initial, table_keys, first, num_rows, vectors, dim)
+
+
 def gather(table: Tensor, rows: Tensor, output: Tensor) -> None:
     """Write rows, int64 [n], of a table, float32 [any, dim], to output, float32 [n, dim]."""
     dim = table.shape[1]
@@ -136,6 +154,7 @@ def exchange(
     rank: int,
     peers: Tensor,
     rate: float = 0.0,
+    zeros: Tensor | None = None,
 ) -> None:
     """Write vectors of the keys in messages to the memory of the ranks that sent these, or read them there.
 
@@ -147,9 +166,10 @@ def exchange(
         messages: int64 [n], in the order of ranks.
         rank: that of this process.
         peers: int64 [ranks], where each rank has the vectors of its slots, [n, dim].
+        zeros: float32 [n, dim], which "send_rows" fills with zeros.
     """
     dim = table.shape[1]
-    arguments = table, dim, rows, messages, message_size, len(peers), rank, peers, rate
+    arguments = table, dim, rows, messages, message_size, len(peers), rank, peers, rate, zeros
     _run_rows(way, -(-len(messages) // _AT_ONCE), dim, *arguments)
 
 

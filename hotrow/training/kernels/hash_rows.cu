@@ -140,6 +140,25 @@ extern "C" __global__ void number_by_owner(const u64* entries, i64* found, const
   if (claimer == (u64)i) found[number] = keys[i];
 }
 
+// Rows from `first` on, as many as are in use, get their first vectors: each element is that of the same column in a row of `initial`,
+// [INITIAL_ROWS, dim], as HashRows.initial_vectors says.
+constexpr u64 INITIAL_ROWS = 4096;
+
+extern "C" __global__ void begin_rows(const float* initial, const i64* table_keys, i64 first, const i64* num_rows, float* vectors,
+                                      i64 dim) {
+  const i64 end = __ldg(num_rows), step = (i64)gridDim.x * blockDim.y;
+  for (i64 row = first + (i64)blockIdx.x * blockDim.y + threadIdx.y; row < end; row += step) {
+    u64 mixed = (u64)__ldg(table_keys + row) ^ 0x1E3779B97F4A7C15ull;
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9ull;
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EBull;
+    mixed = (mixed ^ mixed >> 31) & 0x3FFFFFFFFFFFFFFFull;
+    for (u64 d = threadIdx.x; d < (u64)dim; d += blockDim.x) {
+      const u64 place = (mixed + ((mixed >> 12) + (mixed >> 24) * d) * d) % INITIAL_ROWS;
+      vectors[row * dim + d] = __ldg(initial + place * dim + d);
+    }
+  }
+}
+
 // Puts rows from 1 to num_rows - 1 into an index that has none of them.
 extern "C" __global__ void index_rows(u64* entries, u64 mask, const i64* table_keys, i64 num_rows) {
   const i64 row = thread_number() + 1;
@@ -246,11 +265,11 @@ enum class Way { SEND, FETCH, LEARN };
 
 // For each key in messages, which follow each other in the order of the ranks that sent them: place is its slot among all of them,
 // rows[place] its row, and peers[other] + (rank * message_size + its slot in the message) its vector on the rank that sent it.
-// SEND: table[row] goes there. FETCH: to table[place] goes what is there. LEARN: table[row] gets rate times what is there added.
+// SEND: table[row] goes there, and zeros[place] becomes zeros, also where is no key. FETCH: to table[place] goes what is there. LEARN: table[row] gets rate times what is there added.
 // Neighbouring rows are of different ranks, so that all links are busy.
 template <Way WAY, int N>
 __device__ void exchange(float* table, i64 dim, const i64* rows, const i64* messages, i64 message_size, i64 num_ranks, i64 rank,
-                         const u64* peers, float rate) {
+                         const u64* peers, float rate, float* zeros) {
   const i64 begin = (i64)blockIdx.x * blockDim.y * AT_ONCE + threadIdx.y;
   for (i64 d = N * threadIdx.x; d < dim; d += N * blockDim.x) {
     Elements<N> vectors[AT_ONCE];
@@ -259,7 +278,9 @@ __device__ void exchange(float* table, i64 dim, const i64* rows, const i64* mess
       const i64 i = begin + k * blockDim.y, other = (i + rank) % num_ranks, slot = i / num_ranks;
       const i64 place = other * message_size + slot;
       targets[k] = nullptr;
-      if (slot >= message_size || !is_key(messages, place, message_size)) continue;
+      if (slot >= message_size) continue;
+      if (WAY == Way::SEND && zeros != nullptr) *(Elements<N>*)(zeros + place * dim + d) = {};
+      if (!is_key(messages, place, message_size)) continue;
       float* there = (float*)__ldg(peers + other) + (rank * message_size + slot) * dim + d;
       float* here = table + (WAY == Way::FETCH ? place : __ldg(rows + place)) * dim + d;
       if (WAY == Way::LEARN && here == table + d) continue;  // row 0
@@ -282,9 +303,9 @@ __device__ void exchange(float* table, i64 dim, const i64* rows, const i64* mess
 
 #define EXCHANGE(name, way)                                                                                                    \
   extern "C" __global__ void name(float* table, i64 dim, const i64* rows, const i64* messages, i64 message_size,               \
-                                  i64 num_ranks, i64 rank, const u64* peers, float rate) {                                     \
-    if (dim % 4 == 0) exchange<way, 4>(table, dim, rows, messages, message_size, num_ranks, rank, peers, rate);                \
-    else exchange<way, 1>(table, dim, rows, messages, message_size, num_ranks, rank, peers, rate);                             \
+                                  i64 num_ranks, i64 rank, const u64* peers, float rate, float* zeros) {                       \
+    if (dim % 4 == 0) exchange<way, 4>(table, dim, rows, messages, message_size, num_ranks, rank, peers, rate, zeros);         \
+    else exchange<way, 1>(table, dim, rows, messages, message_size, num_ranks, rank, peers, rate, zeros);                      \
   }
 
 EXCHANGE(send_rows, Way::SEND)

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 
 from hotrow import training  # noqa: E402
 from hotrow.training import hash_table  # noqa: E402
+from hotrow.training.hash_rows import INITIAL_ROWS, HashRows  # noqa: E402
 from hotrow.training.key_index import (  # noqa: E402
     HEADER,
     DeviceIndex,
@@ -26,9 +27,11 @@ from hotrow.training.key_index import (  # noqa: E402
     SortedIndex,
     distinct,
     distinct_in_common,
+    most_requested,
     requested,
     requests_by_owner,
 )
+from hotrow.training.row_access import gather  # noqa: E402
 from inference_session.errors import ConfigurationError  # noqa: E402
 
 pytestmark = [pytest.mark.training, pytest.mark.filterwarnings("ignore")]
@@ -280,6 +283,30 @@ def test_a_message_has_the_distinct_keys_of_its_owner(
     assert bool((rows[held] > 0).all())
     assert not rows[~held].any()
     assert index.num_rows == int(held.sum()) + 1
+
+
+@pytest.mark.parametrize("padding", [None, 7])
+def test_new_rows_are_there_before_they_are_counted(device: str, padding: int | None) -> None:
+    """Also where they need more room, and where messages have too few slots."""
+    torch.manual_seed(0)
+    initial = torch.randn(INITIAL_ROWS, 5)
+    rows = HashRows(initial, training.Adagrad(0.1, initial_accumulator_value=0.5), initial.device, counts_use=True)
+    step_of_key = dict[int, int]()
+    for step, (num_keys, num_slots) in enumerate([(5, 20), (0, 1), (300, 100), (3000, 3000), (900, 900), (900, 900)]):
+        rows.steps = step
+        keys = torch.randint(-num_keys, num_keys + 1, (2 * num_keys,)) * 2**40 + 7
+        messages, _ = requests_by_owner(keys, 2, HEADER + num_slots)
+        found, wait_for_most = rows.find_or_add_requested(messages, HEADER + num_slots, padding)
+        read = gather(rows.vectors, found)
+        assert wait_for_most() == most_requested(messages, HEADER + num_slots)
+        held = requested(messages, HEADER + num_slots) & (messages != padding)
+        assert torch.equal(read[held], rows.initial_vectors(messages[held]))
+        assert not read[~held].any()
+        step_of_key = {**dict.fromkeys(messages[held].tolist(), step), **step_of_key}
+        in_use: Any = rows.all()
+        assert dict(zip(in_use.keys.tolist(), in_use.last_used.tolist(), strict=True)) == step_of_key
+        assert torch.equal(in_use.vectors, rows.initial_vectors(in_use.keys))
+        assert torch.equal(in_use.states["sum"], torch.full_like(in_use.vectors, 0.5))
 
 
 def test_all_processes_order_the_distinct_keys_of_a_batch_alike(device: str) -> None:

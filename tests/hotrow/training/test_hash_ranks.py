@@ -193,12 +193,36 @@ def test_rows_that_moved_on_one_rank_learn_as_those_of_others(tmp_path: Path, de
     jobs.run_ranks(_job_of_moved_rows, tmp_path, device, is_linked, on_gpus=on_gpus)
 
 
+def _job_of_uneven_batches(rank: int, folder: Path, device: str, is_linked: bool) -> None:
+    """Messages of one rank alone are too small, after all ranks have sent vectors; and two look-ups learn in turns."""
+    _link(folder, device, is_linked)
+    table = training.HashEmbedding(2, training.SGD(0.5), nn.init.zeros_, device=device)
+    few, many = torch.arange(3), torch.arange(2000)
+    for _ in range(2):
+        first, second = table(many if rank == 1 else few), table(few)
+        second.sum().backward()
+        first.sum().backward()
+    (table(few).sum() * 0).backward()
+    answers = table.eval()(many if rank == 0 else few)[:, 1].cpu()
+    assert answers.tolist() == [-4.0] * 3 + [-1.0] * (len(answers) - 3)
+
+
+@pytest.mark.parametrize("is_linked", [True, False])
+def test_ranks_repeat_a_look_up_for_which_the_messages_of_one_are_too_small(
+    tmp_path: Path, device: str, is_linked: bool
+) -> None:
+    on_gpus = device != "cpu"
+    if on_gpus and torch.cuda.device_count() < 2:
+        pytest.skip("PyTorch finds fewer than 2 GPUs")
+    jobs.run_ranks(_job_of_uneven_batches, tmp_path, device, is_linked, on_gpus=on_gpus)
+
+
 def test_streams_take_turns_with_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that follows another waits for it."""
     streams, waits = iter([7, 7, 8, 8, 7]), list[Any]()
     monkeypatch.setattr(device_rows, "current_stream", lambda device: next(streams))
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
-    memory: Any = SimpleNamespace(floats=torch.zeros(1), _stream=None)
+    memory: Any = SimpleNamespace(slots=torch.zeros(1), _stream=None)
     for num_waits in (0, 0, 1, 1, 2):
         peer_memory.PeerMemory.follow(memory)
         assert len(waits) == num_waits
@@ -218,7 +242,7 @@ def _job_without_memory(rank: int) -> None:
     def made(*_: Any) -> Any:
         if rank == 1:
             raise RuntimeError("out of memory, as asked for")
-        return SimpleNamespace(slots=range(10), floats=range(10))
+        return SimpleNamespace(slots=range(10), vectors=range(10))
 
     waited = list[Any]()
     replaced._allocated, replaced.PeerMemory = made, waited.append
