@@ -6,7 +6,9 @@ All run on torch's current stream and return at once.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import struct
+import threading
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +26,7 @@ _LINEAR = "learn_sgd"
 """The optimizer that may be applied to the gradients of a row one by one."""
 _AT_ONCE = 4
 """Vectors that a thread of `gather_rows` copies."""
+_MOST_ARGUMENTS = 16
 _BEGUN_AT_ONCE = 1 << 13
 """New rows that `begin_rows` has threads for; each begins further ones if there are more."""
 _SHARED = ("layout.cuh", "index.cuh")
@@ -276,7 +279,7 @@ def _module() -> Any:
 
 
 def _mask(entries: Tensor) -> int:
-    return len(entries) - 1
+    return entries.shape[0] - 1
 
 
 def _run_flat(name: str, num_threads: int, *arguments: Any) -> None:
@@ -304,8 +307,8 @@ def _run(name: str, num_blocks: int, block: tuple[int, int], *arguments: Any) ->
 
 
 def _run_on_device(name: str, num_blocks: int, block: tuple[int, int], arguments: Sequence[Any]) -> None:
-    device = next(argument.get_device() for argument in arguments if isinstance(argument, Tensor))
-    if device == torch.cuda.current_device():  # to change it takes as long as the launch
+    device = arguments[0].get_device()  # all kernels begin with a tensor
+    if device == torch._C._cuda_getDevice():  # to change it takes as long as the launch
         _launch(device, name, num_blocks, block, arguments)
         return
     with torch.cuda.device(device):
@@ -314,20 +317,43 @@ def _run_on_device(name: str, num_blocks: int, block: tuple[int, int], arguments
 
 def _launch(device: int, name: str, num_blocks: int, block: tuple[int, int], arguments: Sequence[Any]) -> None:
     """As CuPy calls a kernel, in half the time, and on a stream that is not its own. The device is the current one."""
+    values = [_value(argument) for argument in arguments]
+    _packer(tuple(map(type, values)))(_ARGUMENTS.buffer, 0, *values)
+    addresses, stream = _ARGUMENTS.addresses, current_stream(device)
+    _driver().launchKernel(_function(name, device), num_blocks, 1, 1, *block, 1, 0, stream, addresses, 0)
+
+
+class _Arguments(threading.local):
+    """Where each thread puts the arguments of a kernel, 8 bytes for each."""
+
+    def __init__(self) -> None:
+        self.buffer = (ctypes.c_uint64 * _MOST_ARGUMENTS)()
+        begin = ctypes.addressof(self.buffer)
+        self._places = (ctypes.c_uint64 * _MOST_ARGUMENTS)(*range(begin, begin + 8 * _MOST_ARGUMENTS, 8))
+        self.addresses = ctypes.addressof(self._places)
+        """Of an array that has the address of each argument."""
+
+
+_ARGUMENTS = _Arguments()
+
+
+@cache
+def _driver() -> Any:
     from cupy.cuda import driver
 
-    values = [_argument(argument) for argument in arguments]
-    addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-    stream = current_stream(device)
-    driver.launchKernel(_function(name, device), num_blocks, 1, 1, *block, 1, 0, stream, ctypes.addressof(addresses), 0)
+    return driver
 
 
-def _argument(value: Any) -> Any:
-    """Tensors and None by their address, whole numbers as int64, others as float32."""
-    if value is None:
-        return ctypes.c_uint64(0)
-    if isinstance(value, Tensor):
-        if not value.is_contiguous():
-            raise ValueError("the kernels take tensors without gaps; call contiguous() first")
-        return ctypes.c_uint64(value.data_ptr())
-    return ctypes.c_int64(value) if isinstance(value, int) else ctypes.c_float(value)
+@cache
+def _packer(types: tuple[type, ...]) -> Callable[..., None]:
+    """Writes values of these types into a buffer: fractions as float32, others as int64."""
+    return struct.Struct("=" + "".join("f4x" if issubclass(kind, float) else "q" for kind in types)).pack_into
+
+
+def _value(argument: Any) -> Any:
+    """The address of a tensor, 0 of None."""
+    if not isinstance(argument, Tensor):
+        return 0 if argument is None else argument
+    if not argument.is_contiguous():
+        raise ValueError("the kernels take tensors without gaps; call contiguous() first")
+    return argument.data_ptr()

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from hotrow.training.kernels import device_rows  # noqa: E402
 from hotrow.training.row_access import add_up, gather, scatter  # noqa: E402
 
 pytestmark = [pytest.mark.training]
+
+KINDS: list[Any] = [*[ctypes.c_int64] * 8, ctypes.c_float, ctypes.c_int64]
+"""What `learn_rows` takes."""
 
 
 def strided(num_rows: int, dim: int, device: str) -> Any:
@@ -56,3 +63,29 @@ def test_many_vectors_of_few_rows_are_added_up(device: str) -> None:
         expected = torch.zeros(820, dim, device=device).index_add_(0, rows, vectors)
 
         torch.testing.assert_close(add_up(820, rows, vectors), expected, atol=1e-3, rtol=1e-4)
+
+
+def test_kernels_get_their_arguments_as_they_are_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses and whole numbers of 64 bits, fractions of 32, from any thread."""
+    launched = list[tuple[Any, ...]]()
+
+    def launch(function: int, *numbers: int) -> None:
+        addresses = (ctypes.c_uint64 * len(KINDS)).from_address(numbers[-2])
+        values = [kind.from_address(address).value for kind, address in zip(KINDS, addresses, strict=True)]
+        launched.append((function, *values))
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr(device_rows, "_driver", lambda: SimpleNamespace(launchKernel=launch))
+    monkeypatch.setattr(device_rows, "_function", lambda name, device: 99)
+    monkeypatch.setattr(device_rows, "current_stream", lambda device: 0)
+    keys, vectors = torch.zeros(4, dtype=torch.int64), torch.zeros(4, 3)
+    arguments = "learn_rows", vectors, keys, keys, 2, 1, keys, -0.5
+    device_rows.exchange(*arguments)
+    thread = threading.Thread(target=device_rows.exchange, args=arguments)
+    thread.start()
+    thread.join()
+
+    table, slots = vectors.data_ptr(), keys.data_ptr()
+    assert launched == [(99, table, 3, slots, slots, 2, 4, 1, slots, -0.5, 0)] * 2
+    with pytest.raises(ValueError, match="without gaps"):
+        device_rows.gather(vectors.T, keys, vectors)
