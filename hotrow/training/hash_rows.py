@@ -123,8 +123,7 @@ class HashRows:
         self, index: DeviceIndex, messages: Tensor, message_size: int
     ) -> tuple[Tensor, Callable[[], int]]:
         first = index.num_rows
-        rows, count = index.start_to_add(messages, message_size)
-        self._begin_on_device(index, first, len(messages))
+        rows, count = index.start_to_add(messages, message_size, self.initial, self.vectors)
 
         def finish() -> int:
             most = count()
@@ -284,17 +283,10 @@ class HashRows:
 
     def _begin(self, first: int) -> None:
         """Make new rows, from the given one on."""
-        num_added = self.index.num_rows - first
-        if isinstance(self.index, DeviceIndex):
-            self._begin_on_device(self.index, first, num_added)
-        else:
-            for begin, end in self._chunks(num_added):
-                rows = slice(first + begin, first + end)
-                self.vectors[rows] = self.initial_vectors(self.index.keys[rows])
+        for begin, end in self._chunks(self.index.num_rows - first):
+            rows = slice(first + begin, first + end)
+            self.vectors[rows] = self.initial_vectors(self.index.keys[rows])
         self._begin_states(first)
-
-    def _begin_on_device(self, index: DeviceIndex, first: int, at_most: int) -> None:
-        device_rows.begin_rows(self.initial, index.keys, first, index.counted, at_most, self.vectors)
 
     def _begin_states(self, first: int) -> None:
         if self.index.num_rows == first:

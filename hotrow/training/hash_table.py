@@ -278,14 +278,14 @@ class HashTable(nn.Module):
         self, exchange: MessageExchange, rows: Tensor, learn: Callable[[Tensor], None], scale: float
     ) -> Callable[[Tensor], None]:
         """Takes the gradients of a look-up's slots."""
-        generation, learn_nothing = self._rows.generation, self._learner(rows[:0], rows[:0])
+        generation = self._rows.generation
 
         def send(gradients: Tensor) -> None:
             is_sum_of_steps = type(self.optimizer) is SGD and not self._is_scaled()
             if isinstance(exchange, PeerExchange) and is_sum_of_steps and generation == self._rows.generation:
                 with _ONE_THREAD:
                     exchange.learn(self._rows.vectors, rows, -self.optimizer.lr * scale)
-                learn_nothing(gradients[:0])
+                self._backward()  # at its end, a step is counted
             else:
                 gradients = exchange.gradients(gradients, rows)
                 learn(gradients if scale == 1 else gradients.mul_(scale))
@@ -339,16 +339,20 @@ class HashTable(nn.Module):
     def _learner(self, rows: Tensor, keys: Tensor) -> Callable[[Tensor], None]:
         """Takes the gradients of rows that were just found."""
         generation = self._rows.generation
-        return lambda gradients: self._learn_later(_PendingGradients(rows, gradients, keys, generation))
 
-    def _learn_later(self, learning: _PendingGradients) -> None:
-        """Learn at the end of backward, because a batch may use an embedding more than once."""
+        def learn(gradients: Tensor) -> None:
+            self._backward().gradients.append(_PendingGradients(rows, gradients, keys, generation))
+
+        return learn
+
+    def _backward(self) -> _Backward:
+        """The one under way. The table learns at its end, because a batch may use an embedding more than once."""
         number = torch._C._current_graph_task_id(), id(self)
         backward = _BACKWARDS.get(number)
         if backward is None:
             backward = _BACKWARDS[number] = _Backward(self)
             torch.autograd.Variable._execution_engine.queue_callback(backward.learn)
-        backward.gradients.append(learning)
+        return backward
 
     def learn(self, learning: Sequence[_PendingGradients]) -> None:
         """Apply the optimizer to what one backward found; autograd calls it."""
@@ -357,10 +361,11 @@ class HashTable(nn.Module):
             for item in learning
         ]
         self._rows.steps += 1
-        # Several ranks may request the same row; each rank requests each row of a look-up once.
-        are_distinct = len(learning) == 1 and place_in_group().size == 1
-        found = self._unscaled(_joined(rows), _joined([item.gradients for item in learning]))
-        self._rows.learn(*found, are_distinct=are_distinct)
+        if rows:
+            # Several ranks may request the same row; each rank requests each row of a look-up once.
+            are_distinct = len(rows) == 1 and place_in_group().size == 1
+            found = self._unscaled(_joined(rows), _joined([item.gradients for item in learning]))
+            self._rows.learn(*found, are_distinct=are_distinct)
         if self.max_age is not None and self.steps % max(1, self.max_age // 8) == 0:
             self.evict(unused_for=self.max_age)
         if self.max_rows is not None:

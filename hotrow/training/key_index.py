@@ -116,9 +116,9 @@ class DeviceIndex:
         self.num_rows = 1
         self.keys = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
         self._entries = self._free_entries(capacity + 1)
-        self.counted = torch.ones(2, dtype=torch.int64, device=device)
+        self._counted = torch.ones(2, dtype=torch.int64, device=device)
         """`num_rows`, where kernels count it up; and the `most_requested` of the last messages."""
-        self._num_counted, self._most = self.counted.split(1)
+        self._num_counted, self._most = self._counted.split(1)
 
     def find(self, keys: Tensor) -> Tensor:
         """As the protocol says."""
@@ -143,19 +143,25 @@ class DeviceIndex:
         """
         return self._find_or_add(messages, message_size)
 
-    def start_to_add(self, messages: Tensor, message_size: int) -> tuple[Tensor, Callable[[], int]]:
-        """As `find_or_add_requested`, where `keys` has room for as many rows as messages have slots; waits for nothing.
+    def start_to_add(
+        self, messages: Tensor, message_size: int, initial: Tensor, vectors: Tensor
+    ) -> tuple[Tensor, Callable[[], int]]:
+        """As `find_or_add_requested`, where there is room for as many rows as messages have slots; waits for nothing.
 
         What is returned with the rows waits until these are counted, and returns `most_requested`; it has to be called
         before anything else here.
+
+        Args:
+            initial: what new rows are made of; as of `device_rows.publish`.
+            vectors: float32 [len(keys), dim], in which they are made.
 
         Raises:
             UnavailableError: 2^31 rows are in use.
         """
         rows, places = self._claim(messages, message_size)
         with self._or_nothing_added():
-            numbers = numbers_on_their_way(self.counted)
-        device_rows.publish(self._entries, self.keys, messages, places, rows, message_size)
+            numbers = device_rows.numbers_on_their_way(self._counted)
+        device_rows.publish(self._entries, self.keys, messages, places, rows, message_size, initial, vectors)
 
         def finish() -> int:
             self.num_rows, most = numbers()
@@ -166,7 +172,7 @@ class DeviceIndex:
     def _find_or_add(self, keys: Tensor, message_size: int) -> tuple[Tensor, int]:
         rows, places = self._claim(keys, message_size)
         with self._or_nothing_added():
-            found, most_of_any = self.counted.tolist()
+            found, most_of_any = self._counted.tolist()
             self._make_room_for_keys(found)
         device_rows.publish(self._entries, self.keys, keys, places, rows, message_size)
         self.num_rows = found
@@ -191,7 +197,7 @@ class DeviceIndex:
     def keep(self, num_rows: int) -> None:
         """As the protocol says."""
         self.num_rows = num_rows
-        self.counted[0] = num_rows
+        self._counted[0] = num_rows
         self._entries.zero_()
         device_rows.index_rows(self._entries, self.keys, num_rows)
 
@@ -210,7 +216,7 @@ class DeviceIndex:
             self.keys = keys
 
     def _free_entries(self, num_rows: int) -> Tensor:
-        return _free_entries(num_rows, self.keys.device)
+        return torch.zeros(_num_entries(num_rows), dtype=torch.int64, device=self.keys.device)
 
 
 class SortedIndex:
@@ -281,9 +287,9 @@ def create_index(device: torch.device) -> KeyIndex:
     return DeviceIndex(device) if device_rows.can_run(device) else SortedIndex(device)
 
 
-def _free_entries(num_rows: int, device: torch.device) -> Tensor:
-    """The entries of a device's index without rows, with room for some rows."""
-    return torch.zeros(1 << (2 * num_rows - 1).bit_length(), dtype=torch.int64, device=device)
+def _num_entries(num_rows: int) -> int:
+    """Of a device's index with room for some rows."""
+    return 1 << (2 * num_rows - 1).bit_length()
 
 
 class Distinct(NamedTuple):
@@ -333,25 +339,12 @@ def most_requested(messages: Tensor, message_size: int) -> int:
 
 def awaited_most(messages: Tensor, message_size: int) -> Callable[[], int]:
     """Waits for `most_requested`, but for nothing that is launched after this call."""
-    numbers = numbers_on_their_way(messages[1::message_size].max().reshape(1))
+    most = messages[1::message_size].max().reshape(1)
+    if not device_rows.can_run(messages.device):
+        number = int(most)
+        return lambda: number
+    numbers = device_rows.numbers_on_their_way(most)
     return lambda: numbers()[0]
-
-
-def numbers_on_their_way(numbers: Tensor) -> Callable[[], list[int]]:
-    """Waits for a few numbers, int64 [n], as they are now, but for nothing that is launched after this call."""
-    if not numbers.is_cuda:
-        values = numbers.tolist()
-        return lambda: values
-    copied = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
-    copied.copy_(numbers, non_blocking=True)
-    arrival = torch.cuda.Event()
-    arrival.record(torch.cuda.current_stream(numbers.device))
-
-    def wait() -> list[int]:
-        arrival.synchronize()
-        return copied.tolist()
-
-    return wait
 
 
 def add_some(index: KeyIndex, keys: Tensor, which: Tensor) -> Tensor:
@@ -435,9 +428,9 @@ def number_by_owner(
     `places` are those in `found`; with messages, those among all slots. See `device_rows.number_by_owner`.
     """
     keys = keys.contiguous()
-    entries = _free_entries(len(keys), keys.device)
-    claimed, numbers = torch.empty_like(keys), torch.empty_like(keys)
-    places, counts = torch.empty_like(keys, dtype=torch.int32), keys.new_zeros(num_owners)
+    zeros = keys.new_zeros(_num_entries(len(keys)) + num_owners)
+    entries, counts = zeros[:-num_owners], zeros[-num_owners:]
+    claimed, numbers, places = torch.empty_like(keys), torch.empty_like(keys), torch.empty_like(keys, dtype=torch.int32)
     device_rows.claim(entries, found, keys, counts, places, claimed)
     arguments = keys, places, claimed, counts, numbers, message_size, outputs, rank
     device_rows.number_by_owner(entries, found, *arguments)

@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 import inference_session.kernels
 
+_Result = TypeVar("_Result")
 _THREADS = 256
 _VECTOR_BYTES = 16
 """The kernels read four elements at once."""
@@ -26,9 +27,7 @@ _LINEAR = "learn_sgd"
 """The optimizer that may be applied to the gradients of a row one by one."""
 _AT_ONCE = 4
 """Vectors that a thread of `gather_rows` copies."""
-_MOST_ARGUMENTS = 16
-_BEGUN_AT_ONCE = 1 << 13
-"""New rows that `begin_rows` has threads for; each begins further ones if there are more."""
+_MOST_ARGUMENTS, _MOST_NUMBERS = 16, 2
 _SHARED = ("layout.cuh", "index.cuh")
 
 
@@ -56,7 +55,7 @@ def find_rows(entries: Tensor, table_keys: Tensor, keys: Tensor, rows: Tensor) -
         keys: int64 [n].
         rows: int64 [n].
     """
-    _run_flat("find_rows", len(keys), entries, _mask(entries), table_keys, keys, len(keys), rows)
+    _run_flat("find_rows", keys.numel(), entries, _mask(entries), table_keys, keys, keys.numel(), rows)
 
 
 def claim(
@@ -79,19 +78,30 @@ def claim(
         rows: int64 [n], where to write the rows that are new, counted for each owner on its own.
         most: int64 [1], for the most keys of all messages that their senders have sent.
     """
-    arguments = table_keys, keys, len(keys), message_size, most, counts, len(counts), places, rows
-    _run_flat("claim", len(keys), entries, _mask(entries), *arguments)
+    arguments = table_keys, keys, keys.numel(), message_size, most, counts, counts.numel(), places, rows
+    _run_flat("claim", keys.numel(), entries, _mask(entries), *arguments)
 
 
 def publish(
-    entries: Tensor, table_keys: Tensor, keys: Tensor, places: Tensor, rows: Tensor, message_size: int = 0
+    entries: Tensor,
+    table_keys: Tensor,
+    keys: Tensor,
+    places: Tensor,
+    rows: Tensor,
+    message_size: int = 0,
+    initial: Tensor | None = None,
+    vectors: Tensor | None = None,
 ) -> None:
     """Write claimed rows to their entries, their keys to `table_keys`, and the row of each key to `rows`.
 
     Args:
         rows: int64 [n], with the rows that `claim` wrote; 0 is written for what is no key of a message.
+        initial: float32 [INITIAL_ROWS, dim], what vectors of new rows are made of, as `HashRows.initial_vectors` says.
+        vectors: float32 [capacity, dim], to write them to; None where they are written elsewhere.
     """
-    _run_flat("publish", len(keys), entries, table_keys, keys, len(keys), message_size, places, rows, rows)
+    dim = 0 if vectors is None else vectors.shape[1]
+    arguments = table_keys, keys, keys.numel(), message_size, places, rows, rows, initial, vectors, dim
+    _run_flat("publish", keys.numel(), entries, *arguments)
 
 
 def number_by_owner(
@@ -116,30 +126,14 @@ def number_by_owner(
         outputs: int64 [owners], where each owner has the messages of all ranks; the keys then go there.
         rank: that of this process.
     """
-    num_threads = max(len(keys), len(counts))  # also without keys, messages say how many they have
-    arguments = found, outputs, rank, message_size, keys, len(keys), places, claimed, counts, len(counts), numbers
+    num_threads = max(keys.numel(), counts.numel())  # also without keys, messages say how many they have
+    arguments = found, outputs, rank, message_size, keys, keys.numel(), places, claimed, counts, counts.numel(), numbers
     _run_flat("number_by_owner", num_threads, entries, *arguments)
 
 
 def index_rows(entries: Tensor, table_keys: Tensor, num_rows: int) -> None:
     """Put rows from 1 to num_rows - 1 into an index that has none of them."""
     _run_flat("index_rows", num_rows - 1, entries, _mask(entries), table_keys, num_rows)
-
-
-def begin_rows(
-    initial: Tensor, table_keys: Tensor, first: int, num_rows: Tensor, at_most: int, vectors: Tensor
-) -> None:
-    """Write the first vectors of new rows.
-
-    Args:
-        initial: float32 [INITIAL_ROWS, dim], as that of `HashRows`.
-        first: the first new row.
-        num_rows: int64 [1 or more]; its first element says how many rows are in use, the new ones included.
-        at_most: new rows that there can be.
-        vectors: float32 [capacity, dim].
-    """
-    dim = vectors.shape[1]
-    _run_rows("begin_rows", min(at_most, _BEGUN_AT_ONCE), dim, initial, table_keys, first, num_rows, vectors, dim)
 
 
 def gather(table: Tensor, rows: Tensor, output: Tensor) -> None:
@@ -172,8 +166,8 @@ def exchange(
         zeros: float32 [n, dim], which "send_rows" fills with zeros.
     """
     dim = table.shape[1]
-    arguments = table, dim, rows, messages, message_size, len(peers), rank, peers, rate, zeros
-    _run_rows(way, -(-len(messages) // _AT_ONCE), dim, *arguments)
+    arguments = table, dim, rows, messages, message_size, peers.numel(), rank, peers, rate, zeros
+    _run_rows(way, -(-messages.numel() // _AT_ONCE), dim, *arguments)
 
 
 def add_up(sums: Tensor, rows: Tensor, vectors: Tensor, sources: Tensor | int, factors: Tensor | None) -> None:
@@ -182,8 +176,8 @@ def add_up(sums: Tensor, rows: Tensor, vectors: Tensor, sources: Tensor | int, f
         vectors = vectors.clone()
     dim = sums.shape[1]
     given, width = (None, sources) if isinstance(sources, int) else (sources, 0)
-    arguments = sums, dim, rows, len(rows), vectors, given, width, factors
-    _run("add_up", -(-len(rows) // _THREADS), _shape(dim), *arguments)
+    arguments = sums, dim, rows, rows.numel(), vectors, given, width, factors
+    _run("add_up", -(-rows.numel() // _THREADS), _shape(dim), *arguments)
 
 
 def pool(
@@ -253,6 +247,48 @@ def learn(
     _run_rows(name, len(rows), dim, vectors, *kept, dim, rows, len(rows), gradients, *map(float, settings))
 
 
+class _Arrival:
+    """Where a few numbers of a GPU, the current one, come to in the host's memory."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        self.numbers = torch.empty(_MOST_NUMBERS, dtype=torch.int64, device="cpu", pin_memory=True)
+        self.address = self.numbers.data_ptr()
+        self.event = cupy.cuda.Event(disable_timing=True)
+
+
+_ARRIVALS: dict[int, list[_Arrival]] = {}
+"""By device, those that are free. To make one takes longer than to use it."""
+
+
+def numbers_on_their_way(numbers: Tensor) -> Callable[[], list[int]]:
+    """Waits for a few numbers, int64 [n], as they are now, but for nothing that is launched after this call.
+
+    What is returned has to be called once.
+    """
+    return _on_device(numbers.get_device(), _numbers_on_their_way, numbers)
+
+
+def _numbers_on_their_way(device: int, numbers: Tensor) -> Callable[[], list[int]]:
+    free, stream, runtime = _ARRIVALS.setdefault(device, []), current_stream(device), _cuda().runtime
+    try:
+        arrival = free.pop()
+    except IndexError:
+        arrival = _Arrival()
+    count = numbers.numel()
+    runtime.memcpyAsync(arrival.address, numbers.data_ptr(), 8 * count, runtime.memcpyDeviceToHost, stream)
+    runtime.eventRecord(arrival.event.ptr, stream)
+
+    def wait() -> list[int]:
+        arrival.event.synchronize()
+        values: list[int] = arrival.numbers[:count].tolist()
+        free.append(arrival)
+        return values
+
+    return wait
+
+
 def source() -> str:
     """The kernels' whole source: one translation unit, so that CuPy's cache sees every change."""
     shared = Path(inference_session.kernels.__file__).parent / "cuda"
@@ -303,16 +339,16 @@ def _run(name: str, num_blocks: int, block: tuple[int, int], *arguments: Any) ->
     if not num_blocks:
         return
     with torch._C.DisableTorchFunction():  # a mode, such as a default device, would be asked about each argument
-        _run_on_device(name, num_blocks, block, arguments)
+        # All kernels begin with a tensor.
+        _on_device(arguments[0].get_device(), _launch, name, num_blocks, block, arguments)
 
 
-def _run_on_device(name: str, num_blocks: int, block: tuple[int, int], arguments: Sequence[Any]) -> None:
-    device = arguments[0].get_device()  # all kernels begin with a tensor
+def _on_device(device: int, work: Callable[..., _Result], *arguments: Any) -> _Result:
+    """Do work(device, *arguments) where this device is the current one."""
     if device == torch._C._cuda_getDevice():  # to change it takes as long as the launch
-        _launch(device, name, num_blocks, block, arguments)
-        return
+        return work(device, *arguments)
     with torch.cuda.device(device):
-        _launch(device, name, num_blocks, block, arguments)
+        return work(device, *arguments)
 
 
 def _launch(device: int, name: str, num_blocks: int, block: tuple[int, int], arguments: Sequence[Any]) -> None:
@@ -320,7 +356,7 @@ def _launch(device: int, name: str, num_blocks: int, block: tuple[int, int], arg
     values = [_value(argument) for argument in arguments]
     _packer(tuple(map(type, values)))(_ARGUMENTS.buffer, 0, *values)
     addresses, stream = _ARGUMENTS.addresses, current_stream(device)
-    _driver().launchKernel(_function(name, device), num_blocks, 1, 1, *block, 1, 0, stream, addresses, 0)
+    _cuda().driver.launchKernel(_function(name, device), num_blocks, 1, 1, *block, 1, 0, stream, addresses, 0)
 
 
 class _Arguments(threading.local):
@@ -338,10 +374,10 @@ _ARGUMENTS = _Arguments()
 
 
 @cache
-def _driver() -> Any:
-    from cupy.cuda import driver
+def _cuda() -> Any:
+    from cupy import cuda
 
-    return driver
+    return cuda
 
 
 @cache

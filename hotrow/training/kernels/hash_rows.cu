@@ -86,27 +86,55 @@ extern "C" __global__ void claim(u64* entries, u64 mask, const i64* table_keys, 
   rows[i] = (i64)first + __popc(same & ((1u << lane) - 1));
 }
 
-// The thread that claimed an entry writes its row and key there. All others read the row, from the entry or from that thread.
-// What is no key of a message gets row 0.
-extern "C" __global__ void publish(u64* entries, i64* table_keys, const i64* keys, i64 n, i64 message_size, const u32* places,
-                                   const i64* claimed, i64* rows) {
-  const i64 i = thread_number();
-  if (i >= n) return;
+// Writes the row of a key to rows[i], from its entry or from the thread that claimed this; what is no key of a message gets row 0.
+// The thread that claimed the entry writes row and key there, and returns the row; others return 0.
+__device__ __forceinline__ i64 publish_one(u64* entries, i64* table_keys, const i64* keys, i64 i, i64 message_size, const u32* places,
+                                           const i64* claimed, i64* rows) {
   if (!is_key(keys, i, message_size)) {
     rows[i] = 0;
-    return;
+    return 0;
   }
   const u64 entry = __ldcg(entries + places[i]);
   const u64 number = entry & NUMBER;
   if (!(entry & PENDING)) {
     rows[i] = (i64)number;
-    return;
+    return 0;
   }
   const i64 row = __ldcg(claimed + number);
   rows[i] = row;
-  if (number != (u64)i) return;
+  if (number != (u64)i) return 0;
   table_keys[row] = keys[i];
   entries[places[i]] = (entry & TAG) | (u64)row;
+  return row;
+}
+
+// The first vector of a new row: each element is that of the same column in a row of `initial`, [INITIAL_ROWS, dim], as
+// HashRows.initial_vectors says. The lanes of a warp write one together.
+constexpr u64 INITIAL_ROWS = 4096;
+
+__device__ __forceinline__ void begin_row(const float* initial, i64 key, float* vector, u64 dim) {
+  u64 mixed = (u64)key ^ 0x1E3779B97F4A7C15ull;
+  mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9ull;
+  mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EBull;
+  mixed = (mixed ^ mixed >> 31) & 0x3FFFFFFFFFFFFFFFull;
+  for (u64 d = threadIdx.x % LANES; d < dim; d += LANES) {
+    const u64 place = (mixed + ((mixed >> 12) + (mixed >> 24) * d) * d) % INITIAL_ROWS;
+    vector[d] = __ldg(initial + place * dim + d);
+  }
+}
+
+// Publishes what was claimed. New rows also get their first vectors, unless there are no `vectors`.
+extern "C" __global__ void publish(u64* entries, i64* table_keys, const i64* keys, i64 n, i64 message_size, const u32* places,
+                                   const i64* claimed, i64* rows, const float* initial, float* vectors, i64 dim) {
+  const i64 i = thread_number();
+  const i64 row = i < n ? publish_one(entries, table_keys, keys, i, message_size, places, claimed, rows) : 0;
+  if (vectors == nullptr) return;
+  const i64 key = row != 0 ? keys[i] : 0;
+  for (u32 left = __ballot_sync(ALL_LANES, row != 0); left != 0; left &= left - 1) {
+    const int lane = __ffs(left) - 1;
+    const i64 new_key = __shfl_sync(ALL_LANES, key, lane), new_row = __shfl_sync(ALL_LANES, row, lane);
+    begin_row(initial, new_key, vectors + new_row * dim, (u64)dim);
+  }
 }
 
 // As `publish`, for rows that were counted for each owner on its own, and for an index that is not used again. The distinct keys
@@ -138,25 +166,6 @@ extern "C" __global__ void number_by_owner(const u64* entries, i64* found, const
   for (i64 before = 0; before < owner; ++before) number += __ldg(counts + before);
   numbers[i] = number;
   if (claimer == (u64)i) found[number] = keys[i];
-}
-
-// Rows from `first` on, as many as are in use, get their first vectors: each element is that of the same column in a row of `initial`,
-// [INITIAL_ROWS, dim], as HashRows.initial_vectors says.
-constexpr u64 INITIAL_ROWS = 4096;
-
-extern "C" __global__ void begin_rows(const float* initial, const i64* table_keys, i64 first, const i64* num_rows, float* vectors,
-                                      i64 dim) {
-  const i64 end = __ldg(num_rows), step = (i64)gridDim.x * blockDim.y;
-  for (i64 row = first + (i64)blockIdx.x * blockDim.y + threadIdx.y; row < end; row += step) {
-    u64 mixed = (u64)__ldg(table_keys + row) ^ 0x1E3779B97F4A7C15ull;
-    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9ull;
-    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EBull;
-    mixed = (mixed ^ mixed >> 31) & 0x3FFFFFFFFFFFFFFFull;
-    for (u64 d = threadIdx.x; d < (u64)dim; d += blockDim.x) {
-      const u64 place = (mixed + ((mixed >> 12) + (mixed >> 24) * d) * d) % INITIAL_ROWS;
-      vectors[row * dim + d] = __ldg(initial + place * dim + d);
-    }
-  }
 }
 
 // Puts rows from 1 to num_rows - 1 into an index that has none of them.

@@ -75,7 +75,7 @@ def test_kernels_get_their_arguments_as_they_are_declared(monkeypatch: pytest.Mo
         launched.append((function, *values))
 
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
-    monkeypatch.setattr(device_rows, "_driver", lambda: SimpleNamespace(launchKernel=launch))
+    monkeypatch.setattr(device_rows, "_cuda", lambda: SimpleNamespace(driver=SimpleNamespace(launchKernel=launch)))
     monkeypatch.setattr(device_rows, "_function", lambda name, device: 99)
     monkeypatch.setattr(device_rows, "current_stream", lambda device: 0)
     keys, vectors = torch.zeros(4, dtype=torch.int64), torch.zeros(4, 3)
