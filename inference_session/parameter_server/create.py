@@ -17,6 +17,7 @@ from inference_session.parameter_server.known_incarnation import NOTE_TABLE, Kno
 from inference_session.parameter_server.namespace import Namespace, StoredTable
 from inference_session.parameter_server.retirement import Retirement
 from inference_session.parameter_server.server import ParameterServer
+from inference_session.parameter_server.table_source import refuse_rows_of_other_files
 from inference_session.parameter_server.tier import Tier
 from inference_session.platform.file_names import as_file_name
 from inference_session.urls.store_url import DEFAULT_TIMEOUT_MS, StoreUrl
@@ -35,7 +36,7 @@ def create_parameter_server(version: VersionDirectory, config: SessionConfig) ->
     error as long as another one answers.
 
     Raises:
-        ConfigurationError: a URL's package is not installed.
+        ConfigurationError: a URL's package is not installed, or a store was filled from other files than the version's.
         StoreError: a store refuses us for good, as with a wrong password, or is not there.
         UnavailableError: no store can be reached.
     """
@@ -54,6 +55,8 @@ def create_parameter_server(version: VersionDirectory, config: SessionConfig) ->
                 tiers.append(_tier(name, store, config))
         _check(tiers)
         if has_files:
+            if namespace.version is not None:
+                refuse_rows_of_other_files(version, tiers)
             files = TableFileStore(version, verify_indexes=config.verify == "full")
             tiers.append(Tier("files", DeletableFiles(files, tiers[-1].store)))
         opened.pop_all()

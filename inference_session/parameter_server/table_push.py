@@ -6,7 +6,6 @@ begun again goes on from there if the files are the same, and from the start if 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Iterator
@@ -19,9 +18,10 @@ from numpy.typing import NDArray
 from inference_session.errors import StoreError
 from inference_session.model_spec import TABLES_FOLDER, TableSpec
 from inference_session.parameter_server.base import EmbeddingStore
+from inference_session.parameter_server.table_source import push_note, source_of
 from inference_session.platform.progress import Progress
 from inference_session.tables.table_file import TableFile
-from inference_session.version_directory import manifest
+from inference_session.version_directory.manifest import read_manifest
 
 BYTES_PER_BATCH = 4 << 20
 NOTE_INTERVAL_S = 1.0
@@ -47,7 +47,7 @@ class TablePush:
         self.spec = spec
         self._store = store
         self._file = TableFile.open(folder, spec, verify_index=True)
-        self._source = _source(version_dir, spec)
+        self._source = source_of(read_manifest(version_dir), spec)
 
     def run(self, progress: Progress | None = None) -> PushReport:
         """Write the rows that are not yet written; of rows with equal keys the last one, as look-ups see it."""
@@ -117,14 +117,4 @@ class TablePush:
         return rows if 0 < rows < self.spec.num_rows else 0
 
     def _note(self, num_rows: int) -> None:
-        note = {"source": self._source, "rows": num_rows, "of": self.spec.num_rows}
-        self._store.set_note(self.spec.folder, json.dumps(note))
-
-
-def _source(version_dir: Path, spec: TableSpec) -> str:
-    """A short name for the contents of a table's files, computed from the manifest's checksums."""
-    folder = f"{TABLES_FOLDER}/{spec.folder}/"
-    entries = sorted(
-        f"{e.path} {e.sha256}" for e in manifest.read_manifest(version_dir) if str(e.path).startswith(folder)
-    )
-    return hashlib.sha256("\n".join(entries).encode()).hexdigest()[:16]
+        self._store.set_note(self.spec.folder, push_note(self._source, num_rows, self.spec.num_rows))

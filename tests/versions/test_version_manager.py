@@ -284,11 +284,16 @@ def test_rows_may_differ_but_not_what_a_table_is(name: str) -> None:
         check_same(small_model.SPEC, new)
 
 
-def test_other_rows_are_refused_where_stores_hold_the_old_ones(directory: Path) -> None:
+@pytest.mark.parametrize(
+    ("namespace", "message"),
+    [("version", "rows of table .* from other files than"), ("shared", r"different rows \(tables/.*a new version")],
+)
+def test_other_rows_are_refused_where_stores_hold_the_old_ones(directory: Path, namespace: str, message: str) -> None:
     """Rows in stores belong to a version's number: a new network may take over in place, new tables may not."""
-    with manage(directory, persistent_store=f"rocksdb://{pushed(directory)}") as versions:
+    settings = {"persistent_store": f"rocksdb://{pushed(directory)}", "store_namespace": namespace}
+    with manage(directory, **settings) as versions:
         replace(directory, 2)
-        with pytest.raises(ConfigurationError, match=r"different rows \(tables/.*a new version"):
+        with pytest.raises(ConfigurationError, match=message):
             versions.update()
 
         retrain(directory)

@@ -1,0 +1,78 @@
+"""Rows in a store are those of one set of files: a version number that is used again is noticed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inference_session import InferenceSession
+from inference_session.errors import ConfigurationError
+from inference_session.parameter_server.table_source import push_note
+from inference_session.update_stream.offset_notes import with_applied
+from tests.testing import small_model
+from tests.testing.servers import RedisServer, wait_until
+from tests.testing.stored_model import push, url_of
+
+REFUSED = r"holds rows of table 'user.weight' that came from other files than those of .*; publish these under a new"
+
+
+def ask(directory: Path, **settings: Any) -> None:
+    """Let requests read rows, and wait until they are in the volatile store."""
+    with InferenceSession.open(directory, **settings) as session:
+        session.run(small_model.random_inputs(20, np.random.default_rng(0)))
+        wait_until(lambda: session.stats()["tiers"]["volatile"]["promoted"] > 0, "promoted rows")
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Version 2 of the small model."""
+    small_model.write(tmp_path / "repository/small/2")
+    return tmp_path / "repository/small/2"
+
+
+def replace_files(directory: Path) -> None:
+    """Remove a version, and publish other files under its number."""
+    shutil.rmtree(directory)
+    small_model.write(directory, seed=5)
+
+
+def test_promoted_rows_of_a_removed_version_are_not_answered(directory: Path) -> None:
+    """Nobody pushed them. The same files are accepted, and others under a number of their own."""
+    with RedisServer() as redis:
+        ask(directory, volatile_store=redis.url)
+        InferenceSession.open(directory, volatile_store=redis.url).close()
+        replace_files(directory)
+
+        with pytest.raises(ConfigurationError, match=REFUSED):
+            InferenceSession.open(directory, volatile_store=redis.url)
+        ask(directory.rename(directory.with_name("3")), volatile_store=redis.url)
+
+
+def test_pushed_rows_of_a_removed_version_are_not_answered(directory: Path) -> None:
+    """Until those of the new files are pushed."""
+    push(directory, url_of(directory))
+    replace_files(directory)
+
+    with pytest.raises(ConfigurationError, match=REFUSED):
+        InferenceSession.open(directory, persistent_store=url_of(directory))
+    push(directory, url_of(directory))
+    InferenceSession.open(directory, persistent_store=url_of(directory)).close()
+
+
+def test_rows_that_all_versions_share_may_come_from_any(directory: Path) -> None:
+    """As those of HPS do."""
+    with RedisServer() as redis:
+        settings = {"volatile_store": redis.url, "store_namespace": "shared"}
+        ask(directory, **settings)
+        replace_files(directory)
+
+        InferenceSession.open(directory, **settings).close()
+
+
+def test_an_update_stream_keeps_the_note_of_the_files() -> None:
+    """Its offsets are in the same note."""
+    assert '"source": "abc"' in with_applied(push_note("abc", 5, 5), {("topic", 0): None})
