@@ -381,7 +381,7 @@ def test_in_an_outage_only_requests_that_need_the_tier_fail(
         network = Network(session.spec, failing.rows, dense, keys, keys_follow_inputs=True)
         monkeypatch.setattr(session, "rows", (failing.rows,))
         monkeypatch.setattr(replica, "network", network)
-        monkeypatch.setattr(replica, "staged", stage_on_host(session.spec, session.layout, network))
+        monkeypatch.setattr(replica, "staging_pool", stage_on_host(session.spec, session.layout, network))
         failing.error = UnavailableError("gone")
 
         answers = session.run_many([Request(even), Request(odd)])

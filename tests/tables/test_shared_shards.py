@@ -245,10 +245,13 @@ def test_processes_that_cannot_meet_do_without_shards(
     tables.close()
 
 
-def test_tables_that_nobody_closes_give_their_memory_back(files: list[TableFile]) -> None:
+def test_tables_that_nobody_closes_give_their_memory_back(
+    files: list[TableFile], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Once nothing refers to them: who comes later makes new ones."""
     from inference_session.platform.open_files import private_folder
 
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other processes do not meet here
     tables = opened(files, 0, 2)
     assert [*private_folder().glob("[0-9a-f]*.*")]
     del tables
