@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+
 import pytest
 
 from triton_backend.backend.stub_calls import shorten_calls
