@@ -14,7 +14,7 @@ from tests.fuzz.targets import TARGETS, TRAINING_TARGETS
 
 ENGINE = os.environ.get("HOTROW_FUZZ_ENGINE", "tests.fuzz")
 """The program that does it; `make fuzz` takes tests.fuzz.coverage_guided where it can."""
-SECONDS = float(os.environ.get("HOTROW_FUZZ_SECONDS", "3"))
+SECONDS = float(os.environ.get("HOTROW_FUZZ_SECONDS", "2"))
 """For each reader; `make fuzz` takes a minute."""
 SEED = int(os.environ.get("HOTROW_FUZZ_SEED", "0"))
 MAX_FILES = 500
