@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,9 @@ from inference_session.errors import HotrowError
 from tests.testing.programs import PROGRAM_S
 from tests.testing.served import Serve, Served, is_running, name_of, shared_memory, start
 from tests.testing.servers import PATIENCE_S, wait_until
+from triton_backend.launcher.command import ServerCommand
 from triton_backend.launcher.server import ServerOptions, TritonServer
+from triton_backend.repository.servable import ServableModel
 
 pytestmark = pytest.mark.triton
 
@@ -192,6 +194,24 @@ def test_a_stop_with_clients_connected_leaves_nothing(serve: Serve, repository: 
     assert status == 0
     assert len(family) >= 4
     assert_nothing_left(family, served.process.pid)
+
+
+def test_a_signal_while_the_server_is_being_started_leaves_nothing(
+    repository: Path, tritonserver: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server runs then, but the launcher does not know it yet."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def interrupted(command: ServerCommand, models: Sequence[ServableModel]) -> subprocess.Popen[bytes]:
+        started.append(start_server(command, models))
+        raise KeyboardInterrupt
+
+    start_server = ServerCommand.start
+    monkeypatch.setattr(ServerCommand, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        TritonServer.start(free_options(repository))
+    with started.pop() as server:
+        wait_until(lambda: server.poll() is not None, "the end of the server")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])

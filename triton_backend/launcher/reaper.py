@@ -1,9 +1,9 @@
 """Cleans up after a launcher that was killed. It is a separate program, as no other process is left to do it.
 
-Reads a line of JSON, then waits. When its input ends without the word `done`, the launcher was killed. The reaper then
-kills the processes whose command line contains the prefix of the shared memory (the server, its backend processes and
-their guards) and those that work in the folder of nginx, and removes the shared memory and the folder. Standard library
-only: it runs as a plain script, `python reaper.py`.
+Reads a line of JSON, then waits. When its input ends without the word `done`, the launcher was killed or interrupted.
+The reaper then kills the processes whose command line contains the prefix of the shared memory (the server, its backend
+processes and their guards) and those that work in the folder of nginx, and removes the shared memory and the folder.
+Standard library only: it runs as a plain script, `python reaper.py`.
 """
 
 from __future__ import annotations

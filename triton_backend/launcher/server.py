@@ -391,15 +391,15 @@ def _adapted(repository: Path, folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _reaper(memory_prefix: str, folder: Path) -> Iterator[None]:
-    """Start a reaper that cleans up if we are killed."""
+    """Start a reaper that cleans up if we are killed, or interrupted: perhaps while a server is started that nobody
+    knows yet.
+    """
     program = [sys.executable, "-I", "-S", reaper.__file__]
     with subprocess.Popen(program, stdin=subprocess.PIPE, cwd="/", text=True, start_new_session=True) as process:
         assert process.stdin is not None  # noqa: S101  it was opened as a PIPE
         process.stdin.write(json.dumps({"memory_prefix": memory_prefix, "folder": str(folder)}) + "\n")
         process.stdin.flush()
-        try:
-            yield
-        finally:
-            with contextlib.suppress(BrokenPipeError):  # it has been killed itself
-                process.stdin.write("done\n")
-                process.stdin.flush()
+        yield
+        with contextlib.suppress(BrokenPipeError):  # it has been killed itself
+            process.stdin.write("done\n")
+            process.stdin.flush()
