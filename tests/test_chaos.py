@@ -140,7 +140,7 @@ def wait_for_redis(session: InferenceSession) -> None:
 def test_a_cluster_fails_over_while_it_is_written(tmp_path: Path, number: signal.Signals, cache_bytes: int) -> None:
     """Masters go and their replicas take over: no answer is old, none is an error, and no old row stays."""
     with (
-        RedisClusterServers(node_timeout_ms=3000) as cluster,
+        RedisClusterServers(node_timeout_ms=6000) as cluster,  # so that a slow machine notices the outage
         opened(tmp_path, cluster.url, cache_bytes=cache_bytes) as session,
     ):
         rows = WrittenRows(session)
