@@ -135,7 +135,7 @@ def _planned(
     if shard == "rows" and shared is None and needed > budget:
         raise ConfigurationError(
             f"shard=rows needs {needed} bytes on each of {num_parts} GPUs, where tables may take {budget}"
-            f" ({reason}): name more GPUs in device, or set shard=auto, which leaves the largest tables in host memory"
+            f" ({reason}): use more GPUs, or set shard=auto, which leaves the largest tables in host memory"
         )
     for device in devices:
         if cache_bytes is not None:
@@ -218,7 +218,7 @@ def _possible(shard: Shard, device_ids: Sequence[int], *, in_processes: bool) ->
     if reason is None:
         return shard
     if shard == "rows":
-        raise ConfigurationError(f"shard cannot be 'rows': {reason}; set shard=none, or name other GPUs in device")
+        raise ConfigurationError(f"shard cannot be 'rows': {reason}; set shard=none, or use other GPUs")
     _log.warning("Rows are not sharded: %s", reason)
     return "none"
 

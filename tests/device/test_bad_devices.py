@@ -102,14 +102,14 @@ def programs() -> Iterator[ForkedPrograms]:
             'install(gpus(90_000, 30_000)); refused(lambda: open_tables(shard="rows"))',
             (
                 "shard=rows needs 32000 bytes on each of 2 GPUs, where tables may take 24000 (cuda:1 has 30000 bytes"
-                " free): name more GPUs in device, or set shard=auto, which leaves the largest tables in host memory"
+                " free): use more GPUs, or set shard=auto, which leaves the largest tables in host memory"
             ),
         ),
         (
             'install(gpus(90_000, 90_000), peers=False); refused(lambda: open_tables(shard="rows"))',
             (
                 "shard cannot be 'rows': cuda:0 cannot read the memory of cuda:1 (neither NVLink nor PCIe lets it); set"
-                " shard=none, or name other GPUs in device"
+                " shard=none, or use other GPUs"
             ),
         ),
     ],
