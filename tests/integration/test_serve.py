@@ -199,7 +199,7 @@ def test_a_stop_with_clients_connected_leaves_nothing(serve: Serve, repository: 
 def test_a_signal_while_the_server_is_being_started_leaves_nothing(
     repository: Path, tritonserver: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server runs then, but the launcher does not know it yet."""
+    """The server runs then, but the launcher does not know it yet. It waits until the reaper has ended it."""
     started: list[subprocess.Popen[bytes]] = []
 
     def interrupted(command: ServerCommand, models: Sequence[ServableModel]) -> subprocess.Popen[bytes]:
@@ -211,7 +211,7 @@ def test_a_signal_while_the_server_is_being_started_leaves_nothing(
     with pytest.raises(KeyboardInterrupt):
         TritonServer.start(free_options(repository))
     with started.pop() as server:
-        wait_until(lambda: server.poll() is not None, "the end of the server")
+        assert server.poll() is not None
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
