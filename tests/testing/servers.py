@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.util
 import random
@@ -85,6 +86,12 @@ def _reserve(port: int) -> None:
         _reserved[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _reserved[-1].bind(("127.0.0.1", number))
     while len(_reserved) > _MAX_RESERVED:
+        _reserved.popleft().close()
+
+
+@atexit.register
+def _give_ports_back() -> None:
+    while _reserved:
         _reserved.popleft().close()
 
 
