@@ -71,9 +71,11 @@ def ask(rows: Rows, keys: NDArray[np.int64], pooling: PoolingCode) -> Answer:
     """Keys [samples, tables, keys of each]."""
     num_samples, num_tables, num_keys = keys.shape
     by_table = np.ascontiguousarray(keys.swapaxes(0, 1))
+    reader = rows.readers[0]
+    device = reader.device
     begin = time.perf_counter()
-    with rows.device.request():
-        staged, output = rows.device.stage(by_table), rows.device.empty((num_samples, num_tables * DIM))
+    with device.request():
+        staged, output = device.stage(by_table), device.empty((num_samples, num_tables * DIM))
         segments = np.zeros(num_tables, SEGMENT)
         segments["table"], segments["pooling"] = np.arange(num_tables), pooling
         segments["key_bytes"] = segments["key_stride"] = 8
@@ -82,9 +84,9 @@ def ask(rows: Rows, keys: NDArray[np.int64], pooling: PoolingCode) -> Answer:
         segments["output_address"] = address_of(output) + 4 * DIM * np.arange(num_tables)
         segments["output_stride"] = 4 * DIM * num_tables
         num_all = np.full(num_tables, num_samples * num_keys)
-        lookup = Lookup(segments, num_all, rows.device.counts(num_tables), rows.prepare(segments))
-        rows.look_up(lookup)
-        rows.device.wait()
+        lookup = Lookup(segments, num_all, device.counts(num_tables), reader.prepare(segments))
+        reader.look_up(lookup)
+        device.wait()
         assert not lookup.num_unknown.any()
         seconds = time.perf_counter() - begin
         return Answer(output if isinstance(output, np.ndarray) else output.get(), seconds)
@@ -94,19 +96,19 @@ def on_gpu(tables: Tables) -> StoredRows:
     """Rows on a GPU, with room in the cache for all hot ones."""
     cache_bytes = gpu_budget.bytes_to_hold(tables.dims, tables.num_hot)
     cache = GpuEmbeddingCache(tables.dims, cache_bytes, CudaDevice(0), num_rows=tables.num_hot)
-    return StoredRows(tables.specs, cache, ParameterServer([Tier("memory", tables.store)]))
+    return StoredRows(tables.specs, [cache], ParameterServer([Tier("memory", tables.store)]))
 
 
 def on_cpu(tables: Tables) -> StoredRows:
     """The same in host memory."""
     cache = CpuEmbeddingCache(tables.dims, cpu_budget.bytes_to_hold(tables.dims, tables.num_hot))
-    return StoredRows(tables.specs, cache, ParameterServer([Tier("memory", tables.store)]))
+    return StoredRows(tables.specs, [cache], ParameterServer([Tier("memory", tables.store)]))
 
 
 def heat(tables: Tables, rows: Rows) -> None:
     """Cache the hot rows."""
     hot = tables.keys[: len(tables.keys) // 2]
-    rows.warm_up(dict.fromkeys(tables.dims, hot), time.monotonic() + PATIENCE_S)
+    rows.readers[0].warm_up(dict.fromkeys(tables.dims, hot), time.monotonic() + PATIENCE_S)
 
 
 def fetch_s(tables: Tables, keys: NDArray[np.int64], wanted: NDArray[np.bool_]) -> float:

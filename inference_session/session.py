@@ -118,15 +118,10 @@ class InferenceSession:
         cpu.compile_kernels()
         self._model = model = open_model(version, config, devices)
         # Others may read these four, but only a session calls what changes them.
-        self.layout, self.rows, self.replicas, self.kept_contexts = (
-            model.layout,
-            model.rows,
-            model.replicas,
-            model.kept_contexts,
-        )
+        _, self.layout, self.rows, self.replicas, self.kept_contexts = model
         self.has_fast_path = self.replicas.all[0].staging_pool is not None
         """Whether `run_arrays` answers any requests to this model."""
-        self._writer = self.rows[0].writer  # the same for all devices
+        self._writer = self.rows.writer
         self._count_into(SessionStats(spec), None)  # until warmed up
         self._rows_before: RowStats | None = None
         self.upkeep = SessionUpkeep(version, config, self.rows)
@@ -261,7 +256,7 @@ class InferenceSession:
         number = self.spec.tables.index(spec)
         for begin in range(0, len(wanted), _KEYS_AT_ONCE):
             part = slice(begin, begin + _KEYS_AT_ONCE)
-            self.replicas.run(lambda each, part=part: fetch(each.network.rows, number, wanted[part], vectors[part]))  # type: ignore[misc]
+            self.replicas.run(lambda each, part=part: fetch(each.network.reader, number, wanted[part], vectors[part]))  # type: ignore[misc]
         return vectors
 
     def update(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
@@ -314,7 +309,7 @@ class InferenceSession:
             UnavailableError: a store is down.
         """
         self._check_open()
-        return dump(self.rows[0], self.spec, target, progress)
+        return dump(self.rows, self.spec, target, progress)
 
     def stats(self) -> dict[str, Any]:
         """Counters since `open`. The reference page "Statistics" (docs/reference/statistics.md) defines each key."""
@@ -322,7 +317,9 @@ class InferenceSession:
 
     def snapshot(self) -> SessionSnapshot:
         """The same as `stats`, as objects."""
-        rows = self._row_stats() if self._rows_before is None else self._row_stats().after(self._rows_before)
+        rows = self.rows.stats()
+        if self._rows_before is not None:
+            rows = rows.after(self._rows_before)
         return SessionSnapshot(self._stats.snapshot(), rows, self.upkeep.update_stats())
 
     def close(self) -> None:
@@ -333,8 +330,7 @@ class InferenceSession:
         if not self._closed:
             self._closed = True
             self.upkeep.close()
-            for rows in self.rows:
-                rows.close()
+            self.rows.close()
             self.replicas.close()
 
     def __enter__(self) -> InferenceSession:
@@ -387,13 +383,9 @@ class InferenceSession:
     def _begin_counting(self) -> None:
         """From now on, requests are counted, make rows hot, and are recorded if a setting asks for it."""
         stats = SessionStats(self.spec)
-        self._rows_before = self._row_stats()
+        self._rows_before = self.rows.stats()
         self.upkeep.begin(stats)
         self._count_into(stats, self.upkeep.recorder)
-
-    def _row_stats(self) -> RowStats:
-        """The counters of the rows on all devices, warm-up included."""
-        return RowStats.on_devices([rows.stats() for rows in dict.fromkeys(self.rows)])
 
 
 @contextlib.contextmanager

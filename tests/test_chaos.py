@@ -80,7 +80,7 @@ class WrittenRows:
     def assert_settled(self) -> None:
         """Every row is its last one, in each of the stores that has it."""
         self.read(EVERY)
-        server = self._session.rows[0].server  # type: ignore[attr-defined]
+        server = self._session.rows.server  # type: ignore[attr-defined]
         for tier in server.tiers:
             vectors = np.empty((NUM_ROWS, 4), np.float32)
             found = tier.store.fetch("user_weight", EVERY, vectors)

@@ -81,9 +81,9 @@ def open_on_gpu(directory: Path, **settings: Any) -> InferenceSession:
 
 
 def rows_of(session: InferenceSession) -> StoredRows:
-    assert isinstance(session.rows[0], StoredRows)
-    assert session.rows[0].device.name == "cuda:0"
-    return session.rows[0]
+    assert isinstance(session.rows, StoredRows)
+    assert session.rows.readers[0].device.name == "cuda:0"
+    return session.rows
 
 
 def await_inserts(rows: StoredRows) -> None:
@@ -266,7 +266,7 @@ def test_async_inserts_answer_by_default_and_then_by_row(version: tuple[Path, sm
         rows = rows_of(session)
         await_inserts(rows)
         for spec in small_model.TABLES:
-            rows.cache.clear(spec.folder)
+            rows.caches[0].clear(spec.folder)
 
         first = session.run(inputs)
         defaults = session.stats()["tables"]["user_weight"]["default_vectors"]
@@ -363,7 +363,7 @@ def test_a_closed_session_refuses_look_ups(version: tuple[Path, small_model.Arra
     with pytest.raises(SessionClosedError):
         session.run(small_model.random_inputs(2, np.random.default_rng(0)))
     with pytest.raises(SessionClosedError):
-        fetch(rows, 0, np.arange(3), np.zeros((3, 4), np.float32))
+        fetch(rows.readers[0], 0, np.arange(3), np.zeros((3, 4), np.float32))
 
 
 class Look(NamedTuple):
@@ -438,10 +438,12 @@ def answers_of(rows: Rows, looks: Sequence[Look]) -> tuple[list[NDArray[np.float
     """Outputs and unknown keys of look-ups in one call."""
     segments, outputs, held = np.zeros(len(looks), SEGMENT), [], []
     num_keys = np.array([sum(map(len, look.bags)) for look in looks], np.int64)
-    with rows.device.request():
+    reader = rows.readers[0]
+    device = reader.device
+    with device.request():
         for segment, look in zip(segments, looks, strict=True):
-            keys, dtype = rows.device.stage(look.keys), np.dtype(look.code.name.lower())
-            output = rows.device.empty(look.shape, dtype)
+            keys, dtype = device.stage(look.keys), np.dtype(look.code.name.lower())
+            output = device.empty(look.shape, dtype)
             item, keys_per_row = keys.itemsize, 1 if keys.ndim == 1 else keys.shape[1]
             segment["table"], segment["pooling"], segment["keys_address"] = look.table, look.pooling, address_of(keys)
             segment["key_bytes"], segment["key_stride"], segment["row_stride"] = item, item, item * keys_per_row
@@ -453,11 +455,11 @@ def answers_of(rows: Rows, looks: Sequence[Look]) -> tuple[list[NDArray[np.float
             held.append(keys)
             for field in ("begins", "ends", "weights"):
                 if (array := getattr(look, field)) is not None:
-                    held.append(rows.device.stage(array))
+                    held.append(device.stage(array))
                     segment[f"{field}_address"] = address_of(held[-1])
-        lookup = Lookup(segments, num_keys, rows.device.counts(len(looks)), rows.prepare(segments))
-        rows.look_up(lookup)
-        rows.device.wait()
+        lookup = Lookup(segments, num_keys, device.counts(len(looks)), reader.prepare(segments))
+        reader.look_up(lookup)
+        device.wait()
         return [
             array if isinstance(array, np.ndarray) else array.get() for array in outputs
         ], lookup.num_unknown.tolist()
@@ -490,7 +492,7 @@ def gpu_rows(server: ParameterServer, cache_bytes: int = 13_000) -> StoredRows:
     num_rows = {spec.folder: spec.num_rows for spec in SPECS}
     numbered = {spec.folder: spec.num_rows for spec in SPECS if spec.keys == "row_number"}
     cache = GpuEmbeddingCache(dims, cache_bytes, device, num_rows=num_rows, row_numbers=numbered)
-    return StoredRows(SPECS, cache, server)
+    return StoredRows(SPECS, [cache], server)
 
 
 @pytest.mark.parametrize("codes", [[VectorCode.FLOAT32], [VectorCode.FLOAT16], [*VectorCode][:2]], ids=str)
@@ -506,7 +508,7 @@ def test_any_look_up_answers_as_numpy_and_the_processor(
     store, known = memory_store()
     on_gpu = gpu_rows(ParameterServer([Tier("memory", store)]))
     cache = CpuEmbeddingCache({spec.folder: spec.embedding_dim for spec in SPECS}, 1 << 14)
-    on_cpu = StoredRows(SPECS, cache, ParameterServer([Tier("memory", store)]))
+    on_cpu = StoredRows(SPECS, [cache], ParameterServer([Tier("memory", store)]))
     for seed in range(12):
         rng = np.random.default_rng(seed)
         looks = [random_look(rng, known) for _ in range(num_looks)]
@@ -580,9 +582,9 @@ def test_a_row_updated_while_it_is_fetched_is_not_cached() -> None:
     out = np.zeros((90, 4), np.float32)
     store.hook = lambda: rows.writer.update(SPECS[2].folder, np.array([3, 48]), np.full((2, 4), 7, np.float32))
 
-    fetch(rows, 2, np.arange(-90, 0), out)
+    fetch(rows.readers[0], 2, np.arange(-90, 0), out)
     await_inserts(rows)
-    fetch(rows, 2, np.arange(-90, 0), out)
+    fetch(rows.readers[0], 2, np.arange(-90, 0), out)
 
     assert out[[3, 48]].tolist() == [[7] * 4] * 2
     rows.close()

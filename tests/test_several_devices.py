@@ -5,7 +5,7 @@ The devices stand in for GPUs; where there are two GPUs, the same tests run ther
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from inference_session import InferenceSession
 from inference_session.device.discovery import unusable, unusable_for_sessions
 from inference_session.embedding_cache.base import EmbeddingCache
+from inference_session.embedding_cache.stats import CacheStats
 from inference_session.errors import ConfigurationError, UnavailableError
 from inference_session.model_spec import TableSpec
 from inference_session.parameter_server.create import create_store
@@ -23,8 +24,7 @@ from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
 from inference_session.rows import Rows, StoredRows, fetch
-from inference_session.rows.hot_keys import merged, read_hot_keys
-from inference_session.rows.stored_writer import StoredWriter
+from inference_session.rows.hot_keys import interleaved, read_hot_keys
 from tests.testing import small_model
 from tests.testing.hooked_store import HookedStore
 from tests.testing.memory_store import MemoryStore
@@ -84,9 +84,9 @@ def rows_on_each(session: InferenceSession, table: str, keys: Any) -> list[NDArr
     """What each device answers."""
     spec, asked = session.spec.table(table), np.asarray(keys, np.int64)
     answers = []
-    for rows in session.rows:
+    for reader in session.rows.readers:
         answers.append(np.empty((len(asked), spec.embedding_dim), np.float32))
-        fetch(rows, session.spec.tables.index(spec), asked, answers[-1])
+        fetch(reader, session.spec.tables.index(spec), asked, answers[-1])
     return answers
 
 
@@ -97,11 +97,16 @@ def on_each_device(session: InferenceSession, table: str, keys: Any) -> list[NDA
     return answers
 
 
-def await_inserts(all_rows: Sequence[Rows]) -> None:
+def await_inserts(rows: Rows) -> None:
     """Until what was missing is cached."""
-    for rows in all_rows:
-        assert isinstance(rows, StoredRows)
-        assert rows.wait_for_inserts(PATIENCE_S)
+    assert isinstance(rows, StoredRows)
+    assert rows.wait_for_inserts(PATIENCE_S)
+
+
+def cache_counts(session: InferenceSession) -> list[CacheStats]:
+    """The counts of each device's cache."""
+    assert isinstance(session.rows, StoredRows)
+    return [cache.stats() for cache in session.rows.caches]
 
 
 def test_requests_are_answered_by_all_devices(
@@ -112,8 +117,8 @@ def test_requests_are_answered_by_all_devices(
         inputs = small_model.random_inputs(seed, np.random.default_rng(seed))
         assert_answers(stored.run(inputs), small_model.expected(written[1], inputs))
         await_inserts(stored.rows)
-    counts = [rows.stats().cache for rows in stored.rows]
-    assert all(each is not None and each.rows > 0 and each.hits > 0 for each in counts)
+    counts = cache_counts(stored)
+    assert all(each.rows > 0 and each.hits > 0 for each in counts)
 
 
 def test_counts_add_up_over_the_caches(stored: InferenceSession) -> None:
@@ -122,11 +127,11 @@ def test_counts_add_up_over_the_caches(stored: InferenceSession) -> None:
     for _ in range(4):
         stored.lookup("hashed", np.arange(1, 8))
         await_inserts(stored.rows)
-    stats, parts = stored.stats(), [rows.stats() for rows in stored.rows]
+    stats, parts = stored.stats(), cache_counts(stored)
     assert stats["cache"]["hits"] == stats["cache"]["tables"]["hashed"]["hits"] == 14
     assert stats["cache"]["misses"] == next(iter(stats["tiers"].values()))["hits"] - before["hits"] == 14
     for name in ("rows", "capacity", "inserts", "bytes", "cache_bytes"):
-        assert stats["cache"][name] == sum(getattr(part.cache, name) for part in parts) > 0
+        assert stats["cache"][name] == sum(getattr(part, name) for part in parts) > 0
     assert stats["cache"]["cache_bytes"] == 2 * CACHE_BYTES
 
 
@@ -135,7 +140,7 @@ def test_a_change_is_seen_on_each_device(stored: InferenceSession, written: tupl
     first, second = written[1]["hashed/key"][:2].tolist()
     on_each_device(stored, "hashed", [first, second])
     on_each_device(stored, "code", [39, -1, 5])
-    fetch(stored.rows[1], 1, np.array([-3]), np.empty((1, 3), np.float32))
+    fetch(stored.rows.readers[1], 1, np.array([-3]), np.empty((1, 3), np.float32))
     await_inserts(stored.rows)
 
     stored.update("code", [39, 37], np.array([[1, 2, 3], [4, 5, 6]], np.float32))
@@ -152,8 +157,8 @@ def test_a_change_is_seen_on_each_device(stored: InferenceSession, written: tupl
 def test_a_refresh_reaches_each_device(stored: InferenceSession, written: tuple[Path, small_model.Arrays]) -> None:
     """What another process has changed in the store, whichever devices have cached it."""
     first, second, third = written[1]["hashed/key"][:3].tolist()
-    for rows, keys in zip(stored.rows, ([first, second], [second, third]), strict=True):
-        fetch(rows, 2, np.array(keys), np.empty((2, 2), np.float32))
+    for reader, keys in zip(stored.rows.readers, ([first, second], [second, third]), strict=True):
+        fetch(reader, 2, np.array(keys), np.empty((2, 2), np.float32))
     await_inserts(stored.rows)
     with create_store(url_of(written[0]), Namespace("small", "1"), DIMS, writable=True) as store:
         store.insert("hashed", np.array([first, second]), np.array([[1, 1], [2, 2]], np.float32))
@@ -181,8 +186,8 @@ def test_the_next_session_starts_with_what_was_hot_on_any_device(
     settings = {"state_dir": str(tmp_path), "warm_up_s": PATIENCE_S}
     keys = written[1]["hashed/key"][:4]
     with open_stored(written[0], **settings) as session:
-        for rows, part in zip(session.rows, (keys[:2], keys[2:]), strict=True):
-            fetch(rows, 2, part, np.empty((2, 2), np.float32))
+        for reader, part in zip(session.rows.readers, (keys[:2], keys[2:]), strict=True):
+            fetch(reader, 2, part, np.empty((2, 2), np.float32))
         await_inserts(session.rows)
         session.run(small_model.random_inputs(1, np.random.default_rng(0), num_items=0))
     assert np.isin(keys, read_hot_keys(tmp_path / "small.hot_keys")["hashed"]).all()
@@ -195,9 +200,9 @@ def test_the_next_session_starts_with_what_was_hot_on_any_device(
 
 def test_hot_keys_of_caches_take_turns() -> None:
     """The hottest of each first, and none twice."""
-    parts = [{"t": np.array([5, 3, 1])}, {"t": np.array([3, 2])}, {"t": np.empty(0, np.int64)}]
-    assert merged(parts)["t"].tolist() == [5, 3, 2, 1]
-    assert merged(parts[:1]) is parts[0]
+    parts = [np.array([5, 3, 1]), np.array([3, 2]), np.empty(0, np.int64)]
+    assert interleaved(parts).tolist() == [5, 3, 2, 1]
+    assert interleaved(parts[:1]) is parts[0]
 
 
 def test_all_rows_are_dumped_once(stored: InferenceSession, tmp_path: Path) -> None:
@@ -229,21 +234,18 @@ def test_a_row_updated_while_it_is_fetched_is_not_cached(devices: str) -> None:
     store.insert(spec.folder, np.arange(50), np.zeros((50, 4), np.float32))
     hooked = HookedStore(store)
     server = ParameterServer([Tier("memory", hooked)])
-    caches = caches_on(devices, spec)
-    writer = StoredWriter([spec], caches, server)
-    rows = [StoredRows([spec], cache, server, writer=writer) for cache in caches]
+    rows = StoredRows([spec], caches_on(devices, spec), server)
     out = np.empty((50, 4), np.float32)
-    fetch(rows[0], 0, np.arange(10), out[:10])
+    fetch(rows.readers[0], 0, np.arange(10), out[:10])
     await_inserts(rows)
-    hooked.hook = lambda: writer.update(spec.folder, np.array([3, 20]), np.full((2, 4), 7, np.float32))
-    fetch(rows[1], 0, np.arange(50), out)
+    hooked.hook = lambda: rows.writer.update(spec.folder, np.array([3, 20]), np.full((2, 4), 7, np.float32))
+    fetch(rows.readers[1], 0, np.arange(50), out)
     await_inserts(rows)
-    for each in rows:
+    for each in rows.readers:
         fetch(each, 0, np.arange(50), out)
         assert out[[3, 20]].tolist() == [[7] * 4] * 2
         assert not out[[2, 21]].any()
-    for each in rows:
-        each.close()
+    rows.close()
 
 
 def test_a_failed_device_makes_the_model_unavailable(
@@ -263,7 +265,7 @@ def test_a_failed_device_makes_the_model_unavailable(
     with pytest.raises(UnavailableError, match="cuda:0 has failed"):
         stored.update("hashed", [first], np.array([[7, 8]], np.float32))
     found = np.empty((1, 2), np.float32)
-    fetch(stored.rows[1], 2, np.array([first]), found)
+    fetch(stored.rows.readers[1], 2, np.array([first]), found)
     assert found.tolist() == [[7, 8]]
     assert stored.stats()["cache"]["capacity"] > 0
     stored.close()
@@ -281,7 +283,7 @@ def test_rows_of_files_change_on_all_devices(devices: str, tmp_path: Path, shard
     tables = small_model.write(tmp_path / "1")
     with open_changing(tmp_path / "1", shard=shard) as session:
         assert len(session.replicas.all) == 2
-        writer, hashed = session.rows[0].writer, tables["hashed/key"].copy()
+        writer, hashed = session.rows.writer, tables["hashed/key"].copy()
         for number in range(1, 8):  # the rows of the devices outgrow their memory
             keys = np.arange(4 * number)
             writer.update("code", keys, np.full((len(keys), 3), number, np.float32))
@@ -301,7 +303,7 @@ def test_rows_of_files_are_deleted_on_all_devices(devices: str, tmp_path: Path) 
     tables = small_model.write(tmp_path / "1")
     first, second = tables["hashed/key"][:2].tolist()
     with open_changing(tmp_path / "1") as session:
-        writer = session.rows[0].writer
+        writer = session.rows.writer
         writer.update("hashed", np.array([10**15, second]), np.array([[7, 8], [9, 10]], np.float32))
         writer.erase("hashed", np.array([first, second]))
         writer.erase("code", np.array([2, 2, 39]))
@@ -324,7 +326,7 @@ def test_changes_of_files_under_requests_are_never_lost(devices: str, tmp_path: 
     """While requests read rows on both devices, each change is read back from both; no row is answered half."""
     small_model.write(tmp_path / "1")
     with open_changing(tmp_path / "1", shard="rows") as session:
-        session.update = lambda table, keys, vectors: session.rows[0].writer.update(  # type: ignore[method-assign]
+        session.update = lambda table, keys, vectors: session.rows.writer.update(  # type: ignore[method-assign]
             session.spec.table(table).folder, np.asarray(keys, np.int64), vectors
         )
         assert_updates_are_read_back(session, lambda keys: rows_on_each(session, "user.weight", keys), num_updates=100)
@@ -338,9 +340,9 @@ def test_a_device_that_fails_does_not_keep_changes_of_files_from_others(
     with open_changing(tmp_path / "1") as session:
         stand_ins[0].broken = "cuda:0 has failed"
         with pytest.raises(UnavailableError, match="cuda:0 has failed"):
-            session.rows[0].writer.update("code", np.array([4]), np.full((1, 3), 7, np.float32))
+            session.rows.writer.update("code", np.array([4]), np.full((1, 3), 7, np.float32))
         found = np.empty((1, 3), np.float32)
-        fetch(session.rows[1], 1, np.array([4]), found)
+        fetch(session.rows.readers[1], 1, np.array([4]), found)
         assert (found == 7).all()
         with pytest.raises(UnavailableError, match="cuda:0 has failed"):
             session.lookup("code", [4])

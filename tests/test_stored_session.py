@@ -282,14 +282,14 @@ def test_a_row_has_one_age_by_both_its_keys(cached: int) -> None:
     """Also while only the store has a write, and not yet the cache: a reader of the new row sees no older one later."""
     store = HookedStore(MemoryStore(DIMS))
     store.insert("user_weight", np.arange(50), np.ones((50, 4), np.float32))
-    rows = StoredRows(small_model.TABLES, CpuEmbeddingCache(DIMS, 1 << 16), ParameterServer([Tier("memory", store)]))
+    rows = StoredRows(small_model.TABLES, [CpuEmbeddingCache(DIMS, 1 << 16)], ParameterServer([Tier("memory", store)]))
     out = np.zeros((1, 4), np.float32)
-    fetch(rows, 0, np.array([cached]), out)
+    fetch(rows.readers[0], 0, np.array([cached]), out)
     seen: list[float] = []
 
     def ask_by_both() -> None:
         for key in (3, -47, 3):
-            fetch(rows, 0, np.array([key]), out)
+            fetch(rows.readers[0], 0, np.array([key]), out)
             seen.append(float(out[0, 0]))
 
     store.insertion_hook = ask_by_both
@@ -310,10 +310,10 @@ def test_a_row_updated_while_it_is_fetched_is_not_cached(refreshing: bool, fails
     store.insert("user_weight", np.arange(50), np.ones((50, 4), np.float32))
     faulty = FaultStore(store, lambda verb: failures.pop() if verb == "erase" and failures else None)
     server = ParameterServer([Tier("memory", faulty)])
-    rows = StoredRows(small_model.TABLES, CpuEmbeddingCache(DIMS, 1 << 16), server)
+    rows = StoredRows(small_model.TABLES, [CpuEmbeddingCache(DIMS, 1 << 16)], server)
     out = np.zeros((50, 4), np.float32)
     if refreshing:
-        fetch(rows, 0, np.arange(50), out)
+        fetch(rows.readers[0], 0, np.arange(50), out)
 
     def write() -> None:
         rows.writer.update("user_weight", np.array([3, 48]), np.full((2, 4), 7, np.float32))
@@ -327,8 +327,8 @@ def test_a_row_updated_while_it_is_fetched_is_not_cached(refreshing: bool, fails
     if refreshing:
         rows.writer.refresh()
     else:
-        fetch(rows, 0, np.arange(-50, 0), out)
-    fetch(rows, 0, np.arange(-50, 0), out)
+        fetch(rows.readers[0], 0, np.arange(-50, 0), out)
+    fetch(rows.readers[0], 0, np.arange(-50, 0), out)
 
     assert out[[3, 48]].tolist() == [[7] * 4] * 2
     assert out[5].tolist() == ([0] * 4 if fails else [1] * 4)
@@ -364,7 +364,7 @@ class FailingRows:
             upper.insert(table.folder, keys, vectors)
         tiers = [Tier("volatile", FaultStore(upper, lambda _: self.error)), Tier("persistent", lower)]
         server = ParameterServer(tiers, **server_settings)  # type: ignore[arg-type]
-        self.rows = StoredRows(small_model.TABLES, NullEmbeddingCache(DIMS), server)
+        self.rows = StoredRows(small_model.TABLES, [NullEmbeddingCache(DIMS)], server)
 
 
 def test_in_an_outage_only_requests_that_need_the_tier_fail(
@@ -378,8 +378,8 @@ def test_in_an_outage_only_requests_that_need_the_tier_fail(
     with InferenceSession.open(version[0], persistent_store=url_of(version[0])) as session:
         replica = session.replicas.all[0]
         dense, keys = replica.network.dense, replica.network.keys
-        network = Network(session.spec, failing.rows, dense, keys, keys_follow_inputs=True)
-        monkeypatch.setattr(session, "rows", (failing.rows,))
+        network = Network(session.spec, failing.rows.readers[0], dense, keys, keys_follow_inputs=True)
+        monkeypatch.setattr(session, "rows", failing.rows)
         monkeypatch.setattr(replica, "network", network)
         monkeypatch.setattr(replica, "staging_pool", stage_on_host(session.spec, session.layout, network))
         failing.error = UnavailableError("gone")
@@ -396,9 +396,9 @@ def test_refresh_in_an_outage_erases_nothing(version: tuple[Path, small_model.Ar
     """Cached rows that only the dead tier has stay; refresh() raises an error."""
     failing = FailingRows(version[1])
     cache = CpuEmbeddingCache(DIMS, 1 << 16)
-    rows = StoredRows(small_model.TABLES, cache, failing.rows.server)
+    rows = StoredRows(small_model.TABLES, [cache], failing.rows.server)
     out = np.zeros((4, 4), np.float32)
-    fetch(rows, 0, np.arange(4), out)
+    fetch(rows.readers[0], 0, np.arange(4), out)
     failing.error = UnavailableError("gone")
 
     with pytest.raises(UnavailableError):
@@ -450,11 +450,11 @@ def test_async_inserts_answer_by_default_and_then_by_row(
         nothing = {folder: np.zeros_like(vectors) for folder, vectors in version[1].items()}
         nothing["hashed"] = np.tile(np.array(HASHED_DEFAULT, np.float32), (30, 1))
         nothing["hashed/key"] = version[1]["hashed/key"]
-        rows = session.rows[0]
+        rows = session.rows
         assert isinstance(rows, StoredRows)
         assert rows.wait_for_inserts(PATIENCE_S)
         for spec in small_model.TABLES:
-            rows.cache.clear(spec.folder)
+            rows.caches[0].clear(spec.folder)
 
         first = session.run(inputs)
         defaults = session.stats()["tables"]["user_weight"]["default_vectors"]

@@ -65,7 +65,7 @@ def command(
             " dump it there with InferenceSession.dump(), or serve it with a persistent_store"
         )
     num_rows = sum(table.num_rows for table in spec.tables)
-    (rows,) = create_rows(VersionDirectory(version_dir, spec), config)
+    rows = create_rows(VersionDirectory(version_dir, spec), config)
     try:
         with row_progress(f"Dumping {version_dir}", num_rows) as progress:
             report = dump(rows, spec, target, progress)

@@ -75,7 +75,7 @@ def _use_a_cache() -> None:
     embedding_cache.insert("table", np.arange(2), np.zeros((2, 1), np.float32))
     embedding_cache.update("table", np.arange(1), np.zeros((1, 1), np.float32))
     embedding_cache.erase("table", np.arange(1))
-    StoredRows([_TABLE], embedding_cache, ParameterServer([])).close()
+    StoredRows([_TABLE], [embedding_cache], ParameterServer([])).close()
 
 
 def _use_a_table(folder: Path) -> None:
@@ -85,7 +85,7 @@ def _use_a_table(folder: Path) -> None:
     rows = changing_rows([TableFile.open(folder, _TABLE)])
     rows.writer.update(_TABLE.folder, keys, vectors)
     rows.writer.erase(_TABLE.folder, keys)
-    fetch(rows, 0, keys, np.empty_like(vectors))
+    fetch(rows.readers[0], 0, keys, np.empty_like(vectors))
     rows.close()
 
 

@@ -180,7 +180,7 @@ class CudaStaging:
     @property
     def held(self) -> AbstractContextManager[object]:
         """See Staging."""
-        return self._network.rows.device.held()
+        return self._network.reader.device.held()
 
     def fill(self, arrays: Arrays, num_requests: int, outputs: Collection[str] | None) -> StagedBatch | None:
         """While the device is held: the look-up of a batch, its keys copied to its memory; see Staging.fill."""
@@ -212,7 +212,7 @@ class CudaStaging:
 
     def _look_up(self, lookup: Lookup, copy_inputs: Callable[[], object]) -> None:
         """Launch the look-up, and copy the inputs of the network while the GPU computes it."""
-        self._network.rows.look_up(lookup)
+        self._network.reader.look_up(lookup)
         copy_inputs()
 
     def _find(self, case: _Case, arrays: Arrays) -> _Target | None:

@@ -92,7 +92,7 @@ class FullPath:
         plan = network.plan(batch, wanted)
         with plan.held():
             lookup = plan.fill(batch)
-            network.rows.look_up(lookup)
+            network.reader.look_up(lookup)
             if self._recorder is not None:
                 self._recorder.record(lookup)
             mark("network")
@@ -126,4 +126,6 @@ class FullPath:
         model = self._model
         if len(model.replicas.all) > 1:
             return False
-        return model.rows[0].is_launched and self._recorder is None and may_stay_on_gpu(model.spec, model.layout)
+        return (
+            model.rows.readers[0].is_launched and self._recorder is None and may_stay_on_gpu(model.spec, model.layout)
+        )

@@ -52,7 +52,7 @@ class _RequestRecords(NamedTuple):
 
     lookup: Lookup
     look_up: Callable[[], object]
-    """The bound look-up, where rows have one (Rows.bound_lookups)."""
+    """The bound look-up, where rows have one (RowReader.bound_lookups)."""
     counts: NDArray[np.int64]
     """The samples of each request."""
 
@@ -68,9 +68,9 @@ class HostStaging:
         self, spec: ModelSpec, lookups: ModelLookups, network: Network, outputs: Outputs, form: ArrayForm
     ) -> None:
         self._spec, self._network, self._outputs, self._form = spec, network, outputs, form
-        self._dense, self._rows = network.dense, network.rows
+        self._dense, self._reader = network.dense, network.reader
         self.held = None
-        self._bound_lookups = self._rows.bound_lookups()
+        self._bound_lookups = self._reader.bound_lookups()
         self._ranks = bool(spec.context)
         self._vector_inputs = lookups.vector_inputs
         self._inputs, self._lookups = form.inputs, form.lookups
@@ -107,9 +107,9 @@ class HostStaging:
             return None
         if batch is None or self._bound_lookups is not None:
             return batch
-        lookup = self._records[num_requests].lookup  # `Rows.look_up` may replace parts of a Lookup
+        lookup = self._records[num_requests].lookup  # `RowReader.look_up` may replace parts of a Lookup
         batch.lookup = lookup = Lookup(lookup.segments, lookup.num_keys, lookup.num_unknown)
-        batch.look_up = partial(self._rows.look_up, lookup)
+        batch.look_up = partial(self._reader.look_up, lookup)
         return batch
 
     def _batch(self, case: _Case) -> StagedBatch | None:
@@ -132,7 +132,7 @@ class HostStaging:
         lookup = Lookup(self._segments[own], self._num_keys[own], self._num_unknown[own])
         lookup.places = lookup.find_places()
         bound = self._bound_lookups
-        look_up = partial(self._rows.look_up, lookup) if bound is None else bound.bind(lookup)
+        look_up = partial(self._reader.look_up, lookup) if bound is None else bound.bind(lookup)
         records = self._records[num_requests] = _RequestRecords(lookup, look_up, self._counts[:num_requests])
         return records
 

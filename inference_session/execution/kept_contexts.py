@@ -205,7 +205,7 @@ def open_kept_contexts(
     Raises:
         ConfigurationError: the network cannot be divided so.
     """
-    spec, directory = version.spec, version.path
+    spec, directory, reader = version.spec, version.path, rows.readers[0]
     lookups = spec.ranking.lookups if spec.ranking else ()
     keys = divide(directory / RANKING_KEYS_FILE, spec.context) if (directory / RANKING_KEYS_FILE).exists() else None
     known = {*spec.context, *(keys.outputs if keys else ())}
@@ -222,8 +222,8 @@ def open_kept_contexts(
     context_keys, candidate_keys = _key_engines(keys)
     return KeptContexts(
         layout,
-        Network(replace(spec, lookups=own), rows, contexts, context_keys, keys_follow_inputs=True),
-        Network(replace(spec, lookups=others), rows, candidates, candidate_keys, keys_follow_inputs=True),
+        Network(replace(spec, lookups=own), reader, contexts, context_keys, keys_follow_inputs=True),
+        Network(replace(spec, lookups=others), reader, candidates, candidate_keys, keys_follow_inputs=True),
         values=parts.values,
         vectors=sorted(vectors.intersection(parts.inputs)),
         memory=ContextMemory(config.context_cache_bytes, rows.writer.log),

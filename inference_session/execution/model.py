@@ -55,10 +55,9 @@ class Model(NamedTuple):
 
     spec: ModelSpec
     layout: RequestLayout
-    rows: tuple[Rows, ...]
-    """The rows that each device looks up. Devices may share one object."""
+    rows: Rows
     replicas: Replicas
-    """In the order of `rows`."""
+    """In the order of the readers of `rows`."""
     kept_contexts: KeptContexts | None
     """Ranks candidates and keeps their contexts, where the settings ask for it."""
 
@@ -87,19 +86,19 @@ def open_model(version: VersionDirectory, config: SessionConfig, devices: Sequen
     )
     for each, pair in zip(specs, engines[0], strict=True):
         check_network(each.spec_for(pair[0]), version.path, layout.values, pair, (each.dense, each.keys))
-    rows = tuple(create_rows(version, config, [thread.device for thread in threads]))
+    rows = create_rows(version, config, [thread.device for thread in threads])
     replicas = []
-    for thread, pairs, own in zip(threads, engines, rows, strict=True):
+    for thread, pairs, reader in zip(threads, engines, rows.readers, strict=True):
         networks = [
-            Network(each.spec_for(pair[0]), own, *pair, keys_follow_inputs=layout.keys_follow_inputs)
+            Network(each.spec_for(pair[0]), reader, *pair, keys_follow_inputs=layout.keys_follow_inputs)
             for each, pair in zip(specs, pairs, strict=True)
         ]
         network, ranking = networks[0], networks[-1]
         # A network on a GPU over rows of the processor reads a copy of each batch's vectors: it is bound to no memory.
-        is_split = own.device is HOST and thread.device is not HOST
+        is_split = reader.device is HOST and thread.device is not HOST
         pool = None if is_split else _stage(config, layout, network, ranking)
         replicas.append(Replica(network, ranking, thread, pool))
-    return Model(spec, layout, rows, Replicas(replicas), _keep_contexts(version, config, rows[0], layout))
+    return Model(spec, layout, rows, Replicas(replicas), _keep_contexts(version, config, rows, layout))
 
 
 def _network_specs(spec: ModelSpec) -> list[_NetworkSpec]:
@@ -146,7 +145,7 @@ def _stage(config: SessionConfig, layout: RequestLayout, network: Network, ranki
 
 
 def _stage_network(layout: RequestLayout, spec: ModelSpec, network: Network) -> StagingPool | None:
-    if network.rows.device is HOST:
+    if network.reader.device is HOST:
         return stage_on_host(spec, layout, network)
     # Imported where needed: the reader of HugeCTR's requests takes half a second to load.
     from inference_session.execution.cuda_staging import stage_on_gpu
@@ -164,7 +163,7 @@ def _keep_contexts(
             f"setting 'context_cache_bytes': {version.path} was imported without dividing the network, so no "
             "results of a context alone exist that could be kept"
         )
-    if rows.device is not HOST:
+    if rows.readers[0].device is not HOST:
         raise ConfigurationError("setting 'context_cache_bytes': contexts can be kept only on the CPU; set device=cpu")
     # Imported where needed: ONNX takes a while to load.
     from inference_session.execution.kept_contexts import open_kept_contexts

@@ -17,7 +17,7 @@ from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT, SESSION_FIL
 from inference_session.platform.bounded_memory import BoundedMemory
 from inference_session.requests.batch import JoinedBatch
 from inference_session.requests.outputs import Answer
-from inference_session.rows.base import Rows
+from inference_session.tables.base import RowReader
 
 _MAX_PLANS = 1024
 
@@ -40,10 +40,16 @@ class Network:
     """
 
     def __init__(
-        self, spec: ModelSpec, rows: Rows, dense: DenseEngine, keys: OnnxEngine | None, *, keys_follow_inputs: bool
+        self,
+        spec: ModelSpec,
+        reader: RowReader,
+        dense: DenseEngine,
+        keys: OnnxEngine | None,
+        *,
+        keys_follow_inputs: bool,
     ) -> None:
         self.spec = spec
-        self.rows = rows
+        self.reader = reader
         self.dense = dense
         self.tables = np.array(spec.looked_up_tables, np.intp)
         """For each look-up, the number of its table."""
@@ -52,12 +58,12 @@ class Network:
         """The results of the key graph."""
         self._lookups = ModelLookups(
             spec,
-            by_column=rows.device.reads_by_column,
+            by_column=reader.device.reads_by_column,
             keys_follow_inputs=keys_follow_inputs,
             narrow_inputs=dense.narrow_inputs,
             concat_inputs=dense.concat_inputs,
         )
-        self.may_record = rows.is_launched and self._lookups.follow_shapes
+        self.may_record = reader.is_launched and self._lookups.follow_shapes
         """Whether batches may have a RecordedPlan."""
         self._plans: BoundedMemory[Hashable, FreshPlan | BoundPlan] = BoundedMemory(_MAX_PLANS)
 
@@ -108,7 +114,7 @@ class Network:
 
     def _fresh(self, batch: JoinedBatch, outputs: tuple[str, ...]) -> FreshPlan:
         geometry = self._lookups.geometry(batch)
-        return FreshPlan(self._lookups, geometry, self.rows, self.dense, outputs, may_record=self.may_record)
+        return FreshPlan(self._lookups, geometry, self.reader, self.dense, outputs, may_record=self.may_record)
 
 
 _KEY_TYPES = ("int64", "int32", "uint32")

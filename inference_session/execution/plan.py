@@ -3,7 +3,7 @@
     plan = network.plan(batch, outputs)     # kept by shape (network.py)
     with plan.held():                       # the device, until the answers are on the host
         lookup = plan.fill(batch)           # keys go where the device reads them
-        rows.look_up(lookup)                # vectors go where the network reads them
+        reader.look_up(lookup)              # vectors go where the network reads them
         answers = plan.run_network(batch)
 
 Each plan keeps the memory that its batches use.
@@ -26,7 +26,7 @@ from inference_session.execution.lookups import Geometry, ModelLookups
 from inference_session.kernels.records import Lookup, address_of
 from inference_session.requests.batch import JoinedBatch, StagedValues
 from inference_session.requests.outputs import Answer
-from inference_session.rows.base import Rows
+from inference_session.tables.base import RowReader
 
 Vectors: TypeAlias = dict[str, Any]
 """Arrays on the device that look-ups write, by the names that the network has for them."""
@@ -62,7 +62,7 @@ class FreshPlan(ExecutionPlan):
         self,
         lookups: ModelLookups,
         geometry: Geometry,
-        rows: Rows,
+        reader: RowReader,
         dense: DenseEngine,
         outputs: tuple[str, ...],
         *,
@@ -73,10 +73,10 @@ class FreshPlan(ExecutionPlan):
         self.may_record = may_record
         self._lookups = lookups
         self._geometry = geometry
-        self._rows, self._device = rows, rows.device
+        self._reader, self._device = reader, reader.device
         self._dense = dense
-        self.keys = KeyStager(lookups, geometry.num_keys, rows.device)
-        self._prepared_lookup = rows.prepare(geometry.segments)
+        self.keys = KeyStager(lookups, geometry.num_keys, reader.device)
+        self._prepared_lookup = reader.prepare(geometry.segments)
         """What look-ups of these shapes share; see Lookup.prepared."""
         self._prepared_network = dense.prepare()
 
@@ -151,7 +151,7 @@ class FreshPlan(ExecutionPlan):
             if copies:  # which the fast path does not make
                 return self
             lookup.num_keys = self.keys.stage(segments, trial)
-            lookup.repeat = self._rows.repeated(lookup)
+            lookup.repeat = self._reader.repeated(lookup)
             lookup.places = lookup.find_places()
         return RecordedPlan(device, lookup, network, keys=trial.staged, inputs=staged, outputs=self.outputs)
 

@@ -85,6 +85,6 @@ def stage_ranking(
 
     def new() -> RankingStaging:
         repeating, ranking = (None if pool is None else pool.new() for pool in (for_repeating, for_ranking))
-        return RankingStaging(spec, network.rows.device, repeating, ranking)
+        return RankingStaging(spec, network.reader.device, repeating, ranking)
 
     return StagingPool(new)

@@ -6,17 +6,17 @@ Each part runs in a thread of its own, where a setting asks for it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inference_session.config import SessionConfig
 from inference_session.errors import UnavailableError
 from inference_session.rows.base import Rows
-from inference_session.rows.hot_keys import HotKeys, HotKeysWriter, merged, read_hot_keys
+from inference_session.rows.hot_keys import HotKeysWriter, read_hot_keys
 from inference_session.sizing.key_recorder import KeyRecorder, create_key_recorder
 from inference_session.stats import SessionStats
+from inference_session.tables.base import HotKeys
 from inference_session.version_directory.version import VersionDirectory
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class SessionUpkeep:
     """Does nothing until `begin` and `follow_updates`."""
 
-    def __init__(self, version: VersionDirectory, config: SessionConfig, rows: Sequence[Rows]) -> None:
-        """`rows`: on each device; the caller closes them after this object."""
+    def __init__(self, version: VersionDirectory, config: SessionConfig, rows: Rows) -> None:
+        """The caller closes `rows` after this object."""
         self._version, self._config, self.rows = version, config, rows
         self.recorder: KeyRecorder | None = None
         """Gets the keys of look-ups; None: nobody asked for them."""
@@ -43,9 +43,9 @@ class SessionUpkeep:
     def begin(self, stats: SessionStats) -> None:
         """Record keys, and save hot keys, from now on; `stats` counts the look-ups that make keys hot."""
         self.recorder = create_key_recorder(self._version, self._config)
-        cache = self.rows[0].stats().cache
+        cache = self.rows.stats().cache
         if self._config.state_dir and cache is not None and cache.capacity:
-            self._hot_keys = HotKeysWriter(self._hot_keys_file, partial(_hot_keys_of, self.rows), stats.num_looked_up)
+            self._hot_keys = HotKeysWriter(self._hot_keys_file, self.rows.hot_keys, stats.num_looked_up)
 
     def follow_updates(self) -> None:
         """Apply updates from now on, and those published before that have not been applied.
@@ -62,7 +62,7 @@ class SessionUpkeep:
             version.model,
             version.version,
             version.spec.tables,
-            self.rows[0].writer,  # the same for all devices
+            self.rows.writer,
             topic_filter=config.update_filter,
             since=config.update_since,
             allow_non_finite=config.non_finite_updates == "apply",
@@ -80,7 +80,7 @@ class SessionUpkeep:
     @property
     def shares_rows(self) -> bool:
         """Whether other sessions see what the update stream writes, without one session being responsible for it."""
-        return self._updates is not None and self._config.has_store and not self.rows[0].writer.is_durable
+        return self._updates is not None and self._config.has_store and not self.rows.writer.is_durable
 
     @contextlib.contextmanager
     def updates_held(self) -> Iterator[AppliedPartitions]:
@@ -121,8 +121,3 @@ class SessionUpkeep:
     @property
     def _hot_keys_file(self) -> Path:
         return self._version.state_file(self._config.state_dir, "hot_keys")
-
-
-def _hot_keys_of(rows: Sequence[Rows]) -> HotKeys:
-    """Which cached rows are hot on any device."""
-    return merged([each.hot_keys() for each in dict.fromkeys(rows)])

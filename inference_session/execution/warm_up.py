@@ -18,7 +18,7 @@ from inference_session.model_spec import SESSION_FILE, ModelSpec
 from inference_session.requests.batch import Request, RequestLayout
 from inference_session.requests.outputs import Answer, JoinedAnswer
 from inference_session.requests.ranking_layout import RankingLayout
-from inference_session.rows.hot_keys import HotKeys
+from inference_session.tables.base import HotKeys
 from inference_session.version_directory.version import VersionDirectory
 
 _BATCHES = ((1, 1), (1, 1), (1, 64), (4, 1), (16, 1), (8, 64), (16, 1), (8, 64), (1, 64), (1, 1))
@@ -79,7 +79,7 @@ class WarmUp:
         deadline = time.monotonic() + self.seconds
         if self.seconds:
             with suppress(UnavailableError):  # if a store is down, some rows, or none, are enough
-                replica.network.rows.warm_up(self.hot_keys, deadline)
+                replica.network.reader.warm_up(self.hot_keys, deadline)
         ranked = []
         for batch in batches:
             if time.monotonic() < deadline:
@@ -97,7 +97,7 @@ class WarmUp:
         with suppress(HotrowError):
             checked = [self.layout.check(batch.request)] * batch.num_requests
             # The first runs of a shape bind it; the last one runs as requests will.
-            for _ in range(2 if replica.network.rows.is_launched else 1):
+            for _ in range(2 if replica.network.reader.is_launched else 1):
                 answers = self.full_path.answer_on(replica, checked, unmarked)
             number, outputs = batch.num_requests, batch.request.outputs
             if arrays := self.fast_path.arrays_of([batch.request] * number):

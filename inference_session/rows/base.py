@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from inference_session.errors import StoreError
 from inference_session.kernels.records import Lookup, key_segment
 from inference_session.parameter_server.write_log import WriteLog
-from inference_session.rows.hot_keys import HotKeys
 from inference_session.rows.stats import RowStats
-from inference_session.tables.base import RowBatch, RowReader
+from inference_session.tables.base import HotKeys, RowBatch, RowReader
 
 _READ_ONLY = (
     "rows in table files are read-only; to change them, set volatile_store or persistent_store, or update_stream"
@@ -70,10 +69,13 @@ class RowWriter:
         raise StoreError(f"a note on table {table!r} cannot be kept: there is no writable persistent store ({text!r})")
 
 
-class Rows(RowReader):
+class Rows(ABC):
     """The rows of all tables of a model, in files or in stores. Thread-safe. Tables are named by their folders."""
 
+    readers: Sequence[RowReader]
+    """For each device, what looks the rows up there."""
     writer = RowWriter()
+    """Changes them for all devices."""
 
     @abstractmethod
     def scan(self, table: str) -> Iterator[RowBatch]:
@@ -84,33 +86,32 @@ class Rows(RowReader):
         """
 
     def hot_keys(self) -> HotKeys:
-        """Which cached rows are hot; none if there is no cache."""
+        """Which rows in the caches are hot; none if there is no cache."""
         return {}
-
-    def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:
-        """Load rows before a request needs them: into a cache, if there is one, the rows of `hot_keys`.
-
-        Ends at `deadline`, a value of time.monotonic(), at the latest.
-        """
 
     @abstractmethod
     def stats(self) -> RowStats:
-        """The counts so far."""
+        """The counts so far, of all devices."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back the memory, and close the files. May be called more than once."""
 
 
-def fetch(rows: Rows, table: int, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.float32]:
+def fetch(reader: RowReader, table: int, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.float32]:
     """Look keys up in the table of that number: writes their vectors to `out`, which is returned.
 
     Args:
-        rows: of the model.
+        reader: of the model's rows.
         table: its number.
         keys: int64 [n], contiguous.
         out: float32 [n, embedding_dim], contiguous.
     """
-    with rows.device.request():
-        staged, vectors = rows.device.stage(keys), rows.device.output(out)
-        rows.look_up(Lookup(key_segment(table, staged, vectors), np.array([len(staged)]), rows.device.counts(1)))
-        rows.device.wait()
+    device = reader.device
+    with device.request():
+        staged, vectors = device.stage(keys), device.output(out)
+        reader.look_up(Lookup(key_segment(table, staged, vectors), np.array([len(staged)]), device.counts(1)))
+        device.wait()
         if vectors is not out:
             out[...] = vectors
     return out

@@ -19,7 +19,6 @@ from inference_session.parameter_server.create import create_parameter_server
 from inference_session.rows.base import Rows
 from inference_session.rows.files import FileRows, changing_rows
 from inference_session.rows.stored import StoredRows
-from inference_session.rows.stored_writer import StoredWriter
 from inference_session.rows.updated import TableWriter
 from inference_session.tables.base import DeviceTables
 from inference_session.tables.host_tables import HostTables
@@ -30,11 +29,11 @@ if TYPE_CHECKING:
     from inference_session.device.cuda import CudaDevice
 
 
-def create_rows(version: VersionDirectory, config: SessionConfig, devices: Sequence[Device] = (HOST,)) -> list[Rows]:
+def create_rows(version: VersionDirectory, config: SessionConfig, devices: Sequence[Device] = (HOST,)) -> Rows:
     """The rows of a version directory: its own files, or with a store in the settings that store's, through a cache.
 
-    One for each device, which looks them up. Over a store, each device has its own cache. Of rows that an update stream
-    changes and no store keeps, each device has a copy of those that were updated.
+    Over a store, each device has its own cache. Of rows that an update stream changes and no store keeps, each device
+    has a copy of those that were updated.
 
     Raises what `TableFile.open`, `create_parameter_server` and the caches do.
     """
@@ -43,7 +42,7 @@ def create_rows(version: VersionDirectory, config: SessionConfig, devices: Seque
     files = version.open_tables(verify_indexes=config.verify == "full")
     if config.update_stream is not None:
         return _updated_rows(files, config, devices)
-    return [FileRows(files, tables) for tables in open_device_tables(files, config, devices)]
+    return FileRows(files, open_device_tables(files, config, devices))
 
 
 def resolved_cache_bytes(spec: ModelSpec, config: SessionConfig, *, on_device: bool = False) -> int:
@@ -58,26 +57,25 @@ def resolved_cache_bytes(spec: ModelSpec, config: SessionConfig, *, on_device: b
     return bytes_to_hold(dims, parts)
 
 
-def _stored_rows(version: VersionDirectory, config: SessionConfig, devices: Sequence[Device]) -> list[Rows]:
+def _stored_rows(version: VersionDirectory, config: SessionConfig, devices: Sequence[Device]) -> Rows:
     """The rows of one parameter server, with a cache on each device."""
-    tables = version.spec.tables
     may_default = config.insert_mode == "async" and config.unknown_keys == "default_vector"
     async_from = config.hit_rate_threshold if may_default else None
     with contextlib.ExitStack() as opened:
         caches = [opened.enter_context(create_cache(version.spec, config, device)) for device in devices]
         server = create_parameter_server(version, config)
         opened.pop_all()
-    writer = StoredWriter(tables, caches, server, refresh_interval_s=config.refresh_interval_s)
-    return [StoredRows(tables, cache, server, writer=writer, async_from=async_from) for cache in caches]
+    return StoredRows(
+        version.spec.tables, caches, server, refresh_interval_s=config.refresh_interval_s, async_from=async_from
+    )
 
 
-def _updated_rows(files: Sequence[TableFile], config: SessionConfig, devices: Sequence[Device]) -> list[Rows]:
+def _updated_rows(files: Sequence[TableFile], config: SessionConfig, devices: Sequence[Device]) -> Rows:
     """The rows of files, and one set of changes to them."""
     if devices[0] is HOST:
-        return [changing_rows(files, num_threads=config.num_lookup_threads)]
-    all_tables = open_device_tables(files, config, devices, rows_change=True)
-    writer = TableWriter(files, all_tables)
-    return [FileRows(files, tables, writer) for tables in all_tables]
+        return changing_rows(files, num_threads=config.num_lookup_threads)
+    tables = open_device_tables(files, config, devices, rows_change=True)
+    return FileRows(files, tables, TableWriter(files, tables))
 
 
 def open_device_tables(

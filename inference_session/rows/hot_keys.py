@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +18,7 @@ from numpy.typing import NDArray
 
 from inference_session.errors import UnavailableError
 from inference_session.platform.state_file import read_state, write_state
-
-HotKeys = Mapping[str, NDArray[np.int64]]
-"""By table folder, the hottest first."""
+from inference_session.tables.base import HotKeys
 
 MAX_KEYS = 1 << 24
 """Keys in a file, 128 MiB of them. Beyond that, each table leaves out the same fraction, its least hot keys."""
@@ -52,12 +50,10 @@ def read_hot_keys(path: Path) -> dict[str, NDArray[np.int64]]:
         return {}
 
 
-def merged(parts: Sequence[HotKeys]) -> HotKeys:
-    """The hot keys of several caches of the same tables: each key once, the hottest of each cache first."""
-    return parts[0] if len(parts) == 1 else {table: _interleaved([part[table] for part in parts]) for table in parts[0]}
-
-
-def _interleaved(lists: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+def interleaved(lists: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """The hot keys of several caches of a table: each key once, the hottest of each cache first."""
+    if len(lists) == 1:
+        return lists[0]
     places = np.concatenate([np.arange(len(keys)) for keys in lists])
     keys: NDArray[np.int64] = np.concatenate(lists)[np.argsort(places, kind="stable")]
     _, first = np.unique(keys, return_index=True)

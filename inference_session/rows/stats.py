@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -31,17 +31,6 @@ class RowStats:
     updated: Mapping[str, UpdatedTableStats] | None = None
     """By table folder."""
     placement: Placement | None = None
-
-    @classmethod
-    def on_devices(cls, parts: Sequence[RowStats]) -> RowStats:
-        """The counts of one model's rows on several devices: those of their caches are added up."""
-        caches = [part.cache for part in parts if part.cache is not None]
-        dropped = [part.dropped_inserts for part in parts if part.dropped_inserts is not None]
-        return replace(
-            parts[0],
-            cache=CacheStats.added(caches) if caches else None,
-            dropped_inserts=sum(dropped) if dropped else None,
-        )
 
     def after(self, warm_up: RowStats) -> RowStats:
         """These counts without the look-ups of the warm-up, which are no client's."""

@@ -18,7 +18,8 @@ from inference_session.kernels.cpu.updated_table import UpdatedArrays, count_del
 from inference_session.kernels.records import SEGMENT, TABLE, Lookup
 from inference_session.rows.base import RowWriter
 from inference_session.rows.stats import UpdatedTableStats
-from inference_session.tables.base import DeviceTables, UpdatedRows
+from inference_session.tables.base import DeviceTables, HotKeys, UpdatedRows
+from inference_session.tables.host_tables import map_files
 from inference_session.tables.row_numbers import RowNumbers
 from inference_session.tables.table_file import TableFile
 from inference_session.tables.updated_table import UpdatedTable
@@ -31,6 +32,7 @@ class TableWriter(RowWriter):
         """`copies`: the tables of GPUs, which get the changed rows as well; the caller closes them."""
         super().__init__()
         self._copies = copies
+        self.files = files
         self.specs = [file.spec for file in files]
         self._records = np.array([file.record() for file in files], TABLE)
         self._readers = Readers()
@@ -119,6 +121,9 @@ class UpdatedTables(DeviceTables):
             cpu.look_up(state.records, lookup.segments, lookup.num_unknown, NO_POSITIONS, self._num_threads)
             if state.deleted_addresses.any():
                 count_deleted(lookup.segments, state.records, state.deleted_addresses, lookup.num_unknown)
+
+    def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:  # noqa: ARG002
+        map_files(self._writer.files, deadline)
 
     def close(self) -> None:
         """See DeviceTables. There is nothing to give back."""

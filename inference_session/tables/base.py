@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -16,6 +16,8 @@ from inference_session.kernels.records import Lookup, PreparedLookup
 
 RowBatch: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
 """Keys [n], and their vectors [n, embedding_dim]."""
+HotKeys: TypeAlias = Mapping[str, NDArray[np.int64]]
+"""By table folder, the hottest first."""
 SCAN_BYTES = 4 << 20
 """Vectors in one batch of a scan, about."""
 
@@ -87,9 +89,15 @@ class RowReader(ABC):
             UnavailableError: a store is down that may have one of the keys, and the settings allow no default vector.
         """
 
+    def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:  # noqa: B027  some have nothing to load
+        """Load rows before a request needs them: into a cache, if there is one, the rows of `hot_keys`.
+
+        Ends at `deadline`, a value of time.monotonic(), at the latest.
+        """
+
     @abstractmethod
     def close(self) -> None:
-        """Give back the memory, and close the files. May be called more than once."""
+        """Give back the memory. May be called more than once."""
 
 
 class DeviceTables(RowReader):

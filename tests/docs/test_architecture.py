@@ -122,9 +122,9 @@ def test_a_missing_key(tmp_path: Path) -> None:
     lower = RocksDbStore(tmp_path / "db", Namespace("model", "1"), {"t": 2}, writable=True)
     lower.insert("t", np.array([5]), np.ones((1, 2), np.float32))
     tiers = [Tier("volatile", MemoryStore({"t": 2}), volatile=True, cache_missed_keys=True), Tier("persistent", lower)]
-    rows = StoredRows([TableSpec("t", "t", 9, 2)], CpuEmbeddingCache({"t": 2}, 1 << 20), ParameterServer(tiers))
+    rows = StoredRows([TableSpec("t", "t", 9, 2)], [CpuEmbeddingCache({"t": 2}, 1 << 20)], ParameterServer(tiers))
     out = np.zeros((1, 2), np.float32)
-    assert_as_listed(lambda: fetch(rows, 0, np.array([5]), out), "StoredRows.look_up")
+    assert_as_listed(lambda: fetch(rows.readers[0], 0, np.array([5]), out), "StoredReader.look_up")
     assert (out == 1).all()
     rows.close()
 

@@ -53,7 +53,7 @@ class Model:
         joined: bool = False,
     ) -> None:
         """`joined`: whether the network reads Source's concat input."""
-        self.rows = FileRows(files, LaunchedTables(files, num_threads=1))
+        self.rows = FileRows(files, [LaunchedTables(files, num_threads=1)])
         names = {CONCAT.name} if joined else {*given, *(lookup.dense_input for lookup in spec.lookups)}
         self.outputs = tuple(sorted(names))
         kind = layout_of(spec)
@@ -64,7 +64,7 @@ class Model:
         echo = Echo(names, () if joined else given)
         dense: DenseEngine = ConcatEngine(echo, (CONCAT,), CopyingDevice()) if joined else echo
         own = with_concat_inputs(spec, dense.concat_inputs)
-        self.network = Network(own, self.rows, dense, keys, keys_follow_inputs=kind.keys_follow_inputs)
+        self.network = Network(own, self.rows.readers[0], dense, keys, keys_follow_inputs=kind.keys_follow_inputs)
         pool = stage_on_gpu(own, self.layout, self.network)
         assert pool is not None
         self.staging = pool.new()

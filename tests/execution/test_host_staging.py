@@ -44,7 +44,7 @@ def open_updated(directory: Path) -> InferenceSession:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "inference_session.execution.model.create_rows",
-            lambda version, config, devices: [changing_rows(version.open_tables())],
+            lambda version, config, devices: changing_rows(version.open_tables()),
         )
         return InferenceSession.open(directory)
 
@@ -366,10 +366,10 @@ def test_updates_are_answered_at_once(directory: Path) -> None:
     inputs = {name: np.ones_like(array) for name, array in staged_model.inputs(3, np.random.default_rng(0)).items()}
     with open_updated(directory) as session:
         assert session.run_arrays(arrays_of([inputs]), 1) is not None
-        session.rows[0].writer.update("wide", np.array([1]), np.full((1, 16), 7, np.float32))
+        session.rows.writer.update("wide", np.array([1]), np.full((1, 16), 7, np.float32))
         answer = session.run(inputs)
         np.testing.assert_array_equal(answer["alone_out"], np.full((3, 3, 16), 7))
-        session.rows[0].writer.erase("wide", np.array([1]))
+        session.rows.writer.erase("wide", np.array([1]))
         unknown = session.stats()["tables"]["wide"]["default_vectors"]
         answer = session.run(inputs)
         np.testing.assert_array_equal(answer["alone_out"], np.full((3, 3, 16), 2))

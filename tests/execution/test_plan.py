@@ -14,7 +14,6 @@ from inference_session.dense_engine.base import BoundRun, DenseEngine
 from inference_session.execution.network import Network
 from inference_session.execution.plan import FreshPlan, RecordedPlan
 from inference_session.requests.batch import CheckedRequest, JoinedBatch
-from inference_session.rows.files import FileRows
 from inference_session.version_directory.version import VersionDirectory
 from tests.testing.launched_tables import LaunchedTables
 from tests.testing.onnx_models import import_model, model_of, table
@@ -50,7 +49,7 @@ class Sums(DenseEngine):
 class Planned(NamedTuple):
     """The network of a model, and what its plans launch."""
 
-    rows: FileRows
+    tables: LaunchedTables
     dense: Sums
     network: Network
 
@@ -65,11 +64,12 @@ def version(tmp_path: Path) -> VersionDirectory:
 @pytest.fixture
 def planned(version: VersionDirectory) -> Iterator[Planned]:
     files = version.open_tables()
-    rows = FileRows(files, LaunchedTables(files, num_threads=1))
+    tables = LaunchedTables(files, num_threads=1)
     (lookup,) = version.spec.lookups
     dense = Sums(lookup.dense_input)
-    yield Planned(rows, dense, Network(version.spec, rows, dense, None, keys_follow_inputs=True))
-    rows.close()
+    yield Planned(tables, dense, Network(version.spec, tables, dense, None, keys_follow_inputs=True))
+    for file in files:
+        file.close()
 
 
 def batch_of(ids: NDArray[np.int64]) -> JoinedBatch:
@@ -78,7 +78,7 @@ def batch_of(ids: NDArray[np.int64]) -> JoinedBatch:
 
 def test_batches_of_one_shape_go_the_same_way_with_other_values(planned: Planned) -> None:
     """One binding per shape; each batch has the answer of its own keys, and its own unknown keys."""
-    rows, dense, network = planned
+    tables, dense, network = planned
     rng = np.random.default_rng(0)
     for size in (4, 7, 4, 4, 7):
         ids = rng.integers(0, 1000, (size, 3))
@@ -86,7 +86,7 @@ def test_batches_of_one_shape_go_the_same_way_with_other_values(planned: Planned
         plan = network.plan(batch, ["y"])
         assert isinstance(plan, RecordedPlan)
         with plan.held():
-            rows.look_up(plan.fill(batch))
+            tables.look_up(plan.fill(batch))
             found = plan.run_network(batch)["y"]
         expected = table()[ids].reshape(size, -1).sum(axis=1)
         np.testing.assert_allclose(found, expected, rtol=1e-5)
@@ -108,7 +108,7 @@ class DeviceArray:
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 def test_keys_on_the_device_are_read_where_they_are(planned: Planned, dtype: str) -> None:
     """Whatever their type; each batch has its own memory, so nothing is recorded."""
-    rows, dense, network = planned
+    tables, dense, network = planned
     rng = np.random.default_rng(0)
     for size in (4, 7, 4, 4, 7):
         ids = rng.integers(0, 1000, (size, 3)).astype(dtype)
@@ -116,7 +116,7 @@ def test_keys_on_the_device_are_read_where_they_are(planned: Planned, dtype: str
         plan = network.plan(batch, ["y"])
         assert isinstance(plan, FreshPlan)
         with plan.held():
-            rows.look_up(plan.fill(batch))
+            tables.look_up(plan.fill(batch))
             found = plan.run_network(batch)["y"]
         np.testing.assert_allclose(found, table()[ids].reshape(size, -1).sum(axis=1), rtol=1e-5)
     assert not dense.bound

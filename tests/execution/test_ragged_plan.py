@@ -95,9 +95,9 @@ class Model:
         (report,) = import_hugectr(source.ps_json(), source.folder / "repository")
         version = VersionDirectory.read(report.version_dir)
         spec, files = version.spec, version.open_tables()
-        tables = LaunchedTables(files, num_threads=1)
+        self.tables = tables = LaunchedTables(files, num_threads=1)
         tables.device = RepeatingDevice()
-        self.rows = FileRows(files, tables)
+        self.rows = FileRows(files, [tables])
         names = {CONCAT.name} if joined else {"dense", *(lookup.dense_input for lookup in spec.lookups)}
         self.echo = PlacedEcho(names, () if joined else ("dense",))
         self.echo.device = tables.device
@@ -105,7 +105,7 @@ class Model:
         kind = layout_of(spec)
         self.layout = kind(spec, Outputs(spec), network_inputs=frozenset({"dense"}), max_elements=1 << 20)
         own = with_concat_inputs(spec, dense.concat_inputs)
-        self.network = Network(own, self.rows, dense, None, keys_follow_inputs=kind.keys_follow_inputs)
+        self.network = Network(own, tables, dense, None, keys_follow_inputs=kind.keys_follow_inputs)
         self.outputs = tuple(sorted(names))
 
     def answer(self, requests: Sequence[Inputs]) -> tuple[type[Any], Inputs, list[int]]:
@@ -114,7 +114,7 @@ class Model:
         plan = self.network.plan(batch, self.outputs)
         with plan.held():
             lookup = plan.fill(batch)
-            self.rows.look_up(lookup)
+            self.tables.look_up(lookup)
             found = plan.run_network(batch)
             if CONCAT.name in found:
                 found = concat_parts(found[CONCAT.name])

@@ -33,7 +33,7 @@ class HostAnswers:
     device = HOST
 
     def __init__(self, rows: FileRows) -> None:
-        self.look_up: Callable[[Lookup], None] = rows.look_up
+        self.look_up: Callable[[Lookup], None] = rows.readers[0].look_up
 
     def prepare(self, _: NDArray[np.void]) -> None:
         """Nothing."""
@@ -89,7 +89,7 @@ def test_each_device_answers_as_the_processor(files: list[TableFile], num_device
 def test_many_changed_rows_find_room(files: list[TableFile]) -> None:
     """As many as their memory must be replaced for several times; all are answered, and counted once."""
     _, writer, tables = open_both(files, 2, "rows")
-    rows = [FileRows(files, each, writer) for each in tables]
+    rows = [FileRows(files, [each], writer) for each in tables]
     folder, dim = files[5].spec.folder, files[5].spec.embedding_dim
     before = rows[0].stats().placement
     for begin in range(0, 60_000, 7_000):
@@ -97,7 +97,7 @@ def test_many_changed_rows_find_room(files: list[TableFile]) -> None:
         writer.update(folder, keys, np.repeat(keys.astype(np.float32)[:, None], dim, axis=1))
     asked = [np.arange(0, 63_000, 9) if file.spec.folder == folder else np.zeros(4, np.int64) for file in files]
     for each in rows:
-        found, _ = answers(each, files, asked, PoolingCode.NONE)  # type: ignore[arg-type]
+        found, _ = answers(each.readers[0], files, asked, PoolingCode.NONE)
         assert (found[5] == asked[5][:, None]).all()
         stats = each.stats()
         assert stats.updated is not None

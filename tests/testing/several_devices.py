@@ -78,7 +78,7 @@ class StandInTables(DeviceTables):
             segments = lookup.segments[part].copy()
             rows = self._rows[int(segments["table"][0])]
             segments["table"] = 0
-            rows.look_up(Lookup(segments, lookup.num_keys[part], lookup.num_unknown[part]))
+            rows.readers[0].look_up(Lookup(segments, lookup.num_keys[part], lookup.num_unknown[part]))
 
     def put(self, table: int, updated: UpdatedRows, all_updated: Callable[[], UpdatedRows]) -> None:
         assert self._rows_change

@@ -92,7 +92,7 @@ def test_updates_never_tear_or_hide_rows(broker: Broker, small: SmallVersion) ->
     """While the updated rows grow and are replaced, every look-up finds each row whole, old or new."""
     num_keys = 3000
     with InferenceSession.open(small.directory, update_stream=broker.url) as session:
-        source = session.rows[0].writer
+        source = session.rows.writer
         source.update(
             "user_weight",
             np.arange(num_keys),
@@ -249,7 +249,7 @@ def test_rows_of_a_closed_session_are_gone_at_once(broker: Broker, small: SmallV
         with InferenceSession.open(small.directory, update_stream=broker.url) as session:
             broker.send(small.topic("user_weight"), (packed(1)[0], vectors(1).tobytes()))
             await_rows(session, "user.weight", [1], 1)
-            rows, writer = weakref.ref(session.rows[0]), weakref.ref(session.rows[0].writer)
+            rows, writer = weakref.ref(session.rows), weakref.ref(session.rows.writer)
         del session
         # A thread that has just worked for it may hold it for a moment.
         wait_until(lambda: rows() is None and writer() is None, "the rows to be gone")
@@ -517,7 +517,7 @@ def test_hot_rows_that_were_read_before_the_note_are_read_again(
                 return '": 2' in (store.note("user_weight") or "")  # the offset after both messages
 
         def follow_later(upkeep: SessionUpkeep) -> None:
-            answered = fetch(upkeep.rows[0], 0, np.array([3]), np.empty((1, 4), np.float32))
+            answered = fetch(upkeep.rows.readers[0], 0, np.array([3]), np.empty((1, 4), np.float32))
             np.testing.assert_array_equal(answered, vectors(1))
             publisher.publish("user.weight", [3], vectors(2))
             publisher.flush()

@@ -32,7 +32,7 @@ def test_updates_of_files_reach_each_device_in_order(
         publisher.flush()
         expected = np.concatenate([np.tile(np.array(DEFAULT, np.float32), (2, 1)), vectors(29, rows=6, dim=2)])
         wait_until(
-            lambda: all(np.array_equal(session.lookup("hashed", keys), expected) for _ in session.rows),
+            lambda: all(np.array_equal(session.lookup("hashed", keys), expected) for _ in session.rows.readers),
             "the last updates on each device",
         )
 
@@ -49,9 +49,9 @@ def test_updates_reach_each_cache_in_order(
     with InferenceSession.open(small.directory, device="cuda:0,1", **settings) as session:
 
         def answers() -> list[np.ndarray[tuple[int, int], np.dtype[np.float32]]]:
-            found = [np.empty((len(keys), 2), np.float32) for _ in session.rows]
-            for rows, out in zip(session.rows, found, strict=True):
-                fetch(rows, 2, keys, out)
+            found = [np.empty((len(keys), 2), np.float32) for _ in session.rows.readers]
+            for reader, out in zip(session.rows.readers, found, strict=True):
+                fetch(reader, 2, keys, out)
             return found
 
         answers()

@@ -166,7 +166,7 @@ def test_streamed_updates_go_before_quantized_files(dtype: VectorType, version_d
     expected[7], expected[9] = UPDATED, 0
 
     found = np.empty_like(expected)
-    fetch(rows, 0, every, found)
+    fetch(rows.readers[0], 0, every, found)
     np.testing.assert_array_equal(found, expected)
     rows.close()
 
