@@ -1,10 +1,12 @@
-"""The paths that the page "Architecture" lists are those that requests, missing keys and updates take."""
+"""The paths that the page "Architecture" lists are those that requests, missing keys, updates and swaps take."""
 
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -22,6 +24,7 @@ from inference_session.parameter_server.rocksdb.store import RocksDbStore
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
 from inference_session.rows import StoredRows, fetch
+from inference_session.versions import VersionManager
 from tests.testing import ROOT, small_model
 from tests.testing.memory_store import MemoryStore
 from tests.testing.stored_model import push
@@ -78,13 +81,14 @@ def calls_of(act: Callable[[], object]) -> list[Call]:
 def _name(frame: FrameType) -> str:
     """The function's name, with that of the class that has it."""
     name, self = frame.f_code.co_name, frame.f_locals.get("self")
-    owners = [] if self is None else [cls for cls in type(self).__mro__ if name in vars(cls)]
+    kind = frame.f_locals.get("cls") if self is None else type(self)
+    owners = [cls for cls in kind.__mro__ if name in vars(cls)] if isinstance(kind, type) else []
     owner = next((cls for cls in owners if _code(vars(cls)[name]) is frame.f_code), None)
     return name if owner is None else f"{owner.__name__}.{name}"
 
 
 def _code(member: object) -> object:
-    return getattr(getattr(member, "fget", None) or member, "__code__", None)
+    return getattr(getattr(member, "fget", None) or getattr(member, "__func__", member), "__code__", None)
 
 
 def assert_as_listed(act: Callable[[], object], first: str) -> None:
@@ -138,6 +142,16 @@ def test_an_update(tmp_path: Path) -> None:
     with InferenceSession.open(directory, persistent_store=url, cache_bytes=1 << 20, device="cpu") as session:
         rows = np.ones((1, 4), np.float32)
         assert_as_listed(lambda: session.update("user.weight", [3], rows), "InferenceSession.update")
+
+
+def test_a_replacement_in_place(tmp_path: Path) -> None:
+    """Of a version whose rows are in table files."""
+    directory = tmp_path / "small" / "1"
+    small_model.write(directory, seed=1)
+    with VersionManager(directory, partial(InferenceSession.open, directory, device="cpu")) as manager:
+        shutil.rmtree(directory)
+        small_model.write(directory, seed=2)
+        assert_as_listed(manager.update, "VersionManager.update")
 
 
 def test_the_modules_that_it_names_exist() -> None:
