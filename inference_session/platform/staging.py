@@ -98,17 +98,29 @@ def working_folder(parent: Path, prefix: str, *, abandoned_s: float = 0.0) -> It
     """Yield a new folder below `parent`, named by a prefix; it is removed at the end.
 
     Folders of that prefix that killed processes left are removed first, if they have not changed for `abandoned_s`.
-    Without such an age, no other process may make a folder of this prefix at the same time.
     """
     remove_abandoned(parent, rf"{re.escape(prefix)}\w+", abandoned_s=abandoned_s)
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    folder, handle = _new_folder(parent, prefix)
     try:
-        _lock(handle)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(handle)
+
+
+def _new_folder(parent: Path, prefix: str) -> tuple[Path, int]:
+    """A folder, and the handle that locks it."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        try:
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:  # another process took it for an abandoned one before it was opened
+            continue
+        with suppress(OSError):  # a file system without locks: no process can mistake the folder for an abandoned one
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        if folder.exists():
+            return folder, handle
+        os.close(handle)  # … before it was locked
 
 
 def remove_abandoned(parent: Path, pattern: str, *, abandoned_s: float = 0.0) -> None:

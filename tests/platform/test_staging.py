@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -254,3 +257,24 @@ def test_a_working_folder_is_removed_at_the_end_or_by_the_next(tmp_path: Path) -
     os.close(held)
 
     assert {path.name for path in tmp_path.iterdir()} == {"work-held", "work-link", "other"}
+
+
+def test_a_working_folder_that_another_process_removes_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was taken for an abandoned one between its making and its locking."""
+    removed: list[Path] = []
+    make = tempfile.mkdtemp
+
+    def make_and_remove(**arguments: Any) -> str:
+        path = make(**arguments)
+        if not removed:
+            removed.append(Path(path))
+            shutil.rmtree(path)
+        return path
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_and_remove)
+    with working_folder(tmp_path, "work-") as folder:
+        assert list(tmp_path.iterdir()) == [folder]
+        assert folder not in removed
+    assert list(tmp_path.iterdir()) == []

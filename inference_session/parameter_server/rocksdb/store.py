@@ -11,10 +11,11 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,8 +33,8 @@ from inference_session.parameter_server.rocksdb.database import (
     stored_families,
     translated,
 )
-from inference_session.parameter_server.rocksdb.reader_folder import ReaderFolder
 from inference_session.platform.pacing import Rests
+from inference_session.platform.staging import working_folder
 from inference_session.tables.base import SCAN_BYTES, RowBatch, check_fetch
 
 _KEYS_PER_MULTIGET = 2048
@@ -76,13 +77,14 @@ class RocksDbStore(BoundStore):
         self._closed = False
         self._opened: OpenDatabase | None = None
         """Replaced as a whole, so that every call sees one state of it."""
-        self._reader_folder: ReaderFolder | None = None
+        self._folders = ExitStack()
+        self._reader_folder: Path | None = None
         """None: a writer from the beginning, such as a push, which never is a reader."""
         if writable is True:
             self._opened = OpenDatabase(path, None)
         else:
             refuse_absent(path)
-            self._reader_folder = ReaderFolder()
+            self._reader_folder = self._folders.enter_context(_reader_folder())
             with suppress(UnavailableError):
                 self.database()
 
@@ -205,8 +207,7 @@ class RocksDbStore(BoundStore):
             if self._opened is not None:
                 self._opened.close()
                 self._opened = None  # a database that cannot be closed is abandoned
-        if self._reader_folder is not None:
-            self._reader_folder.close()
+        self._folders.close()
 
     def __repr__(self) -> str:
         role = "reader" if self.lags else "writer"
@@ -237,7 +238,7 @@ class RocksDbStore(BoundStore):
         if self._reader_folder is None:
             raise UnavailableError(f"the RocksDB at {str(self.path)!r} was replaced during a write")
         try:
-            return OpenDatabase(self.path, self._reader_folder.path)
+            return OpenDatabase(self.path, self._reader_folder)
         except StoreError as error:
             raise UnavailableError(f"{error} (restore it, or push into another folder)") from error
 
@@ -339,8 +340,8 @@ class RocksDbStore(BoundStore):
 
 def list_rocksdb_tables(path: Path) -> list[StoredTable]:
     """All tables of all models in a RocksDB. Counts their rows one by one."""
-    with ReaderFolder() as folder, translated(path):
-        db = open_reader(path, folder.path)
+    with _reader_folder() as folder, translated(path):
+        db = open_reader(path, folder)
         tags = sorted(set(stored_families(path)) - {"default"})
         tables = []
         for tag in tags:
@@ -350,6 +351,11 @@ def list_rocksdb_tables(path: Path) -> list[StoredTable]:
             family.close()
         db.close()
     return tables
+
+
+def _reader_folder() -> AbstractContextManager[Path]:
+    """The folder in which RocksDB keeps a reader's own log."""
+    return working_folder(Path(tempfile.gettempdir()), "hotrow-rocksdb-reader-")
 
 
 def _order_in_files(keys: NDArray[np.int64]) -> NDArray[np.intp]:
