@@ -12,7 +12,7 @@ from inference_session.config import SessionConfig
 from inference_session.errors import UnavailableError
 from inference_session.model_spec import TABLES_FOLDER
 from inference_session.parameter_server.base import ERASED_SUFFIX, EmbeddingStore
-from inference_session.parameter_server.file_store import DeletableFiles, TableFileStore
+from inference_session.parameter_server.file_store import TableFileStore
 from inference_session.parameter_server.known_incarnation import NOTE_TABLE, KnownIncarnation
 from inference_session.parameter_server.namespace import Namespace, StoredTable
 from inference_session.parameter_server.retirement import Retirement
@@ -57,8 +57,8 @@ def create_parameter_server(version: VersionDirectory, config: SessionConfig) ->
         if has_files:
             if namespace.version is not None:
                 refuse_rows_of_other_files(version, tiers)
-            files = TableFileStore(version, verify_indexes=config.verify == "full")
-            tiers.append(Tier("files", DeletableFiles(files, tiers[-1].store)))
+            files = TableFileStore(version, tiers[-1].store, verify_indexes=config.verify == "full")
+            tiers.append(Tier("files", files))
         opened.pop_all()
     return ParameterServer(
         tiers,

@@ -14,71 +14,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import StoreError, UnavailableError
-from inference_session.parameter_server.base import ERASED_SUFFIX, EmbeddingStore
+from inference_session.parameter_server.base import ERASED_SUFFIX, BoundStore, EmbeddingStore
 from inference_session.tables.base import RowBatch
+from inference_session.tables.table_file import TableFile
 from inference_session.version_directory.version import VersionDirectory
 
 
-class TableFileStore(EmbeddingStore):
-    """All tables of a version directory, by their folders, as a tier that is read only."""
+class TableFileStore(BoundStore):
+    """All tables of a version directory, by their folders, except erased rows.
 
-    def __init__(self, version: VersionDirectory, *, verify_indexes: bool = False) -> None:
-        """Open the tables as VersionDirectory.open_tables."""
-        self._spec = version.spec
-        files = version.open_tables(verify_indexes=verify_indexes)
-        self._files = {file.spec.folder: file for file in files}
+    What is inserted is in the store above, which is asked first.
+    """
 
-    @property
-    def tables(self) -> tuple[str, ...]:
-        """The tables' folders."""
-        return tuple(self._files)
+    def __init__(self, version: VersionDirectory, store: EmbeddingStore, *, verify_indexes: bool = False) -> None:
+        """Open the tables as VersionDirectory.open_tables.
 
-    @property
-    def supports_writes(self) -> bool:
-        """Never."""
-        return False
-
-    def embedding_dim(self, table: str) -> int:
-        """Number of elements of the table's vectors."""
-        return self._spec.table_in(table).embedding_dim
-
-    def num_rows(self, table: str) -> int:
-        """Number of rows in the table's files."""
-        return self._spec.table_in(table).num_rows
-
-    def fetch(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
-        return self._files[self._spec.table_in(table).folder].fetch(keys, out)
-
-    def scan(self, table: str) -> Iterator[RowBatch]:
-        """See EmbeddingStore. Of rows with equal keys the last one, each time."""
-        return self._files[self._spec.table_in(table).folder].scan()
-
-    def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:  # noqa: ARG002
-        """Refused."""
-        raise StoreError(f"table {self._spec.table_in(table).name!r} is in files, which are never changed")
-
-    def erase(self, table: str, keys: NDArray[np.int64]) -> None:  # noqa: ARG002
-        """Refused."""
-        raise StoreError(f"table {self._spec.table_in(table).name!r} is in files, which are never changed")
-
-    def close(self) -> None:
-        """Close every table."""
-        for file in self._files.values():
-            file.close()
-
-
-class DeletableFiles(EmbeddingStore):
-    """The rows of files, except erased ones. What is inserted is in the store, which is asked first."""
-
-    def __init__(self, files: EmbeddingStore, store: EmbeddingStore) -> None:
-        """`store`: has a table `<table>~erased` of embedding_dim 1 per table of the files; the caller closes it."""
-        self._files, self._store = files, store
-        self._any_erased = dict.fromkeys(files.tables, False)
+        `store`: has a table `<table>~erased` of embedding_dim 1 for each of them; the caller closes it.
+        """
+        self._files = {file.spec.folder: file for file in version.open_tables(verify_indexes=verify_indexes)}
+        super().__init__({table: file.spec.embedding_dim for table, file in self._files.items()})
+        self._store = store
+        self._any_erased = dict.fromkeys(self._files, False)
         self.refresh()
-
-    @property
-    def tables(self) -> tuple[str, ...]:
-        return self._files.tables
 
     @property
     def supports_writes(self) -> bool:
@@ -95,23 +52,21 @@ class DeletableFiles(EmbeddingStore):
         """Whether other processes may erase rows."""
         return self._store.is_shared
 
-    def embedding_dim(self, table: str) -> int:
-        return self._files.embedding_dim(table)
-
     def num_rows(self, table: str) -> int:
-        """See EmbeddingStore: the erased rows of the files count as well."""
-        return self._files.num_rows(table)
+        """Number of rows in the table's files, erased ones as well."""
+        return self._file(table).spec.num_rows
 
     def fetch(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
         """See EmbeddingStore. While the store is down, rows erased from the files reappear."""
-        found = self._files.fetch(table, keys, out)
+        found = self._file(table).fetch(keys, out)
         if self._any_erased[table] and found.any():
             with contextlib.suppress(UnavailableError, StoreError):
                 found[found] = ~self._erased(table, keys[found])
         return found
 
     def scan(self, table: str) -> Iterator[RowBatch]:
-        for keys, vectors in self._files.scan(table):
+        """See EmbeddingStore. Of rows with equal keys the last one, each time."""
+        for keys, vectors in self._file(table).scan():
             left = ~self._erased(table, keys)
             yield keys[left], vectors[left]
 
@@ -119,7 +74,7 @@ class DeletableFiles(EmbeddingStore):
         """Does nothing: the store above has the rows, and is asked before the files."""
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
-        found = self._files.fetch(table, keys, np.empty((len(keys), self.embedding_dim(table)), np.float32))
+        found = self._file(table).fetch(keys, np.empty((len(keys), self.embedding_dim(table)), np.float32))
         if found.any():
             self._store.insert(table + ERASED_SUFFIX, keys[found], np.ones((int(found.sum()), 1), np.float32))
             self._any_erased[table] = True
@@ -133,7 +88,12 @@ class DeletableFiles(EmbeddingStore):
 
     def close(self) -> None:
         """Close the files."""
-        self._files.close()
+        for file in self._files.values():
+            file.close()
+
+    def _file(self, table: str) -> TableFile:
+        self.embedding_dim(table)  # refuses other tables
+        return self._files[table]
 
     def _erased(self, table: str, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
         keys = np.ascontiguousarray(keys)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
 from inference_session.parameter_server.base import ERASED_SUFFIX
-from inference_session.parameter_server.file_store import DeletableFiles
 from tests.testing.memory_store import MemoryStore
+from tests.testing.table_files import table_files
 from tests.testing.wrapper_store import WrapperStore
 
 KEYS = np.arange(3)
@@ -27,11 +28,10 @@ class CountedStore(WrapperStore):
         return found
 
 
-def test_rows_erased_while_others_look_for_erased_ones_stay_erased() -> None:
+def test_rows_erased_while_others_look_for_erased_ones_stay_erased(tmp_path: Path) -> None:
     """The first erasure of a table, while the background work still finds that nothing is erased in it."""
-    files, memory = MemoryStore({"t": 2}), CountedStore(MemoryStore({"t": 2, "t" + ERASED_SUFFIX: 1}))
-    files.insert("t", KEYS, np.ones((3, 2), np.float32))
-    store = DeletableFiles(files, memory)
+    memory = CountedStore(MemoryStore({"t": 2, "t" + ERASED_SUFFIX: 1}))
+    store = table_files(tmp_path, {"t": (KEYS, np.ones((3, 2), np.float32))}, memory)
 
     memory.hook = lambda: store.erase("t", np.array([1]))
     store.refresh()

@@ -19,7 +19,6 @@ from inference_session.parameter_server import tier as tier_module
 from inference_session.parameter_server import upkeep as upkeep_module
 from inference_session.parameter_server.base import ERASED_SUFFIX, EmbeddingStore, FetchRequest, LateError
 from inference_session.parameter_server.create import create_store
-from inference_session.parameter_server.file_store import DeletableFiles
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.promotions import MAX_PENDING_PROMOTIONS, PROMOTIONS_AT_ONCE
 from inference_session.parameter_server.server import ParameterServer
@@ -30,6 +29,7 @@ from tests.testing.memory_store import MemoryStore
 from tests.testing.server_calls import await_promotions, fetch_any
 from tests.testing.servers import PATIENCE_MS, RedisServer, wait_until
 from tests.testing.store_contract import DIMS, assert_same_bits, fetch, keys_of, random_keys, random_vectors
+from tests.testing.table_files import table_files
 
 KEYS, VECTORS = random_keys(200), random_vectors(200, 4)
 
@@ -182,17 +182,16 @@ class SharedStore(MemoryStore):
 
 
 @pytest.mark.parametrize("lags", [False, True])
-def test_rows_of_files_that_another_process_has_erased_are_not_promoted(*, lags: bool) -> None:
+def test_rows_of_files_that_another_process_has_erased_are_not_promoted(*, lags: bool, tmp_path: Path) -> None:
     """A row that is promoted from the files while another process erases it is removed again."""
     erased = "user" + ERASED_SUFFIX
     behind = SharedStore(DIMS | {table + ERASED_SUFFIX: 1 for table in DIMS})
     marks = LaggingStore(behind, erased) if lags else behind
-    volatile, files = MemoryStore(DIMS), MemoryStore(DIMS)
-    files.insert("user", KEYS, VECTORS)
+    volatile = MemoryStore(DIMS)
     tiers = [
         Tier("volatile", volatile, volatile=True, cache_missed_keys=True),
         Tier("persistent", marks),
-        Tier("files", DeletableFiles(files, marks)),
+        Tier("files", table_files(tmp_path, {"user": (KEYS, VECTORS)}, marks)),
     ]
     server = ParameterServer(tiers)
     with server.frozen():  # the promotion has to wait until the rows are erased
@@ -206,13 +205,12 @@ def test_rows_of_files_that_another_process_has_erased_are_not_promoted(*, lags:
     server.close()
 
 
-def promoted_from_files() -> tuple[ParameterServer, SharedStore]:
+def promoted_from_files(folder: Path) -> tuple[ParameterServer, SharedStore]:
     """A server that has promoted 20 rows from the files into the store that it shares with other processes."""
-    shared, files = SharedStore(DIMS | {table + ERASED_SUFFIX: 1 for table in DIMS}), MemoryStore(DIMS)
-    files.insert("user", KEYS, VECTORS)
+    shared = SharedStore(DIMS | {table + ERASED_SUFFIX: 1 for table in DIMS})
     tiers = [
         Tier("volatile", shared, volatile=True, cache_missed_keys=True),
-        Tier("files", DeletableFiles(files, shared)),
+        Tier("files", table_files(folder, {"user": (KEYS, VECTORS)}, shared)),
     ]
     server = ParameterServer(tiers)
     fetch_any(server, [FetchRequest("user", KEYS[:20], np.empty((20, 4), np.float32))])
@@ -220,9 +218,9 @@ def promoted_from_files() -> tuple[ParameterServer, SharedStore]:
     return server, shared
 
 
-def test_rows_written_after_a_promotion_are_not_taken_back() -> None:
+def test_rows_written_after_a_promotion_are_not_taken_back(tmp_path: Path) -> None:
     """Rows of files were promoted, erased, and written again, by this process or another: no other tier has these."""
-    server, shared = promoted_from_files()
+    server, shared = promoted_from_files(tmp_path)
     server.erase("user", KEYS[:10])
     server.insert("user", KEYS[:5], -VECTORS[:5])
     shared.insert("user", KEYS[5:10], -VECTORS[5:10])
@@ -236,12 +234,12 @@ def test_rows_written_after_a_promotion_are_not_taken_back() -> None:
     server.close()
 
 
-def test_the_check_of_promoted_rows_keeps_written_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_of_promoted_rows_keeps_written_ones_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A row that this process has erased and written again stays, even if it is the same as before. A refresh
     meanwhile, after which any row may be another one, writes nothing: what others have erased is taken back.
     """
     monkeypatch.setattr(upkeep_module, "ROUND_INTERVAL_S", 3600)
-    server, shared = promoted_from_files()
+    server, shared = promoted_from_files(tmp_path)
     server.erase("user", KEYS[:10])
     server.insert("user", KEYS[:10], VECTORS[:10])
     shared.insert("user" + ERASED_SUFFIX, KEYS[10:15], np.ones((5, 1), np.float32))

@@ -10,17 +10,14 @@ import numpy as np
 import pytest
 
 from inference_session.errors import StoreError, UnavailableError
-from inference_session.model_spec import TABLES_FOLDER, ModelSpec, TableSpec
-from inference_session.parameter_server.base import EmbeddingStore
+from inference_session.parameter_server.base import ERASED_SUFFIX, EmbeddingStore
 from inference_session.parameter_server.file_store import TableFileStore
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.rocksdb.store import RocksDbStore
-from inference_session.tables.table_file import write_table
-from inference_session.version_directory import manifest
-from inference_session.version_directory.version import VersionDirectory
 from tests.testing.faulty_stores import FaultStore, LatencyStore
 from tests.testing.memory_store import MemoryStore
 from tests.testing.store_contract import DIMS, ReadContract, StoreContract, fetch, keys_of, random_vectors
+from tests.testing.table_files import table_files
 from tests.testing.wrapper_store import WrapperStore
 
 
@@ -56,23 +53,27 @@ class TestWrapped(MemoryContract):
 
 
 class TestTableFiles(ReadContract):
-    """Table files are read only."""
+    """Table files never change; rows can be erased all the same."""
 
     @pytest.fixture
     def filled(self, tmp_path: Path) -> Iterator[TableFileStore]:
-        for table, (keys, vectors) in self.ROWS.items():
-            write_table(tmp_path / TABLES_FOLDER / table, [vectors], keys=[keys])
-        specs = tuple(TableSpec(t, t, len(self.ROWS[t][0]), dim) for t, dim in DIMS.items())
-        manifest.write_manifest(tmp_path)
-        with TableFileStore(VersionDirectory(tmp_path, ModelSpec((), (), specs, ()))) as store:
+        with table_files(tmp_path, self.ROWS, MemoryStore({table + ERASED_SUFFIX: 1 for table in DIMS})) as store:
             yield store
 
-    def test_writes_are_refused(self, filled: TableFileStore) -> None:
-        """A store that takes no writes says so beforehand, and refuses a write that is tried anyway."""
-        assert not filled.supports_writes
+    def test_rows_are_erased_and_not_added(self, filled: TableFileStore) -> None:
+        """Erased rows are found no more, by look-ups and scans; the store above keeps those that are inserted."""
+        keys = self.ROWS["user"][0]
+        filled.insert("user", keys_of(10**15), random_vectors(1, 4))
+        filled.erase("user", np.concatenate([keys[:3], keys_of(10**15)]))
+        assert filled.supports_writes
+        assert not filled.keeps_rows
+        expected = [*np.isin(keys, keys[:3], invert=True).tolist(), False]
+        assert fetch(filled, "user", np.concatenate([keys, keys_of(10**15)]))[0].tolist() == expected
+        assert {*np.concatenate([part for part, _ in filled.scan("user")]).tolist()} == {*keys[3:].tolist()}
+
+    def test_other_writes_are_refused(self, filled: TableFileStore) -> None:
+        """What files cannot do is an error."""
         for call in (
-            lambda: filled.insert("user", keys_of(1), random_vectors(1, 4)),
-            lambda: filled.erase("user", keys_of(1)),
             lambda: filled.clear("user"),
             lambda: filled.note("user"),
             lambda: filled.set_note("user", "x"),
