@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import isqrt
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,28 +23,37 @@ _KEYS_PER_BUCKET = 8
 """Used slots of 12, on average, at full capacity: few enough that few keys are outside of their own bucket."""
 
 
-class KeyIndex(Protocol):
-    """The interface of a key table's index, on any device."""
+class KeyIndex(ABC):
+    """A key table's index, on any device."""
 
     keys: Tensor
     """int64 [capacity]: the key of each row."""
     num_rows: int
     """Rows in use, row 0 among them."""
 
+    @abstractmethod
     def find(self, keys: Tensor) -> Tensor:
         """int64 [n] to the rows, int64 [n], 0 for keys without a row."""
 
+    @abstractmethod
     def find_or_add(self, keys: Tensor) -> Tensor:
-        """int64 [n], perhaps with duplicates, to their rows; keys without one get the next, in any order."""
+        """int64 [n], perhaps with duplicates, to their rows; keys without one get the next, in any order.
+
+        Raises:
+            UnavailableError: there is no room for more rows.
+        """
 
     def find_or_add_requested(self, messages: Tensor, message_size: int) -> tuple[Tensor, int]:
         """As `find_or_add`, of the keys in messages, of which what is no key gets row 0; and their `most_requested`."""
+        rows = add_some(self, messages, requested(messages, message_size))
+        return rows, most_requested(messages, message_size)
 
+    @abstractmethod
     def keep(self, num_rows: int) -> None:
         """Forget all rows from the given one on. Keys of lower rows may have been overwritten before."""
 
 
-class HashIndex:
+class HashIndex(KeyIndex):
     """A hash index on the processor: that of the served tables, in compiled code."""
 
     def __init__(self, capacity: int = _MIN_CAPACITY) -> None:
@@ -54,17 +64,11 @@ class HashIndex:
         self.keys[0] = 0
 
     def find(self, keys: Tensor) -> Tensor:
-        """As the protocol says."""
         rows = torch.empty(len(keys), dtype=torch.int64, device="cpu")
         find_rows(*self._addresses(), self.num_rows, keys.numpy(), rows.numpy())
         return rows
 
     def find_or_add(self, keys: Tensor) -> Tensor:
-        """As the protocol says.
-
-        Raises:
-            UnavailableError: 2^32 rows are in use.
-        """
         rows = torch.empty(len(keys), dtype=torch.int64, device="cpu")
         progress = np.zeros(1, np.int64)
         while True:
@@ -75,13 +79,7 @@ class HashIndex:
                 return rows
             self._grow()
 
-    def find_or_add_requested(self, messages: Tensor, message_size: int) -> tuple[Tensor, int]:
-        """As the protocol says."""
-        rows = add_some(self, messages, requested(messages, message_size))
-        return rows, most_requested(messages, message_size)
-
     def keep(self, num_rows: int) -> None:
-        """As the protocol says."""
         self.num_rows = num_rows
         self._index_again()
 
@@ -108,7 +106,7 @@ class HashIndex:
         index_rows(*self._addresses(), self.num_rows)
 
 
-class DeviceIndex:
+class DeviceIndex(KeyIndex):
     """A hash index on a GPU, in device memory, by kernels."""
 
     def __init__(self, device: torch.device, capacity: int = _MIN_CAPACITY) -> None:
@@ -121,26 +119,17 @@ class DeviceIndex:
         self._num_counted, self._most = self._counted.split(1)
 
     def find(self, keys: Tensor) -> Tensor:
-        """As the protocol says."""
         keys = keys.contiguous()
         rows = torch.empty_like(keys)
         device_rows.find_rows(self._entries, self.keys, keys, rows)
         return rows
 
     def find_or_add(self, keys: Tensor) -> Tensor:
-        """As the protocol says. Waits for the number of rows.
-
-        Raises:
-            UnavailableError: 2^31 rows are in use.
-        """
+        """See KeyIndex. Waits for the number of rows."""
         return self._find_or_add(keys.contiguous(), 0)[0]
 
     def find_or_add_requested(self, messages: Tensor, message_size: int) -> tuple[Tensor, int]:
-        """As the protocol says. Waits for the number of rows.
-
-        Raises:
-            UnavailableError: 2^31 rows are in use.
-        """
+        """See KeyIndex. Waits for the number of rows."""
         return self._find_or_add(messages, message_size)
 
     def start_to_add(
@@ -195,7 +184,6 @@ class DeviceIndex:
             raise
 
     def keep(self, num_rows: int) -> None:
-        """As the protocol says."""
         self.num_rows = num_rows
         self._counted[0] = num_rows
         self._entries.zero_()
@@ -219,7 +207,7 @@ class DeviceIndex:
         return torch.zeros(_num_entries(num_rows), dtype=torch.int64, device=self.keys.device)
 
 
-class SortedIndex:
+class SortedIndex(KeyIndex):
     """An index on any device, by torch's operators: sorted keys, and apart from them the newest, merged at times."""
 
     def __init__(self, device: torch.device) -> None:
@@ -228,11 +216,9 @@ class SortedIndex:
         self._set_levels(1)
 
     def find(self, keys: Tensor) -> Tensor:
-        """As the protocol says."""
         return self._find_in(self._recent, keys) + self._find_in(self._older, keys)
 
     def find_or_add(self, keys: Tensor) -> Tensor:
-        """As the protocol says."""
         found, places = torch.unique(keys, return_inverse=True)
         rows = self.find(found)
         added = found[rows == 0]
@@ -245,13 +231,7 @@ class SortedIndex:
             self._set_levels(self.num_rows if is_merged else self._num_older)
         return rows[places]
 
-    def find_or_add_requested(self, messages: Tensor, message_size: int) -> tuple[Tensor, int]:
-        """As the protocol says."""
-        rows = add_some(self, messages, requested(messages, message_size))
-        return rows, most_requested(messages, message_size)
-
     def keep(self, num_rows: int) -> None:
-        """As the protocol says."""
         self.num_rows = num_rows
         self._set_levels(num_rows)
 

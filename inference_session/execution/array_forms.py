@@ -6,8 +6,9 @@ A form belongs to one HostStaging: its records hold addresses of that object's m
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +40,7 @@ number of requests; returns STAGED, NOT_STAGED or NO_ROOM.
 """
 
 
-class ArrayForm(Protocol):
+class ArrayForm(ABC):
     """The arrays that requests of one layout carry."""
 
     inputs: NDArray[np.void]
@@ -52,26 +53,30 @@ class ArrayForm(Protocol):
     """LOOKUP records."""
     num_open_sizes: int
     """Sizes that tell batches apart, the number of samples first."""
-    ranks: bool
+    ranks = False
     """Requests have a context; the number of requests is the last of these sizes."""
 
+    @abstractmethod
     def kernels_into(self, *records: NDArray[Any]) -> tuple[StagingStep, ...]:
         """The kernel `stage` or `stage_bags`, with these records as its last arguments.
 
         Where there is a key graph, the two parts of it between which the keys are computed.
         """
 
+    @abstractmethod
     def shapes(self, open_sizes: NDArray[np.int64]) -> Shapes:
         """Shapes of the keys, and of what the network reads other than vectors, in the batch that was staged last."""
 
-    def constants(self, open_sizes: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
+    def constants(self, open_sizes: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:  # noqa: ARG002
         """What the network reads that is the same for all batches of these sizes."""
+        return {}
 
-    def fits(self, shapes: Shapes) -> bool:
+    def fits(self, shapes: Shapes) -> bool:  # noqa: ARG002
         """Whether the sizes that must be equal are equal."""
+        return True
 
 
-class TensorForm:
+class TensorForm(ArrayForm):
     """A model's own inputs."""
 
     def __init__(self, spec: ModelSpec, layout: TensorLayout, lookups: ModelLookups, network: Network) -> None:
@@ -92,13 +97,11 @@ class TensorForm:
         self._max_elements = layout.max_elements
 
     def kernels_into(self, *records: NDArray[Any]) -> tuple[StagingStep, ...]:
-        """See ArrayForm."""
         tensors = len(self.dtypes), self.inputs, self.lookups
         arguments = Arguments(ARRAY_TYPE, self._max_elements, *tensors, *records)
         return tuple(arguments.bound_to(of_ints(kernel)) for kernel in self._kernels)
 
     def shapes(self, open_sizes: NDArray[np.int64]) -> Shapes:
-        """See ArrayForm."""
         # The number of samples, and that of requests, each of which has one context.
         first = int(open_sizes[0]), int(open_sizes[-1])
         return {
@@ -125,10 +128,8 @@ class TensorForm:
         )
 
 
-class BagForm:
+class BagForm(ArrayForm):
     """DES, CATCOLUMN and ROWINDEX, as HugeCTR's clients send them."""
-
-    ranks = False
 
     def __init__(self, spec: ModelSpec, layout: HugectrLayout, lookups: ModelLookups, network: Network) -> None:
         request = layout.format
@@ -148,24 +149,14 @@ class BagForm:
         self._max_elements = layout.max_elements
 
     def kernels_into(self, *records: NDArray[Any]) -> tuple[StagingStep, ...]:
-        """See ArrayForm."""
         form = self._form, self._slots
         arguments = Arguments(ARRAY_TYPE, self._max_elements, *form, self.inputs, self.lookups, *records)
         return (arguments.bound_to(of_ints(bag_staging.stage_bags)),)
 
     def shapes(self, open_sizes: NDArray[np.int64]) -> Shapes:
-        """See ArrayForm."""
         num_samples = int(open_sizes[0])
         bags = {keys: (num_samples, slots, 0) for keys, slots in zip(self._keys, self._slots.tolist(), strict=True)}
         return {self.names[0]: (num_samples, int(self._form["dense_dim"][0])), **bags}
-
-    def constants(self, open_sizes: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:  # noqa: ARG002
-        """See ArrayForm."""
-        return {}
-
-    def fits(self, shapes: Shapes) -> bool:  # noqa: ARG002
-        """See ArrayForm."""
-        return True
 
 
 def given_inputs(

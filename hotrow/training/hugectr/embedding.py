@@ -184,9 +184,8 @@ class EmbeddingTable:
         """Replace all rows by these, as far as this process keeps them; their states begin anew."""
         self._rows = create_index(self._device)
         self._states = [self._fresh(len(self._weight)) for _ in self.rule.state_names]
-        found, last = np.unique(keys[::-1], return_index=True)  # of rows with one key, the last is found when served
+        _, last = np.unique(keys[::-1], return_index=True)  # of rows with one key, the last is found when served
         order = np.sort(len(keys) - 1 - last)
-        del found
         rows = self._rows.find_or_add(torch.from_numpy(keys[order]).to(self._device))
         self._make_room()
         self._weight.index_copy_(0, rows, torch.from_numpy(vectors[order]).to(self._device))

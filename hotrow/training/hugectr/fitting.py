@@ -21,43 +21,22 @@ from inference_session.importers.hugectr.data_source import DataSourceParams
 class Trainable(Protocol):
     """The part of a `Model` that the loop uses, the low-level API; `Model` itself imports the loop."""
 
-    def train(self, is_first_batch: bool = True) -> bool:
-        """One step; False where the data ended."""
-
-    def eval(self, is_first_batch: bool = True) -> bool:
-        """Evaluate a batch; False where the data ended."""
-
-    def start_data_reading(self) -> None:
-        """Begin to read, in repeat mode."""
-
-    def get_data_reader_train(self) -> DataReader:
-        """The reader of training data."""
-
-    def get_data_reader_eval(self) -> DataReader:
-        """The reader of evaluation data."""
-
-    def get_learning_rate_scheduler(self) -> LearningRateScheduler:
-        """The schedule."""
-
-    def set_learning_rate(self, lr: float) -> None:
-        """The rate of the next step."""
-
-    def get_current_loss(self) -> float:
-        """The loss of the last batch."""
-
-    def get_eval_metrics(self) -> list[tuple[str, float]]:
-        """Metrics since the last call."""
-
-    def export_predictions(self, output_prediction_file_name: str, output_label_file_name: str) -> None:
-        """Append what was evaluated last to two files."""
-
+    def train(self) -> bool: ...
+    def eval(self) -> bool: ...
+    def start_data_reading(self) -> None: ...
+    def get_data_reader_train(self) -> DataReader: ...
+    def get_data_reader_eval(self) -> DataReader: ...
+    def get_learning_rate_scheduler(self) -> LearningRateScheduler: ...
+    def set_learning_rate(self, lr: float) -> None: ...
+    def get_current_loss(self) -> float: ...
+    def get_eval_metrics(self) -> list[tuple[str, float]]: ...
+    def export_predictions(self, output_prediction_file_name: str, output_label_file_name: str) -> None: ...
     def save_params_to_files(
         self,
         prefix: str,
-        iter: int = 0,  # noqa: A002  HugeCTR's name
-        data_source_params: DataSourceParams | None = None,
-    ) -> None:
-        """Write a snapshot."""
+        iter: int,  # noqa: A002  HugeCTR's name
+        data_source_params: DataSourceParams | None,
+    ) -> None: ...
 
 
 @dataclass

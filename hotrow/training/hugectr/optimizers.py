@@ -61,7 +61,6 @@ class Adam(Rule):
     moves_untouched = True
 
     def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
-        """As `Rule`."""
         self.update_all([weight], [gradient], [states], lr, step)
 
     def update_all(
@@ -85,7 +84,6 @@ class Adam(Rule):
         )  # fmt: skip
 
     def kernel(self, lr: float, step: int) -> tuple[str, tuple[float, ...]]:
-        """As `Rule`."""
         beta1, beta2 = self.params.beta1, self.params.beta2
         rate = lr * (1.0 - beta2**step) ** 0.5 / (1.0 - beta1**step)
         return "learn_adam", (rate, 1.0 - beta1, beta2, 1.0 - beta2, self.params.epsilon)
@@ -98,7 +96,6 @@ class LazyAdam(Rule):
 
     @property
     def original_states(self) -> tuple[str, ...]:
-        """As `Rule`."""
         return ("m", "v")
 
     def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
@@ -126,13 +123,11 @@ class AdaGrad(Rule):
         self.first_state = params.initial_accu_value
 
     def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
-        """As `Rule`."""
         (total,) = states
         total.addcmul_(gradient, gradient)
         weight.addcdiv_(gradient, total.sqrt().add_(self.params.epsilon), value=-lr)
 
     def kernel(self, lr: float, step: int) -> tuple[str, tuple[float, ...]]:
-        """As `Rule`."""
         return "learn_adagrad", (lr, 0.0, 0.0, 0.0, self.params.epsilon)
 
 
@@ -143,7 +138,6 @@ class MomentumSGD(Rule):
     moves_untouched = True
 
     def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
-        """As `Rule`."""
         (momentum,) = states
         momentum.mul_(self.params.momentum_factor).sub_(gradient, alpha=lr)
         weight.add_(momentum)
@@ -156,7 +150,6 @@ class Nesterov(Rule):
     moves_untouched = True
 
     def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
-        """As `Rule`."""
         (accm,) = states
         mu = self.params.momentum_factor
         weight.sub_(accm, alpha=mu)
@@ -168,11 +161,9 @@ class SGD(Rule):
     """Plain steps."""
 
     def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
-        """As `Rule`."""
         weight.sub_(gradient, alpha=lr)
 
     def kernel(self, lr: float, step: int) -> tuple[str, tuple[float, ...]]:
-        """As `Rule`."""
         return "learn_sgd", (lr, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -183,11 +174,9 @@ class Ftrl(Rule):
 
     @property
     def original_states(self) -> tuple[str, ...]:
-        """As `Rule`."""
         return ("n", "z")
 
     def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
-        """As `Rule`."""
         if lr == 0.0:
             return
         z, n = states
