@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +14,12 @@ import numpy as np
 import pytest
 
 from inference_session import InferenceSession
+from inference_session.parameter_server.base import LateError
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.redis import client as redis_client
 from tests.testing import small_model
-from tests.testing.servers import PATIENCE_MS, RedisServer, slowed, wait_until
+from tests.testing.servers import PATIENCE_MS, PATIENCE_S, RedisServer, serving, slowed, wait_until
 from tests.testing.store_contract import assert_same_bits, fetch, random_keys, random_vectors
 from tests.testing.stored_model import push
 
@@ -103,3 +105,54 @@ def test_a_redis_that_has_missed_many_updates_comes_back(tmp_path: Path) -> None
         session.update("user_weight", EVERY, newest)
         np.testing.assert_array_equal(session.lookup("user_weight", EVERY), newest)
         assert session.stats()["tiers"]["volatile"]["hits"] > hits
+
+
+@contextlib.contextmanager
+def holding_back(target_port: int, held: threading.Event, let_go: threading.Event) -> Iterator[int]:
+    """A server that forwards all bytes, but once `held` is set large pieces of commands only after `let_go`."""
+
+    def pass_on(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65_536):
+                if held.is_set() and len(data) >= LARGE_BYTES:
+                    assert let_go.wait(PATIENCE_S)
+                target.sendall(data)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_RDWR)
+
+    def handle(connection: socket.socket) -> None:
+        with socket.create_connection(("127.0.0.1", target_port)) as inside:
+            answering = threading.Thread(target=pass_on, args=(inside, connection))
+            answering.start()
+            pass_on(connection, inside)
+            answering.join()
+
+    with serving(handle) as port:
+        yield port
+
+
+def test_a_late_write_never_follows_a_newer_one() -> None:
+    """The network held the older one back, and passed it on after its sender had given it up and written again."""
+    held, let_go = threading.Event(), threading.Event()
+    keys, namespace, dims = np.arange(3), Namespace("late", "1"), {"user": 256}
+    rows = [np.full((3, 256), value, np.float32) for value in range(3)]
+    with (
+        RedisServer() as server,
+        holding_back(server.port, held, let_go) as port,
+        server.client() as client,
+        create_store(server.url + "?partitions=1", namespace, dims) as other,
+        create_store(f"redis://127.0.0.1:{port}?partitions=1", namespace, dims, timeout_ms=1000) as store,
+    ):
+        store.insert("user", keys, rows[0])
+        held.set()
+        for write in (store.insert, store.insert_absent):
+            with pytest.raises(LateError):
+                write("user", keys, rows[1])
+        store.erase("user", keys[2:])
+        other.insert("user", keys[:2], rows[2][:2])
+        let_go.set()
+        wait_until(lambda: len(client.client_list()) <= 3, "the late connections to be gone")
+        found, out = fetch(other, "user", keys)
+
+    assert found.tolist() == [True, True, False]
+    assert_same_bits(out[:2], rows[2][:2])

@@ -191,6 +191,8 @@ class RedisClient:
 
             for (address, lane), batch in self._batches(commands, deadline):
                 connection = connections.take(address, lane)
+                if any(command.may_write for command in batch):
+                    connection.expect_writes(deadline)
                 connection.send(b"".join([command.payload() for command in batch]), deadline)
                 under_way.append((connection, batch))
                 num_bytes += _num_bytes(batch)
@@ -224,6 +226,8 @@ class RedisClient:
             try:
                 with self._pool.borrow(deadline) as connections:
                     connection = connections.take(address, 0)
+                    if command.may_write:
+                        connection.expect_writes(deadline)
                     connection.send(asking(command) if is_ask else command.payload(), deadline)
                     connection.read_lines(int(is_ask), deadline)
                     read(connection, [command], deadline)

@@ -31,6 +31,10 @@ class Command(Protocol):
     def num_bytes(self) -> int:
         """Bytes of rows that are sent or answered."""
 
+    @property
+    def may_write(self) -> bool:
+        """Whether it may change what the server holds."""
+
     def payload(self) -> bytes | memoryview:
         """The bytes to send."""
 
@@ -51,6 +55,7 @@ class Read(NamedTuple):
     """See Hmgets; their keys are order[begin:end]."""
     wire: memoryview
     """The commands as they are sent."""
+    may_write: bool = False
 
     @property
     def name(self) -> bytes:
@@ -94,6 +99,7 @@ class Write(NamedTuple):
     name: bytes
     fields: NDArray[np.void]
     arguments_per_field: int
+    may_write: bool = True
 
     @property
     def num_replies(self) -> int:
@@ -118,6 +124,7 @@ class WriteAbsent(NamedTuple):
     name: bytes
     fields: NDArray[np.void]
     """Whole commands."""
+    may_write: bool = True
 
     @property
     def num_bytes(self) -> int:
@@ -141,6 +148,7 @@ class Call:
 
     arguments: tuple[bytes | str | int, ...]
     reply: Any = None
+    may_write: bool = True
 
     @property
     def name(self) -> bytes:

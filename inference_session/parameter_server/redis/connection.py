@@ -116,6 +116,8 @@ class RedisConnection:
         self._address = address
         self.name = self._url.path or f"{address[0]}:{address[1]}"
         self._run_id: str | None = None
+        self.writer_id: int | None = None
+        """The server's number for this connection, if it may be sent writes; 0: the server does not tell."""
         self._socket = self._connect(login, address, deadline)
         self._plain_socket = self._socket.fileno() if login.tls is None else -1
         try:
@@ -189,6 +191,18 @@ class RedisConnection:
                 raise reply
             self._run_id = run_id_in(reply)
         return self._run_id
+
+    def expect_writes(self, deadline: Deadline) -> None:
+        """Learn `writer_id`, by which unanswered writes can be withdrawn."""
+        if self.writer_id is None:
+            [reply] = self.call([("CLIENT", "ID")], deadline)
+            self.writer_id = reply if isinstance(reply, int) else 0
+
+    def withdraw(self, writer_id: int, deadline: Deadline) -> None:
+        """Return when the server will do nothing more of what another connection has sent it; at once where this user
+        may not ask for that.
+        """
+        self.call([("CLIENT", "KILL", "ID", writer_id)], deadline)
 
     def close(self) -> None:
         """Close the socket."""

@@ -1,8 +1,13 @@
-"""Connections to the servers of a store, kept between calls."""
+"""Connections to the servers of a store, kept between calls.
+
+A server, or the network to it, may be slow: writes of a call that was given up may be carried out much later, after
+newer writes of the same rows. So a server is first told to drop connections that were closed with writes unanswered.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,6 +23,8 @@ class ConnectionPool:
         self._login = login
         self._max_idle = max_idle
         self._idle: dict[Address, list[RedisConnection]] = {}
+        self._unanswered: defaultdict[Address, set[int]] = defaultdict(set)
+        """The ids of connections whose writes may still be carried out."""
         self._lock = threading.Lock()
         self._closed = False
         self.trusted: frozenset[str] = frozenset()
@@ -40,6 +47,23 @@ class ConnectionPool:
             idle = self._idle.get(address)
             connection = idle.pop() if idle else None
         return connection or RedisConnection(self._login, address, deadline)
+
+    def give_up(self, address: Address, connection: RedisConnection) -> None:
+        """Close a connection that may have unanswered commands."""
+        if connection.writer_id:
+            with self._lock:
+                self._unanswered[address].add(connection.writer_id)
+        connection.close()
+
+    def withdraw_unanswered(self, address: Address, connection: RedisConnection, deadline: Deadline) -> None:
+        """Return, over a connection to the same server, when no write of a connection that was given up can follow."""
+        with self._lock:
+            given_up = self._unanswered.get(address, set()).copy()
+        for writer_id in given_up:
+            connection.withdraw(writer_id, deadline)
+        if given_up:
+            with self._lock:
+                self._unanswered[address] -= given_up
 
     def give_back(self, address: Address, connection: RedisConnection) -> None:
         """Keep a connection whose replies have all been read, for the next caller."""
@@ -83,6 +107,7 @@ class BorrowedConnections:
         connection = self._taken.get((address, number))
         if connection is None:
             connection = self._taken[address, number] = self._pool.take(address, self._deadline)
+            self._pool.withdraw_unanswered(address, connection, self._deadline)
             if trusted and self._pool.trusted and connection.run_id(self._deadline) not in self._pool.trusted:
                 raise UnavailableError(
                     f"Redis at {connection.name} is not the process that took the last writes; "
@@ -97,5 +122,5 @@ class BorrowedConnections:
 
     def close(self) -> None:
         """Close them all."""
-        for connection in self._taken.values():
-            connection.close()
+        for (address, _), connection in self._taken.items():
+            self._pool.give_up(address, connection)
