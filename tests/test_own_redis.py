@@ -1,4 +1,4 @@
-"""Processes that share a RocksDB, each with a Redis of its own or with none: whoever writes, nobody answers older rows."""
+"""Processes that share a RocksDB, each with a Redis of its own or none: none answers older rows than others wrote."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from inference_session.parameter_server.known_incarnation import NOTE_TABLE, Kno
 from inference_session.parameter_server.namespace import Namespace, StoredTable
 from inference_session.parameter_server.retirement import Retirement
 from inference_session.parameter_server.server import ParameterServer
-from inference_session.parameter_server.table_source import refuse_rows_of_other_files
+from inference_session.parameter_server.table_source import TableSources
 from inference_session.parameter_server.tier import Tier
 from inference_session.platform.file_names import as_file_name
 from inference_session.urls.store_url import DEFAULT_TIMEOUT_MS, StoreUrl
@@ -53,10 +53,11 @@ def create_parameter_server(version: VersionDirectory, config: SessionConfig) ->
                 store = create_store(url, namespace, held, writable="later", timeout_ms=config.store_timeout_ms)
                 opened.callback(store.close)
                 tiers.append(_tier(name, store, config))
+        sources = TableSources(version) if has_files and namespace.version is not None else None
+        for tier in tiers:
+            tier.sources = sources
         _check(tiers)
         if has_files:
-            if namespace.version is not None:
-                refuse_rows_of_other_files(version, tiers)
             files = TableFileStore(version, tiers[-1].store, verify_indexes=config.verify == "full")
             tiers.append(Tier("files", files))
         opened.pop_all()
@@ -116,7 +117,7 @@ def list_tables(url: str | StoreUrl) -> list[StoredTable]:
 
 def _known_incarnation(tiers: Sequence[Tier]) -> KnownIncarnation:
     durable = next((tier.store for tier in tiers if tier.durable), None)
-    return KnownIncarnation(durable if tiers[0].volatile else None)
+    return KnownIncarnation(durable)
 
 
 def _tier(name: str, store: EmbeddingStore, config: SessionConfig) -> Tier:
@@ -144,7 +145,7 @@ def _retirement(tiers: Sequence[Tier], config: SessionConfig, version: VersionDi
 
 
 def _check(tiers: list[Tier]) -> None:
-    """Leave out tiers whose store does not answer, unless that is all of them."""
+    """Leave out tiers whose store does not answer, unless that is all of them; refuse rows of other files."""
     failures = [(tier, error) for tier in tiers if (error := _failure(tier))]
     if failures and len(failures) == len(tiers):
         raise failures[0][1]
@@ -159,6 +160,7 @@ def _failure(tier: Tier) -> UnavailableError | None:
     """Why the tier's store does not answer at present; None if it does."""
     try:
         tier.store.check()
+        tier.refuse_other_rows()
     except UnavailableError as error:
         return error
     return None

@@ -309,6 +309,8 @@ class ParameterServer:
         failures: dict[Tier, HotrowError] = {}
         with self._writes.lock:
             try:
+                if not any(tier.volatile for tier in self.tiers):
+                    self._known.save_that_writes_are_missing()  # from a Redis that other processes have over this store
                 for tier in reversed(self.tiers if tiers is None else tiers):
                     error = self._write_to(tier, table, keys, write, written_below=tiers is None)
                     if error is not None:

@@ -6,14 +6,15 @@ still has rows of the old ones, and would answer them before the new files. The 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
+from itertools import islice
 
-from inference_session.errors import ConfigurationError, HotrowError
+from inference_session.errors import ConfigurationError, HotrowError, StoreError
 from inference_session.model_spec import TABLES_FOLDER, TableSpec
 from inference_session.parameter_server.base import EmbeddingStore
-from inference_session.parameter_server.tier import Tier
 from inference_session.version_directory import manifest
 from inference_session.version_directory.version import VersionDirectory
 
@@ -30,29 +31,46 @@ def push_note(source: str, num_rows: int, num_all: int) -> str:
     return json.dumps({"source": source, "rows": num_rows, "of": num_all})
 
 
-def refuse_rows_of_other_files(version: VersionDirectory, tiers: Sequence[Tier]) -> None:
-    """Refuse stores that were filled from other files than those of this version, which has table files.
+class TableSources:
+    """The files of a version, against which stores are checked that may hold rows of others."""
 
-    A volatile store without a note gets one, as rows of these files will be promoted to it.
+    def __init__(self, version: VersionDirectory) -> None:
+        """`version`: has table files."""
+        files = manifest.read_manifest(version.path)
+        self._path = version.path
+        self._sources = {table: source_of(files, table) for table in version.spec.tables}
 
-    Raises:
-        ConfigurationError: names the store and the table.
-    """
-    files = manifest.read_manifest(version.path)
-    sources = {table: source_of(files, table) for table in version.spec.tables}
-    for tier in tiers:
-        for table, source in sources.items() if tier.failure is None else ():
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The tables, by their folders."""
+        return tuple(table.folder for table in self._sources)
+
+    def refuse_others(self, store: EmbeddingStore, *, volatile: bool) -> None:
+        """Refuse a store that was filled from other files.
+
+        A volatile store without a note gets one, as rows of these files will be promoted to it.
+
+        Raises:
+            ConfigurationError: names the store and the table.
+            UnavailableError: it cannot be determined at present.
+        """
+        for table, source in self._sources.items():
             try:
-                noted = _noted_source(tier.store, table)
-                if noted is None and tier.volatile:
-                    tier.store.set_note(table.folder, push_note(source, 0, table.num_rows))
-            except HotrowError:  # it is down now, or keeps no notes
-                break
+                noted = _noted_source(store, table)
+            except StoreError:  # it keeps no notes
+                return
+            if noted is None and volatile:
+                with contextlib.suppress(HotrowError):  # then it takes no rows either, and is asked again
+                    store.set_note(table.folder, push_note(source, 0, table.num_rows))
             if noted not in (None, source):
                 raise ConfigurationError(
-                    f"{tier.store!r} holds rows of table {table.name!r} that came from other files than those of "
-                    f"{version.path}, for a version of the same number; publish these under a new number"
+                    f"{store!r} holds rows of table {table.name!r} that came from other files than those of "
+                    f"{self._path}, for a version of the same number; publish these under a new number"
                 )
+
+    def are_noted(self, store: EmbeddingStore) -> bool:
+        """Whether the first table has its note: all of them vanish, or change, at once."""
+        return all(_noted_source(store, table) == source for table, source in islice(self._sources.items(), 1))
 
 
 def _noted_source(store: EmbeddingStore, table: TableSpec) -> str | None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from inference_session.errors import HotrowError, StoreError, UnavailableError
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest, LateError
+from inference_session.parameter_server.table_source import TableSources
 from inference_session.parameter_server.write_log import KeysByTable
 
 STEADY_S = 10.0
@@ -67,6 +68,8 @@ class Tier:
     """Whether rows found further down are inserted here."""
     touches: bool = False
     """Whether rows that are read here are to be marked as used."""
+    sources: TableSources | None = None
+    """The files that its rows must have come from; None: any."""
     failure: str | None = None
     """Why the tier is left out at the moment; None: it is in use."""
     last_error: str = ""
@@ -169,6 +172,21 @@ class Tier:
         unsteady = now - self.back_since < STEADY_S
         self.retry_pause_s = min(max(MIN_RETRY_PAUSE_S, 2 * self.retry_pause_s), MAX_RETRY_PAUSE_S) if unsteady else 0.0
         self.retry_at = now + self.retry_pause_s
+
+    def refuse_other_rows(self) -> None:
+        """Raise ConfigurationError if the store's rows came from other files; errors as of TableSources."""
+        if self.sources is not None:
+            self.sources.refuse_others(self.store, volatile=self.volatile)
+
+    def refuse(self, error: HotrowError) -> None:
+        """Leave the tier out, though it answers, and log why once."""
+        if self.failure == str(error):
+            return
+        with self._lock:
+            self.failures += 1
+            self.last_error = str(error)
+            self.begin_outage(str(error))
+        _log.warning("tier %s of the parameter server is left out: %s", self.name, error)
 
     def end_outage(self) -> None:
         """Use the tier again."""

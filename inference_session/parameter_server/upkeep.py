@@ -19,7 +19,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.errors import HotrowError, SessionClosedError, StoreError, UnavailableError
+from inference_session.errors import ConfigurationError, HotrowError, SessionClosedError, StoreError, UnavailableError
 from inference_session.parameter_server.base import ERASED_SUFFIX
 from inference_session.parameter_server.known_incarnation import KnownIncarnation
 from inference_session.parameter_server.promotions import (
@@ -194,17 +194,21 @@ class TierUpkeep:
                 with self._writes.lock if tier.store.lags else contextlib.nullcontext():
                     tier.store.refresh()
                 self._look_for_losses(tier)
+                self._look_for_other_rows(tier)
             elif time.monotonic() >= tier.retry_at:
                 self._bring_back(tier)
         except (UnavailableError, StoreError) as error:
             tier.is_returning = False
             tier.report(error, leave_out=is_out)
+        except ConfigurationError as error:
+            tier.refuse(error)
 
     def _bring_back(self, tier: Tier) -> None:
         """Use a tier again that was out, without the rows whose newer versions it missed. These are dropped in
         pieces, between which others may write; the next turn does what this one leaves.
         """
         tier.store.check()
+        tier.refuse_other_rows()
         self._look_for_losses(tier)
         tier.is_returning = True
         end = time.monotonic() + BRING_BACK_S
@@ -246,6 +250,18 @@ class TierUpkeep:
             else:
                 _log.warning(_MAY_HAVE_LOST, tier.name)
         tier.trust(incarnation)
+
+    def _look_for_other_rows(self, tier: Tier) -> None:
+        """Make sure that a volatile store still has the note on the files that its rows came from. It loses it when it
+        is emptied, and may come back with another.
+        """
+        if tier.volatile and tier.sources is not None and not tier.sources.are_noted(tier.store):
+            try:
+                tier.refuse_other_rows()
+            except ConfigurationError as error:
+                tier.refuse(error)
+                for table in tier.sources.tables:
+                    self.on_drop(table, None)
 
     def _drop_all_written(self, tier: Tier) -> None:
         """Make the tier drop all that was written. Keys that other processes wrote are unknown: then all tables."""

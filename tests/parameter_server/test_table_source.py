@@ -20,6 +20,15 @@ from tests.testing.stored_model import push, url_of
 REFUSED = r"holds rows of table 'user.weight' that came from other files than those of .*; publish these under a new"
 
 
+EVERY = np.arange(50)
+
+
+def rows_of(directory: Path, **settings: Any) -> np.ndarray:
+    """What a session answers."""
+    with InferenceSession.open(directory, **settings) as session:
+        return session.lookup("user_weight", EVERY)
+
+
 def ask(directory: Path, **settings: Any) -> None:
     """Let requests read rows, and wait until they are in the volatile store."""
     with InferenceSession.open(directory, **settings) as session:
@@ -61,6 +70,45 @@ def test_pushed_rows_of_a_removed_version_are_not_answered(directory: Path) -> N
         InferenceSession.open(directory, persistent_store=url_of(directory))
     push(directory, url_of(directory))
     InferenceSession.open(directory, persistent_store=url_of(directory)).close()
+
+
+def test_a_redis_that_was_down_is_asked_later_whose_rows_it_has(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has rows of a removed version. It is left out, with the reason, until they are gone."""
+    with RedisServer("--appendonly", "yes") as redis:
+        ask(directory, volatile_store=redis.url)
+        before = rows_of(directory, volatile_store=redis.url)
+        replace_files(directory)
+        expected = rows_of(directory)
+        assert not np.array_equal(before, expected)
+        redis.stop()
+        push(directory, url_of(directory))
+        settings = {"volatile_store": redis.url, "persistent_store": url_of(directory), "cache_bytes": 0}
+        with InferenceSession.open(directory, **settings) as session:
+            redis.start()
+            wait_until(lambda: "came from other files" in caplog.text, "the reason in the log")
+            np.testing.assert_array_equal(session.lookup("user_weight", EVERY), expected)
+            assert "came from other files" in str(session.stats()["tiers"]["volatile"]["failure"])
+            with redis.client() as client:
+                client.flushall()
+            wait_until(lambda: session.stats()["tiers"]["volatile"]["failure"] is None, "Redis to be used")
+            np.testing.assert_array_equal(session.lookup("user_weight", EVERY), expected)
+        assert caplog.text.count("came from other files") == 1
+
+
+def test_a_redis_that_was_emptied_learns_again_whose_rows_it_gets(directory: Path) -> None:
+    """Nobody notices that it is emptied while it answers; the rows promoted later are of the same files."""
+    with RedisServer() as redis, redis.client() as client:
+        with InferenceSession.open(directory, volatile_store=redis.url, cache_bytes=0) as session:
+            num_notes = len(client.keys("hotrow_push*"))
+            client.flushall()
+            wait_until(lambda: len(client.keys("hotrow_push*")) == num_notes, "the notes")
+            session.lookup("user_weight", EVERY)
+        replace_files(directory)
+
+        with pytest.raises(ConfigurationError, match=REFUSED):
+            InferenceSession.open(directory, volatile_store=redis.url)
 
 
 def test_rows_that_all_versions_share_may_come_from_any(directory: Path) -> None:
