@@ -61,6 +61,7 @@ def command(version_dir: Path, store_url: str, verify: bool, verify_sample: int 
       hotrow push model_repository/ctr/1 --to redis://127.0.0.1:6379/0 --verify
     """
     # These import Numba, which takes seconds.
+    from inference_session.parameter_server.base import ERASED_SUFFIX
     from inference_session.parameter_server.create import create_store
     from inference_session.parameter_server.table_push import TablePush
 
@@ -70,8 +71,10 @@ def command(version_dir: Path, store_url: str, verify: bool, verify_sample: int 
         manifest.verify(version_dir, checksums=True, progress=progress)
     bound_to = Namespace.of(version_dir, shared=namespace == "shared")
     dims = {table.folder: table.embedding_dim for table in spec.tables}
+    dims |= {table.folder + ERASED_SUFFIX: 1 for table in spec.tables}
     with create_store(StoreUrl.parse(store_url), bound_to, dims, writable=True, timeout_ms=_TIMEOUT_MS) as store:
-        pushes = [TablePush(version_dir, table, store) for table in spec.tables]
+        drops_others = bound_to.version is not None
+        pushes = [TablePush(version_dir, table, store, drops_others=drops_others) for table in spec.tables]
         _push(pushes)
         if verify or verify_sample is not None:
             _verify(pushes, None if verify else verify_sample)

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from inference_session.errors import StoreError
 from inference_session.model_spec import TABLES_FOLDER, TableSpec
-from inference_session.parameter_server.base import EmbeddingStore
-from inference_session.parameter_server.table_source import push_note, source_of
+from inference_session.parameter_server.base import ERASED_SUFFIX, EmbeddingStore
+from inference_session.parameter_server.table_source import noted_source, push_note, source_of
 from inference_session.platform.progress import Progress
 from inference_session.tables.table_file import TableFile
 from inference_session.version_directory.manifest import read_manifest
@@ -41,17 +41,26 @@ class PushReport:
 class TablePush:
     """The push of one table of a version directory."""
 
-    def __init__(self, version_dir: Path, spec: TableSpec, store: EmbeddingStore) -> None:
-        """Open the table's files; ModelFormatError names one that is absent or has an unexpected size."""
+    def __init__(self, version_dir: Path, spec: TableSpec, store: EmbeddingStore, *, drops_others: bool = True) -> None:
+        """Open the table's files; ModelFormatError names one that is absent or has an unexpected size.
+
+        `drops_others`: where the store has rows of other files, as of a removed version of that number, they are
+        dropped first. Keys that these files lack would be answered by them.
+        """
         folder = version_dir / TABLES_FOLDER / spec.folder
         self.spec = spec
         self._store = store
+        self._drops_others = drops_others
         self._file = TableFile.open(folder, spec, verify_index=True)
         self._source = source_of(read_manifest(version_dir), spec)
 
     def run(self, progress: Progress | None = None) -> PushReport:
         """Write the rows that are not yet written; of rows with equal keys the last one, as look-ups see it."""
         first_row = self._rows_done()
+        if self._drops_others and noted_source(self._store, self.spec) not in (None, self._source):
+            for table in {self.spec.folder, self.spec.folder + ERASED_SUFFIX}.intersection(self._store.tables):
+                self._store.clear(table)
+        self._note(first_row)  # before any of the rows: sessions on other files must not take the store for theirs
         noted = time.monotonic()
         for begin, keys, vectors in self._batches(first_row):
             self._store.insert(self.spec.folder, keys, vectors)

@@ -56,7 +56,7 @@ class TableSources:
         """
         for table, source in self._sources.items():
             try:
-                noted = _noted_source(store, table)
+                noted = noted_source(store, table)
             except StoreError:  # it keeps no notes
                 return
             if noted is None and volatile:
@@ -70,10 +70,10 @@ class TableSources:
 
     def are_noted(self, store: EmbeddingStore) -> bool:
         """Whether the first table has its note: all of them vanish, or change, at once."""
-        return all(_noted_source(store, table) == source for table, source in islice(self._sources.items(), 1))
+        return all(noted_source(store, table) == source for table, source in islice(self._sources.items(), 1))
 
 
-def _noted_source(store: EmbeddingStore, table: TableSpec) -> str | None:
+def noted_source(store: EmbeddingStore, table: TableSpec) -> str | None:
     """The files that a table was filled from; None where that is not known."""
     try:
         noted = json.loads(store.note(table.folder) or "{}").get("source")

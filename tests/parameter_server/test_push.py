@@ -19,6 +19,7 @@ from inference_session.parameter_server import table_push
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.table_push import TablePush
+from inference_session.parameter_server.table_source import push_note
 from inference_session.tables.table_file import write_table
 from inference_session.version_directory import manifest
 from inference_session.version_directory.session_file import read_spec
@@ -152,6 +153,34 @@ def test_a_push_goes_on_where_it_was_interrupted(version_dir: Path, monkeypatch:
     assert (report.num_rows, report.num_resumed, sum(done)) == (5000, 2000, 3000)
     assert TablePush(version_dir, spec, store).verify() == 5000
     assert TablePush(version_dir, spec, store).run().num_resumed == 0
+
+
+def test_a_push_that_was_interrupted_at_once_has_left_its_mark(version_dir: Path) -> None:
+    """Some of its rows are in the store, which must not seem to have those of other files, or of none."""
+    memory = MemoryStore(DIMS)
+    store = FaultStore(memory, lambda verb: UnavailableError("gone") if verb == "insert" else None)
+    with pytest.raises(UnavailableError):
+        TablePush(version_dir, read_spec(version_dir).tables[0], store).run()
+    assert json.loads(memory.note("hashed") or "")["rows"] == 0
+
+
+@pytest.mark.parametrize("kind", ["redis", "rocksdb"])
+@pytest.mark.parametrize("namespace", ["version", "shared"])
+def test_rows_of_other_files_are_dropped(
+    server: RedisServer, version_dir: Path, tmp_path: Path, kind: str, namespace: str
+) -> None:
+    """Keys that the new files lack have no row then, and none is erased; in the shared name space they stay."""
+    url = f"{server.url}/6" if kind == "redis" else f"rocksdb://{tmp_path}/db"
+    bound_to = Namespace.of(version_dir, shared=namespace == "shared")
+    with create_store(url, bound_to, DIMS | {"hashed~erased": 1}, writable=True) as store:
+        store.insert("hashed", np.array([-5]), np.ones((1, 16), np.float32))
+        store.insert("hashed~erased", random_keys(1), np.ones((1, 1), np.float32))
+        store.set_note("hashed", push_note("another", 1, 1))
+    run("push", version_dir, "--to", url, "--namespace", namespace, "--verify")
+    with create_store(url, bound_to, DIMS | {"hashed~erased": 1}) as store:
+        is_kept = namespace == "shared"
+        assert fetch(store, "hashed", np.array([-5]))[0].tolist() == [is_kept]
+        assert store.num_rows("hashed~erased") == is_kept
 
 
 @pytest.mark.parametrize("note", ["", "{}", "[]", "null", "}", '{"rows": 5}', '{"source": "other", "rows": 5}'])
