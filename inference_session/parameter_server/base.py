@@ -43,17 +43,22 @@ class FetchRequest(NamedTuple):
 
 
 class EmbeddingStore(ABC):
-    """Named tables of vectors by int64 key. All methods may be called from any thread.
+    """Named tables of vectors by int64 key, any of which may have no rows. All methods may be called from any thread.
 
     A table that the store does not hold is a TableNotFoundError, a store that cannot do what it is asked a StoreError,
     one that cannot be reached or does not answer in time an UnavailableError, one that has been closed a
     SessionClosedError. After an error, `out` may hold some of the rows, and an insert may have been done in part.
     """
 
+    def __init__(self, embedding_dims: Mapping[str, int]) -> None:
+        """`embedding_dims`: the number of elements of each table's vectors."""
+        self._embedding_dims = dict(embedding_dims)
+        self._malformed = MalformedValues()
+
     @property
-    @abstractmethod
     def tables(self) -> tuple[str, ...]:
         """Names of the tables held."""
+        return tuple(self._embedding_dims)
 
     @property
     @abstractmethod
@@ -75,9 +80,12 @@ class EmbeddingStore(ABC):
         """Whether other processes may change rows: a row that was read may be outdated when it is inserted above."""
         return self.lags
 
-    @abstractmethod
     def embedding_dim(self, table: str) -> int:
         """Number of elements of the table's vectors."""
+        if table not in self._embedding_dims:
+            known = ", ".join(map(repr, self._embedding_dims)) or "none"
+            raise TableNotFoundError(f"{self!r} has no table {table!r}; its tables: {known}")
+        return self._embedding_dims[table]
 
     @abstractmethod
     def num_rows(self, table: str) -> int:
@@ -130,7 +138,7 @@ class EmbeddingStore(ABC):
     @property
     def num_malformed(self) -> int:
         """Keys requested and counted as missing, because the store holds a value there that is not a row."""
-        return 0
+        return self._malformed.count
 
     def check(self) -> None:  # noqa: B027
         """Raise what a fetch would raise, if the store is down."""
@@ -207,31 +215,6 @@ class MalformedValues:
         """Count a key whose row has another width than its table's."""
         expected = f"expected {expected_bytes} ({expected_bytes // 4} float32)"
         self.add(store, table, f"key {key} has a row of {found_bytes} bytes, {expected}")
-
-
-class BoundStore(EmbeddingStore):
-    """A store that gets its list of tables when it is made; a table may have no rows."""
-
-    def __init__(self, embedding_dims: Mapping[str, int]) -> None:
-        """`embedding_dims`: the number of elements of each table's vectors."""
-        self._embedding_dims = dict(embedding_dims)
-        self._malformed = MalformedValues()
-
-    @property
-    def num_malformed(self) -> int:
-        return self._malformed.count
-
-    @property
-    def tables(self) -> tuple[str, ...]:
-        """The tables that the store was bound to."""
-        return tuple(self._embedding_dims)
-
-    def embedding_dim(self, table: str) -> int:
-        """Number of elements of the table's vectors."""
-        if table not in self._embedding_dims:
-            known = ", ".join(map(repr, self._embedding_dims)) or "none"
-            raise TableNotFoundError(f"{self!r} has no table {table!r}; its tables: {known}")
-        return self._embedding_dims[table]
 
 
 def check_insert(keys: NDArray[np.int64], vectors: NDArray[np.float32], embedding_dim: int) -> None:

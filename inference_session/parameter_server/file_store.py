@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import StoreError, UnavailableError
-from inference_session.parameter_server.base import ERASED_SUFFIX, BoundStore, EmbeddingStore
+from inference_session.parameter_server.base import ERASED_SUFFIX, EmbeddingStore
 from inference_session.tables.base import RowBatch
 from inference_session.tables.table_file import TableFile
 from inference_session.version_directory.version import VersionDirectory
 
 
-class TableFileStore(BoundStore):
+class TableFileStore(EmbeddingStore):
     """All tables of a version directory, by their folders, except erased rows.
 
     What is inserted is in the store above, which is asked first.

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import SessionClosedError
-from inference_session.parameter_server.base import BoundStore, check_insert
+from inference_session.parameter_server.base import EmbeddingStore, check_insert
 from inference_session.tables.base import RowBatch, check_fetch
 
 
-class MemoryStore(BoundStore):
+class MemoryStore(EmbeddingStore):
     """Tables that exist as long as the object."""
 
     def __init__(self, embedding_dims: Mapping[str, int]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import HotrowError, SessionClosedError, StoreError
-from inference_session.parameter_server.base import ERASED_SUFFIX, BoundStore, FetchRequest, check_insert
+from inference_session.parameter_server.base import ERASED_SUFFIX, EmbeddingStore, FetchRequest, check_insert
 from inference_session.parameter_server.namespace import Namespace, StoredTable
 from inference_session.parameter_server.redis import layout
 from inference_session.parameter_server.redis.client import BYTES_PER_BATCH, RedisClient
@@ -44,7 +44,7 @@ _GLOB = re.compile(r"[*?\[\]^\\-]")
 _log = logging.getLogger(__name__)
 
 
-class RedisStore(BoundStore):
+class RedisStore(EmbeddingStore):
     """The tables of one model in a Redis. Nothing is sent until needed, so a Redis that is down can be opened."""
 
     def __init__(

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import SessionClosedError, StoreError, UnavailableError
-from inference_session.parameter_server.base import BoundStore, check_insert
+from inference_session.parameter_server.base import EmbeddingStore, check_insert
 from inference_session.parameter_server.namespace import Namespace, StoredTable
 from inference_session.parameter_server.rocksdb.database import (
     OpenDatabase,
@@ -49,7 +49,7 @@ _NO_SPACE = "No space left on device"
 _log = logging.getLogger(__name__)
 
 
-class RocksDbStore(BoundStore):
+class RocksDbStore(EmbeddingStore):
     """The tables of one model in a RocksDB."""
 
     def __init__(
