@@ -158,12 +158,7 @@ class Fitting:
         files = (f"{prefix}_prediction_{number}", f"{prefix}_label_{number}") if prefix else ()
         for file in files:
             Path(file).unlink(missing_ok=True)  # of an earlier run; predictions are appended
-        for _ in range(self.solver.max_eval_batches):
-            if not self.model.eval():
-                self.model.get_data_reader_eval().set_source()
-                break
-            if files:
-                self.model.export_predictions(*files)
+        evaluate_batches(self.model, self.solver.max_eval_batches, *files)
 
     def _announce(self, mode: str) -> None:
         solver = self.solver
@@ -180,6 +175,16 @@ class Fitting:
 
     def _elapsed(self) -> float:
         return time.perf_counter() - self._began
+
+
+def evaluate_batches(model: Trainable, most: int, prediction_file: str = "", label_file: str = "") -> None:
+    """Evaluate as many batches as there are, at most this many, and append them to the files if these are named."""
+    for _ in range(most):
+        if not model.eval():
+            model.get_data_reader_eval().set_source()
+            break
+        if prediction_file:
+            model.export_predictions(prediction_file, label_file)
 
 
 def _is_due(number: int, interval: int) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hotrow.training.hugectr.fitting import evaluate_batches
 from hotrow.training.hugectr.json_config import learning_rates, read_configuration
 from hotrow.training.hugectr.model import Model
 from hotrow.training.hugectr.parameters import Solver
@@ -69,12 +70,7 @@ class Session(Model):
 
     def evaluation(self, prediction_file: str = "", label_file: str = "") -> list[tuple[str, float]]:
         """Metrics over `max_eval_batches` batches, whose predictions and labels are appended to files if requested."""
-        for _ in range(self._solver.max_eval_batches):
-            if not self.eval():
-                self.get_data_reader_eval().set_source()
-                break
-            if prediction_file:
-                self.export_predictions(prediction_file, label_file)
+        evaluate_batches(self, self._solver.max_eval_batches, prediction_file, label_file)
         return self.get_eval_metrics()
 
     def download_params_to_files(self, prefix: str, iter: int) -> None:  # noqa: A002  HugeCTR's name
