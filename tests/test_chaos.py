@@ -23,6 +23,7 @@ from inference_session.errors import UnavailableError
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from tests.testing import small_model
+from tests.testing.proxy import Network, Proxy
 from tests.testing.servers import PATIENCE_MS, RedisClusterServers, RedisServer, wait_until
 from tests.testing.stored_model import DIMS, push
 
@@ -357,3 +358,20 @@ def test_two_sessions_in_a_row_miss_writes(tmp_path: Path) -> None:
                     server.start()
                     wait_until(lambda session=session: is_up(session), "Redis to be used")  # type: ignore[misc]
                     assert (session.lookup("user_weight", EVERY) == 7).all()
+
+
+def test_a_refresh_sees_what_redis_misses(tmp_path: Path) -> None:
+    """Only the writer's way to Redis is cut: another process, which reaches it, answers the newer rows at once."""
+    with RedisServer() as server, Proxy(server.port) as network, opened(tmp_path, server.url, cache_bytes=0) as reading:
+        settings = {
+            "volatile_store": f"redis://127.0.0.1:{network.port}",
+            "persistent_store": f"rocksdb://{tmp_path}/db",
+        }
+        with InferenceSession.open(tmp_path / "repository" / "small" / "1", **settings) as writing:
+            rows = WrittenRows(writing)
+            reading.refresh()
+            assert (reading.lookup("user_weight", EVERY) == 1).all()
+            network.set(Network.CUT)
+            rows.write(EVERY)
+            reading.refresh()
+            assert (reading.lookup("user_weight", EVERY) == 2).all()

@@ -69,8 +69,11 @@ class TierUpkeep:
         self._worker.start()
 
     def look_after_all(self) -> None:
-        """Bring tiers back that answer again, and let those in use see what others have written."""
-        for tier in self._tiers:
+        """Bring tiers back that answer again, and let those in use see what others have written.
+
+        The lowest comes first: it tells whether those above it miss writes.
+        """
+        for tier in reversed(self._tiers):
             self._try(partial(self._look_after, tier))
 
     def close(self) -> None:
