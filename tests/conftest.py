@@ -59,10 +59,11 @@ def real_data() -> Path:
 def hdfs() -> Iterator[Hdfs]:
     """A NameNode and a DataNode of this machine, for all tests that leave them as they were."""
     from tests.testing.hadoop import Hdfs
+    from tests.testing.shared_servers import until_last_test
 
-    with pytest.MonkeyPatch.context() as patch, Hdfs() as cluster:
-        patch.setenv("HADOOP_USER_NAME", getpass.getuser())
-        yield cluster
+    with until_last_test("hdfs") as servers:
+        servers.enter_context(pytest.MonkeyPatch.context()).setenv("HADOOP_USER_NAME", getpass.getuser())
+        yield servers.enter_context(Hdfs())
 
 
 @pytest.fixture(scope="session")
@@ -104,11 +105,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Slow tests are in no group, as they share no fixture. The slowest come first, so that no process is left
     with one at the end. Those that wait for servers come before those that compute, which use the processors meanwhile.
     """
+    from tests.testing.shared_servers import expect_tests
+
     if not os.environ.get(REAL_DATA):
         without = [item for item in items if item.get_closest_marker("real_data")]
         config.hook.pytest_deselected(items=without)
         items[:] = [item for item in items if item not in without]
     items.sort(key=_order)
+    expect_tests(group for group in map(_group, items) if group in _SHARED)
     for item in items:
         if not item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.xdist_group(_group(item)))
@@ -139,6 +143,18 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
     with shared_device() if item.get_closest_marker("gpu") else contextlib.nullcontext():
         return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    """The last test that shares a server ends it; what goes wrong then is an error of that test."""
+    from tests.testing.shared_servers import count_test
+
+    try:
+        return (yield)
+    finally:
+        if (group := _group(item)) in _SHARED:
+            count_test(group)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.testing.certificates import Authority, new_authority
 from tests.testing.served import Serve, Served, start
+from tests.testing.shared_servers import until_last_test
 from tests.testing.triton_models import write_bags, write_ctr, write_flat, write_scalar, write_types
 
 
@@ -35,8 +36,13 @@ def served(tritonserver: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
     write_bags(repository / "bags" / "1")
     write_types(repository / "types" / "1", strings=False)
     write_scalar(repository / "scalar" / "1")
-    served = start(repository)
-    yield served
+    with until_last_test("served") as servers:
+        served = start(repository)
+        servers.callback(_stop, served)
+        yield served
+
+
+def _stop(served: Served) -> None:
     status = served.stop()
     served.close()
     assert status == 0

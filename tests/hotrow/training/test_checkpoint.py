@@ -120,15 +120,17 @@ def _gather_after_steps(rank: int, model: Any, optimizer: Any, path: Path) -> No
         np.savez(path, **rows, **dense)
 
 
-@pytest.mark.parametrize("place", ["folder", "hdfs"])
-def test_tables_come_back_on_ranks_that_shard_them_otherwise(
-    tmp_path: Path, request: pytest.FixtureRequest, place: str
-) -> None:
+def test_tables_come_back_on_ranks_that_shard_them_otherwise(tmp_path: Path) -> None:
     """2 ranks save; 2 that hold other rows, and 1, go on from there with the optimizers' states."""
-    where = str(tmp_path / "checkpoints")
-    if place == "hdfs":
-        hdfs: Hdfs = request.getfixturevalue("hdfs")
-        where = f"{hdfs.url}/checkpoints"
+    _check_that_ranks_go_on(str(tmp_path / "checkpoints"), tmp_path)
+
+
+def test_ranks_go_on_from_hdfs(tmp_path: Path, hdfs: Hdfs) -> None:
+    """The same, where no rank sees a folder of another."""
+    _check_that_ranks_go_on(f"{hdfs.url}/checkpoints", tmp_path)
+
+
+def _check_that_ranks_go_on(where: str, tmp_path: Path) -> None:
     jobs.run_ranks(_save_on_ranks, where, tmp_path)
     first = np.load(tmp_path / "first.npz")
 
