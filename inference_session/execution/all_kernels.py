@@ -4,6 +4,7 @@ to be included in an image.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
@@ -28,6 +29,7 @@ from inference_session.model_spec import ModelSpec, TableSpec
 from inference_session.parameter_server.redis import layout as redis_layout
 from inference_session.parameter_server.redis import replies as redis_replies
 from inference_session.parameter_server.server import ParameterServer
+from inference_session.platform.collections import without_collections
 from inference_session.rows.base import fetch
 from inference_session.rows.files import changing_rows
 from inference_session.rows.stored import StoredRows
@@ -43,7 +45,8 @@ def compile_all() -> None:
     Look-ups take longer than all others. So two processes compile their parts. Then one compiles the kernels that use
     these parts, and the other one the rest.
     """
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as second:
+    spawning = multiprocessing.get_context("spawn")
+    with without_collections(), ProcessPoolExecutor(1, spawning, initializer=gc.disable) as second:
         interleaved = second.submit(lookup.compile_interleaved)
         lookup.compile_blocks_and_stream()
         lookups = second.submit(lookup.compile_kernels)

@@ -7,19 +7,17 @@ thread does that, and neither the thread that will serve nor those that a sessio
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+from inference_session.platform.collections import without_collections
 from inference_session.platform.pacing import yield_to_others
 
 
 def load_quietly(module: str, name: str) -> Any:
     """Import a module, and compile what it needs; returns the attribute of this name. Raises what importing raises."""
-    with _without_collections(), ThreadPoolExecutor(1, initializer=yield_to_others) as thread:
+    with without_collections(), ThreadPoolExecutor(1, initializer=yield_to_others) as thread:
         loaded = thread.submit(import_module, module).result()
         thread.submit(_load_kernels).result()
     return getattr(loaded, name)
@@ -31,17 +29,3 @@ def _load_kernels() -> None:
 
     cpu.compile_kernels()
     staging.compile_kernels()
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Pause the garbage collector: code is hardly ever garbage, and to scan the heap takes a fifth of the loading.
-
-    Later collections do not scan it either.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
