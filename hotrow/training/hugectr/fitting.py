@@ -62,7 +62,8 @@ class Fitting:
             if not is_whole(getattr(self, name)):
                 raise ConfigurationError(f"Model.fit: {name} is {getattr(self, name)!r}; allowed: whole numbers")
         self._began = self._displayed = time.perf_counter()
-        self._iteration = 0
+        self.iteration = 0
+        """Steps so far."""
 
     def iterations(self, count: int) -> None:
         """Train this many steps of data that repeats."""
@@ -76,7 +77,7 @@ class Fitting:
         self.model.start_data_reading()
         is_complete = not any(self._step(f"{count} iterations") for _ in range(count))
         for callback in self.callbacks:
-            callback.on_training_end(self._iteration - 1)
+            callback.on_training_end(self.iteration - 1)
         if is_complete:
             self.say(f"Finish {count} iterations with batchsize: {self.solver.batchsize} in {self._elapsed():.2f}s.")
 
@@ -95,7 +96,7 @@ class Fitting:
             if any(self._one_source(source, f"{count} epochs") for source in sources):
                 return
         self.say(
-            f"Finish {count} epochs {self._iteration} global iterations with batchsize {self.solver.batchsize} "
+            f"Finish {count} epochs {self.iteration} global iterations with batchsize {self.solver.batchsize} "
             f"in {self._elapsed():.2f}s."
         )
 
@@ -112,7 +113,7 @@ class Fitting:
         self.model.set_learning_rate(lr)
         if not self.model.train():
             return "end"
-        number, self._iteration = self._iteration, self._iteration + 1
+        number, self.iteration = self.iteration, self.iteration + 1
         if _is_due(number, self.display):
             self._show(number, lr)
         if _is_due(number, self.eval_interval) and self._evaluate(number, of):

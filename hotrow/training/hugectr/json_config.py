@@ -102,7 +102,7 @@ def train(configuration: Configuration) -> Model:
         snapshot_prefix=configuration.prefix,
         export_predictions_prefix=settings.get("export_predictions_prefix", ""),
     )
-    model.save_params_to_files(configuration.prefix, model.get_learning_rate_scheduler().get_step())
+    model.save_params_to_files(configuration.prefix, model.num_fitted)
     model.graph_to_json(f"{configuration.prefix}_graph.json")
     return model
 

@@ -81,6 +81,8 @@ class Model:
             solver.lr, solver.warmup_steps, solver.decay_start, solver.decay_steps, solver.decay_power, solver.end_lr
         )
         self._lr = solver.lr
+        self.num_fitted = 0
+        """Iterations of the last `fit`."""
         self._last_eval: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None
 
     def add(
@@ -182,6 +184,7 @@ class Model:
         else:
             sources = self._reader_params.source if self._cache else self._reader_params.source[:1]
             run.epochs(num_epochs, sources, self._reader_params.eval_source)
+        self.num_fitted = run.iteration
 
     def set_source(self, source: str | Sequence[str] = "", keyset: Any = None, eval_source: str | None = None) -> None:
         """Train the next `fit` on other data, in epoch mode: `set_source(source, eval_source)`.

@@ -37,6 +37,8 @@ class FirstWeights:
 
     def __init__(self, seed: int) -> None:
         self._random = torch.Generator().manual_seed(seed)
+        self._num_inputs = 0
+        """Rows of the last matrix; the bias of an MLP that follows it is drawn by them too."""
 
     def take(self, layer: Layer, what: str, *shape: int) -> NDArray[np.float32]:
         """The first values of a layer's weights, float32 [*shape]."""
@@ -47,6 +49,10 @@ class FirstWeights:
             kind = _default(layer, what)
         values = torch.empty(shape)
         fan_in, fan_out = (shape[0], shape[-1]) if what == "weight" else (0, shape[-1])
+        if what == "weight":
+            self._num_inputs = shape[0]
+        elif layer.type == "MLP":
+            fan_in = fan_out
         if layer.type == "MultiCross" and not _is_projected(layer):
             fan_out = shape[0]
         self._fill(layer, values, kind, fan_in, fan_out)
@@ -57,7 +63,7 @@ class FirstWeights:
         if kind in ("Zero", "One"):
             values.fill_(float(kind == "One"))
         elif kind == "Uniform":
-            self._uniform(values, 1.0 / (fan_in + fan_out))
+            self._uniform(values, self._num_inputs**-0.5 if layer.type == "MLP" else 1.0 / (fan_in + fan_out))
         elif kind == "XavierUniform":
             self._uniform(values, (3.0 / average) ** 0.5)
         elif kind == "XavierNorm":

@@ -90,15 +90,17 @@ def read_parquet(path: Path, shape: RecordShape, metadata: Metadata, offsets: Sl
         ModelFormatError: names the file, the row group and the column, what was expected and found.
         OSError: the file cannot be read.
     """
+    where = f"{path}"
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:  # of pages that have a checksum
             _check_file(path, file, metadata)
             for group in range(file.num_row_groups):
+                where = f"{path}: row group {group}"
                 yield _RowGroup(path, group, file.read_row_group(group)).block(shape, metadata, offsets)
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno:
             raise
-        raise ModelFormatError(f"{path}: cannot be read as Parquet: {error}") from error
+        raise ModelFormatError(f"{where}: cannot be read as Parquet: {' '.join(str(error).split())}") from error
 
 
 def _check_file(path: Path, file: pq.ParquetFile, metadata: Metadata) -> None:

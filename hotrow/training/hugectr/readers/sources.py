@@ -71,7 +71,8 @@ class Source:
         for name in self._files():
             if self.params.data_reader_type is DataReaderType_t.Norm:
                 is_checked = self.params.check_type is Check_t.Sum
-                yield from read_norm(self._local(name), self.shape, is_checked=is_checked, num_wanted=num_wanted)
+                path = self._local(name, self.place)
+                yield from read_norm(path, self.shape, is_checked=is_checked, num_wanted=num_wanted)
             else:
                 yield from self._parquet(name)
 
@@ -84,8 +85,8 @@ class Source:
 
         folder = name.rpartition("/")[0] or "."
         offsets = SlotOffsets(self.params.slot_size_array, self.shape.slot_num)
-        metadata = read_metadata(self._local(f"{folder}/{METADATA_FILE}").parent, self.shape)
-        yield from read_parquet(self._local(name), self.shape, metadata, offsets)
+        metadata = read_metadata(self._local(f"{folder}/{METADATA_FILE}", self.place).parent, self.shape)
+        yield from read_parquet(self._local(name, self.place), self.shape, metadata, offsets)
 
     def _files(self) -> list[str]:
         """What the file list names."""
@@ -101,13 +102,14 @@ class Source:
             raise ModelFormatError(f"{path}: says {lines[0]} files, but names {len(lines) - 1}")
         return lines[1:]
 
-    def _local(self, place: str) -> Path:
-        """The file on this machine; what is on HDFS is copied first."""
+    def _local(self, place: str, file_list: str = "") -> Path:
+        """The file on this machine; what is on HDFS is copied first. `file_list` names it, if any does."""
         path = fetch(self.data_source.place_of(place))
+        named = f" ({file_list} names it)" if file_list else ""
         if not path.exists():
             raise ConfigurationError(
-                f"{path}: no such file; paths of training data count from the working directory, {Path.cwd()}"
+                f"{path}: no such file{named}; paths of training data count from the working directory, {Path.cwd()}"
             )
         if path.is_dir():
-            raise ConfigurationError(f"{path}: a folder, where a file of training data was expected")
+            raise ConfigurationError(f"{path}: a folder{named}, where a file of training data was expected")
         return path

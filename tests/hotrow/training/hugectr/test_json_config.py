@@ -55,6 +55,22 @@ def test_training_goes_on_from_the_files_that_the_solver_names(tmp_path: Path, m
     assert Path("more/dcn_graph.json").exists()
 
 
+def test_the_final_files_are_numbered_by_the_iterations_of_all_epochs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The schedule also gives a rate when an epoch has no batch left."""
+    monkeypatch.chdir(tmp_path)
+    make_data(SAMPLES["dcn"], tmp_path)
+    document = dcn_configuration()
+    del document["solver"]["max_iter"]
+    document["solver"] |= {"num_epochs": 3}
+    Path("a.json").write_text(json.dumps(document))
+    model = train(read_configuration(Path("a.json")))
+    count = model.trainer.dense_optimizer.num_steps
+    assert f"Finish 3 epochs {count} global iterations" in capsys.readouterr().out
+    assert Path(f"dcn_dense_{count}.model").exists()
+
+
 def test_evaluations_are_written_where_the_solver_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each anew, also where a run before has left files."""
     monkeypatch.chdir(tmp_path)

@@ -304,6 +304,32 @@ def test_damaged_parquet_files_and_missing_values_are_named(tmp_path: Path) -> N
         list(source(place, record_shape, DataReaderType_t.Parquet).blocks())
 
 
+def test_damaged_pages_of_parquet_files_are_named_by_their_row_group(tmp_path: Path) -> None:
+    """By their checksums, where the writer made them, or as their headers cannot be read."""
+    import pyarrow.parquet as pq
+
+    record_shape = shape(1, 1, (1, 1))
+    place = write_parquet_folder(tmp_path / "data", [make_records(RANDOM, 20, record_shape, limit=10, is_fixed=True)])
+    path = tmp_path / "data" / "0.parquet"
+    table = pq.read_table(path)
+    for has_checksums in (True, False):
+        pq.write_table(
+            table, path, row_group_size=10, use_dictionary=False, compression="none", write_page_checksum=has_checksums
+        )
+        column = pq.ParquetFile(path).metadata.row_group(1).column(1)
+        damaged = bytearray(path.read_bytes())
+        damaged[column.data_page_offset + (column.total_compressed_size - 4 if has_checksums else 0)] ^= 0xFF
+        path.write_bytes(damaged)
+        with pytest.raises(ModelFormatError, match=r"0\.parquet: row group 1: cannot be read as Parquet: [^\n]+$"):
+            list(source(place, record_shape, DataReaderType_t.Parquet).blocks())
+
+
+def test_a_file_that_is_missing_is_named_with_its_list(tmp_path: Path) -> None:
+    (tmp_path / "list.txt").write_text("1\nnowhere\n")
+    with pytest.raises(ConfigurationError, match=r"nowhere: no such file \(.*list\.txt names it\)"):
+        list(source(tmp_path / "list.txt", shape(1, 1, (1, 1))).blocks())
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

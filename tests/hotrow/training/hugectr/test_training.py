@@ -43,6 +43,7 @@ from tests.testing.hugectr_training_samples import SAMPLES, Sample, binary, laye
 
 pytestmark = pytest.mark.training
 Array = NDArray[np.float64]
+ACTIVATIONS = [hugectr.Activation_t.Relu, hugectr.Activation_t.Non]
 
 
 def oracle_step(  # noqa: PLR0917  a formula's letters
@@ -710,6 +711,29 @@ def test_a_group_of_layers_is_the_layers_it_stands_for(small: Path) -> None:
     model = make_model(Sample(**{**vars(SMALL), "network": network}), small)
     assert [tuple(w.shape) for w in model.trainer.weights] == [(4, 8), (8,), (8, 4), (4,), (4, 1), (1,)]
     model.fit(max_iter=3, display=1)
+
+
+@pytest.mark.parametrize(
+    ("initializer", "weight_limit", "bias_limit"),
+    [
+        (hugectr.Initializer_t.Default, 4**-0.5, 4**-0.5),
+        (hugectr.Initializer_t.Uniform, 4**-0.5, 4**-0.5),
+        (hugectr.Initializer_t.XavierUniform, (6 / 604) ** 0.5, (3 / 600) ** 0.5),
+    ],
+)
+def test_an_mlp_is_drawn_by_the_number_of_its_inputs(
+    small: Path, initializer: hugectr.Initializer_t, weight_limit: float, bias_limit: float
+) -> None:
+    def network(model: Model) -> None:
+        kinds = {"weight_init_type": initializer, "bias_init_type": initializer}
+        layer(model, Layer_t.MLP, "dense", "mlp", num_outputs=[600, 1], activations=ACTIVATIONS, **kinds)
+        binary(model, "mlp")
+
+    model = make_model(Sample(**{**vars(SMALL), "network": network}), small)
+    weight, bias = (part.detach().abs() for part in model.trainer.weights[:2])
+    for values, limit in ((weight, weight_limit), (bias, bias_limit)):
+        assert 0.98 * limit < values.max() <= limit
+        assert float(values.mean()) == pytest.approx(limit / 2, rel=0.1)
 
 
 def test_a_script_runs_as_it_is(tmp_path: Path) -> None:
