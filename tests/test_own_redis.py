@@ -54,7 +54,9 @@ def test_what_others_wrote_meanwhile_is_answered_after_a_restart(
         assert (session.lookup("user_weight", EVERY)[1:] == 2).all()
 
 
-def test_what_a_process_without_redis_writes_reaches_others(directory: Path, own_redis: str) -> None:
+def test_what_a_process_without_redis_writes_reaches_others(
+    directory: Path, own_redis: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """A session that is open meanwhile does not go on answering what its Redis has, however often the other writes."""
     with open_session(directory, own_redis) as session:
         write(session, 1)
@@ -63,6 +65,9 @@ def test_what_a_process_without_redis_writes_reaches_others(directory: Path, own
             assert (reading.lookup("user_weight", EVERY) == value - 1).all()
             write(writing, value)
             wait_until(lambda value=value: is_answered(reading, value), "the rows of the other session")  # type: ignore[misc]
+        why = "another process wrote rows to the tier below and not to this one"
+        wait_until(lambda: why in str(reading.stats()["tiers"]["volatile"]["failure"]), "the reason in the statistics")
+        assert caplog.text.count(why) == 1
 
 
 def is_answered(session: InferenceSession, value: float) -> bool:

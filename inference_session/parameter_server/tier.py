@@ -184,8 +184,9 @@ class Tier:
             return
         with self._lock:
             self.failures += 1
-            self.last_error = str(error)
-            self.begin_outage(str(error))
+            if self.failure is None:
+                self.begin_outage(str(error))
+            self.failure = self.last_error = str(error)
         _log.warning("tier %s of the parameter server is left out: %s", self.name, error)
 
     def end_outage(self) -> None:

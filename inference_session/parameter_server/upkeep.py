@@ -47,7 +47,16 @@ _MAY_HAVE_LOST = (
     " them; no tier below has them, so write them again"
 )
 
+_MISSES_WRITES = (
+    "another process wrote rows to the tier below and not to this one (it cannot reach it, or has none); it is used again"
+    " once a process that reaches it has written"
+)
+
 _log = logging.getLogger(__name__)
+
+
+class _MissedWritesError(HotrowError):
+    """The tier answers, but misses writes of another process."""
 
 
 class TierUpkeep:
@@ -203,7 +212,8 @@ class TierUpkeep:
         except (UnavailableError, StoreError) as error:
             tier.is_returning = False
             tier.report(error, leave_out=is_out)
-        except ConfigurationError as error:
+        except (ConfigurationError, _MissedWritesError) as error:
+            tier.is_returning = False
             tier.refuse(error)
 
     def _bring_back(self, tier: Tier) -> None:
@@ -227,14 +237,14 @@ class TierUpkeep:
         """Save a note for sessions that are opened later, if this one writes.
 
         Raises:
-            UnavailableError: another process has noted that the tier misses writes, or the store refuses to replace
-                such a note.
+            _MissedWritesError: another process has noted that the tier misses writes.
+            UnavailableError: the store refuses to replace such a note.
         """
         if self._writes.keys:
             with contextlib.nullcontext() if self._known.misses_writes else contextlib.suppress(HotrowError):
                 self._known.save(tier.incarnation or "")
         elif self._known.misses_writes:
-            raise UnavailableError("rows that another process wrote are missing there")
+            raise _MissedWritesError(_MISSES_WRITES)
 
     def _look_for_losses(self, tier: Tier) -> None:
         """Leave out a volatile tier whose store may have lost writes and show older rows, or misses writes of others,
