@@ -48,8 +48,8 @@ _MAY_HAVE_LOST = (
 )
 
 _MISSES_WRITES = (
-    "another process wrote rows to the tier below and not to this one (it cannot reach it, or has none); it is used again"
-    " once a process that reaches it has written"
+    "another process wrote rows to the tier below and not to this one (it cannot reach it, or has none); it is used"
+    " again once a process that reaches it has written"
 )
 
 _log = logging.getLogger(__name__)
