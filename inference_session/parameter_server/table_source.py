@@ -69,8 +69,10 @@ class TableSources:
                 )
 
     def are_noted(self, store: EmbeddingStore) -> bool:
-        """Whether the first table has its note: all of them vanish, or change, at once."""
-        return all(noted_source(store, table) == source for table, source in islice(self._sources.items(), 1))
+        """Whether the first table has its note, or the store keeps none: all notes vanish, or change, at once."""
+        with contextlib.suppress(StoreError):
+            return all(noted_source(store, table) == source for table, source in islice(self._sources.items(), 1))
+        return True
 
 
 def noted_source(store: EmbeddingStore, table: TableSpec) -> str | None:

@@ -111,6 +111,21 @@ def test_a_redis_that_was_emptied_learns_again_whose_rows_it_gets(directory: Pat
             InferenceSession.open(directory, volatile_store=redis.url)
 
 
+def test_a_user_who_may_only_read_rows_is_no_failure(directory: Path) -> None:
+    """Notes are not for it, so any rows are accepted."""
+    with RedisServer() as redis, redis.client() as client:
+        push(directory, redis.url)
+        allowed = "+hmget", "+hscan", "+select", "+ping"
+        client.execute_command("ACL", "SETUSER", "reader", "on", ">word", "~hps_et*", *allowed)
+        url = redis.url.replace("//", "//reader:word@")
+        settings = {"cache_bytes": 0, "cache_missed_keys": False, "touch_rows": False}
+        with InferenceSession.open(directory, volatile_store=url, **settings) as session:
+            session.lookup("user_weight", EVERY)
+            session.refresh()
+            tier = session.stats()["tiers"]["volatile"]
+    assert (tier["hits"] > 0, tier["failures"]) == (True, 0)
+
+
 def test_rows_that_all_versions_share_may_come_from_any(directory: Path) -> None:
     """As those of HPS do."""
     with RedisServer() as redis:
