@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from tests.testing import ROOT
@@ -16,6 +17,7 @@ HAS_ADDRESS = {"ctypes", "data_ptr", "__array_interface__"}
 """Attributes of arrays and tensors."""
 KEPT = {"self._device.empty", "self._device.stage"}
 """Give memory that is a request's until it ends."""
+WORDS = re.compile(rf"\b({'|'.join({*TAKE_ADDRESSES, *MAKE_RECORDS, *HAS_ADDRESS, 'ptr'})})\b")
 TEMPORARY = (ast.Call, ast.List, ast.Dict, ast.Set, ast.ListComp, ast.BinOp, ast.JoinedStr)
 
 
@@ -41,6 +43,8 @@ def _name(function: ast.expr) -> str:
 
 
 def addresses_of_temporaries(source: str) -> Iterator[str]:
+    if WORDS.search(source) is None:  # most sources: to parse them all takes seconds
+        return
     for node in ast.walk(ast.parse(source)):
         for found in addressed(node):
             if isinstance(found, TEMPORARY) and not (isinstance(found, ast.Call) and ast.unparse(found.func) in KEPT):
