@@ -166,11 +166,15 @@ class HashTable(nn.Module):
     def put(self, rows: Rows) -> None:
         """Add rows, or overwrite them. Rows that another rank owns are left out, so all ranks may be given all rows.
 
+        That of `padding_idx` is left out too.
+
         Raises:
             ConfigurationError: the tensors do not fit each other or the embedding.
         """
         self._check_rows(rows)
-        self._rows.put(rows if place_in_group().size == 1 else rows.chosen(self.owns(rows.keys)))
+        if place_in_group().size > 1:
+            rows = rows.chosen(self.owns(rows.keys))
+        self._rows.put(rows if self.padding_idx is None else rows.chosen(rows.keys != self.padding_idx))
 
     def clear(self) -> None:
         """Remove all rows of this rank."""

@@ -38,15 +38,8 @@ class HybridEmbeddingParam:
         """Any arguments."""
 
 
-class DenseLayerComputeConfig:
-    """How HugeCTR computes gradients of a layer: without effect."""
-
-    def __init__(self, *_values: Any, **_named: Any) -> None:
-        """Any arguments."""
-
-
-DenseLayerSwitchs = DenseLayerComputeConfig
-"""The name in releases 3.7 and 3.8."""
+DenseLayerComputeConfig = DenseLayerSwitchs = MemoryCacheConfig = HybridEmbeddingParam
+"""How HugeCTR computes gradients of a layer (the second in releases 3.7 and 3.8), and `CreateHMemCache`: the same."""
 
 
 class TrainingCacheParams:
@@ -77,10 +70,3 @@ class TrainingCacheParams:
                 )
         self.sparse_models = [Path(place) for place in (sparse_models or trained_sparse_models or dest_sparse_models)]
         self.is_from_scratch = train_from_scratch
-
-
-class MemoryCacheConfig:
-    """`CreateHMemCache`: without effect."""
-
-    def __init__(self, num_blocks: int, target_hit_rate: float, max_num_evict: int) -> None:
-        """Any arguments."""

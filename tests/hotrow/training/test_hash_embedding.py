@@ -437,6 +437,20 @@ def test_rows_are_read_and_written_in_bulk() -> None:
     assert torch.equal(embedding.eval()(_int64([7, 0])), torch.zeros(2, 2))
 
 
+@pytest.mark.parametrize("kind", [training.HashEmbedding, partial(training.HashEmbeddingBag, mode="sum")])
+def test_a_key_that_became_padding_is_zeros(kind: Any) -> None:
+    """Rows of a model that was trained without `padding_idx`, by `put` and by a state, answer as in training."""
+    trained = kind(2)
+    trained(_int64([[7, 8]])).sum().backward()
+    for load in (lambda again: again.put(trained.rows()), lambda again: again.load_state_dict(trained.state_dict())):
+        again = kind(2, padding_idx=8)
+        load(again)
+        expected = again(_int64([[7, 8]])).detach()
+        assert len(again) == 1
+        assert torch.equal(again.eval()(_int64([[7, 8]])), expected)
+        assert not again(_int64([[8]])).any()
+
+
 def test_an_optimizer_of_ones_own() -> None:
     """Momentum, with a state that begins elsewhere than at zero."""
 
