@@ -59,6 +59,8 @@ _CLOSE_S, _CLOSE_PAUSE_S = 10.0, 0.001
 _IN_USE, _IN_CLOSING = "Already borrowed", "Already mutably borrowed"
 """What rocksdict says where a thread reads by a handle that is to be closed, and where one closes it meanwhile."""
 
+_BEHIND_ALL_KEYS = b"\xff" * 9
+
 _log = logging.getLogger(__name__)
 
 
@@ -155,6 +157,17 @@ class OpenDatabase:
         """Store a note for a table."""
         with translated(self._path):
             self._db.put(_note_name(tag), note)
+
+    def clear(self, tag: str) -> None:
+        """Drop the rows and the note of a table.
+
+        Its column family stays: where a writer drops one and makes it again, RocksDB crashes in processes that follow.
+        """
+        family = self.family(tag)
+        with translated(self._path):
+            self._db.delete(_note_name(tag))
+            if family is not None:
+                family.delete_range(b"", _BEHIND_ALL_KEYS)
 
     def write(self, tag: str, fill: Any) -> None:
         """Write a batch, which `fill` fills, to a table at once: all of it or nothing; UnavailableError if replaced."""

@@ -159,9 +159,9 @@ class RocksDbStore(EmbeddingStore):
             self._write(opened, table, lambda batch: [batch.delete(key) for key in _as_bytes(keys)])
 
     def clear(self, table: str) -> None:
-        """See EmbeddingStore. Drops the column family; readers keep what they see until they refresh."""
+        """See EmbeddingStore. Readers keep what they see until they refresh."""
         self.embedding_dim(table)
-        self._become_writer().drop({self._tags[table]})
+        self._become_writer().clear(self._tags[table])
 
     def versions(self) -> set[str]:
         self._refuse_if_closed()

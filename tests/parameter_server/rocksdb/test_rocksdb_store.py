@@ -122,6 +122,15 @@ class TestReaders:
                 reader.refresh()
                 assert not fetch(reader, "odd", keys_of(1, 3))[0].any()
 
+    def test_a_reader_follows_a_table_that_was_cleared_and_filled_again(self, tmp_path: Path) -> None:
+        """Each by a process of its own: RocksDB crashes in the reader's where the table's column family is dropped."""
+        open_store(tmp_path).close()
+        for target in (_fill_again, _fill_again, _read_filled):
+            process = _PROCESSES.Process(target=target, args=(tmp_path,))
+            process.start()
+            process.join()
+            assert process.exitcode == 0
+
     def test_a_reader_may_become_the_writer(self, tmp_path: Path) -> None:
         """Opened to be written to later, it waits for the writer's place, and then reads what it wrote at once."""
         keys, vectors = random_keys(100), random_vectors(100, 4)
@@ -337,6 +346,22 @@ class TestReaders:
                     reader.join()
                 sys.setswitchinterval(switch_interval)
         assert not failures
+
+
+def _fill_again(path: Path) -> None:
+    with open_store(path) as store:
+        for table, dim in DIMS.items():
+            store.clear(table)
+            store.set_note(table, "begun")
+            store.insert(table, keys_of(*range(50)), np.ones((50, dim), np.float32))
+            store.set_note(table, "done")
+
+
+def _read_filled(path: Path) -> None:
+    for _ in range(3):
+        with open_store(path, writable="later") as store:
+            store.refresh()
+            assert all(fetch(store, table, keys_of(*range(50)))[0].all() for table in DIMS)
 
 
 def _write_one(path: Path) -> None:
