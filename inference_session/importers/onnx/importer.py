@@ -32,7 +32,7 @@ from inference_session.importers.onnx.spec import TablePlace, model_spec, table_
 from inference_session.importers.onnx.types import NUMPY_TYPES, ValueType, value_type
 from inference_session.importers.onnx.weights import Weight, refer_to, weight_of
 from inference_session.importers.onnx.wire import read_skeleton
-from inference_session.importers.report import DenseInitializer, ImportReport
+from inference_session.importers.report import DenseInitializer, ImportReport, shortened
 from inference_session.model_spec import (
     DENSE_FILE,
     KEYS_FILE,
@@ -52,6 +52,8 @@ from inference_session.version_directory.quantizing import quantize_tables
 logger = logging.getLogger(__name__)
 
 _ORIGINAL_FILE = ".original.onnx"
+_REPLACEABLE_SINCE = 4
+"""The version of ONNX's format in which inputs with initializers became optional; before, all had to be listed."""
 _TOLERANCE = 1e-5
 _HALF_TOLERANCE = 4e-3
 """Four steps of half precision: ONNX Runtime itself rounds to it more or less often."""
@@ -140,6 +142,8 @@ class _Source:
     path: Path
     inputs: dict[str, ValueType]
     outputs: dict[str, ValueType]
+    optional: tuple[str, ...] = ()
+    """Inputs that have a value in the file, which a caller of ONNX Runtime may replace."""
 
     @classmethod
     def read(cls, path: Path) -> _Source:
@@ -151,7 +155,16 @@ class _Source:
         for value in inputs:
             if value_type(value).dims is None:
                 raise UnsupportedModelError(f"{path}: input {value.name!r} has no shape; export it with one")
-        return cls(path, _types(inputs), _types(model.graph.output))
+        optional = (value.name for value in model.graph.input if value.name in initialized)
+        is_replaceable = model.ir_version >= _REPLACEABLE_SINCE
+        return cls(path, _types(inputs), _types(model.graph.output), tuple(optional) if is_replaceable else ())
+
+    def notes(self) -> tuple[str, ...]:
+        """What a client of the original could send that no client of the imported model can."""
+        if not self.optional:
+            return ()
+        note = "optional inputs keep the values that the file has for them, and requests cannot replace these"
+        return (f"{note}: {shortened(self.optional)}; to make one an input, remove its initializer",)
 
 
 def _types(values: Iterable[ValueInfoProto]) -> dict[str, ValueType]:
@@ -256,7 +269,7 @@ class _Import:
     def _report(self, carved: CarvedModel, findings: Findings) -> ImportReport:
         spec, notes = self._spec(carved, findings)
         dense = tuple(DenseInitializer(name, reason) for name, reason in sorted(carved.stays_dense.items()))
-        return ImportReport(self.version_dir, spec, dense, (*findings.notes, *notes))
+        return ImportReport(self.version_dir, spec, dense, (*self.source.notes(), *findings.notes, *notes))
 
     def _spec(self, carved: CarvedModel, findings: Findings) -> tuple[ModelSpec, tuple[str, ...]]:
         return model_spec(

@@ -379,6 +379,19 @@ def test_initializers_listed_as_inputs_are_no_inputs(tmp_path: Path) -> None:
 
     assert [i.name for i in report.spec.inputs] == ["keys"]
     assert len(report.tables) == 1
+    assert "optional" not in str(report)
+
+
+def test_optional_inputs_keep_their_values(tmp_path: Path) -> None:
+    """The report names inputs that have a value in the file, such as a temperature: requests cannot replace it."""
+    graph = "m (int64[b] keys) => (float[b, 4] y) { v = Gather(w, keys)  y = Div(v, temperature) }"
+    model = model_of(graph, {"w": table(), "temperature": np.array([2], np.float32)})
+    model.graph.input.append(helper.make_tensor_value_info("temperature", TensorProto.FLOAT, [1]))
+
+    report = check(tmp_path, model, {"keys": KEYS[:, 0]})
+
+    assert [i.name for i in report.spec.inputs] == ["keys"]
+    assert "requests cannot replace these: temperature" in str(report)
 
 
 def test_a_model_without_tables_is_dense_altogether(tmp_path: Path) -> None:
