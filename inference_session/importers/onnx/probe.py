@@ -148,7 +148,10 @@ class Prober:
         recipe = self._recipe()
         may_be_batched = self._may_be_batched()
         if recipe is None:
-            note = "the original could not be run on generated inputs, so the imported model is not verified against it"
+            note = (
+                "the original could not be run on generated inputs, so the imported model is not verified against it; "
+                f"for two samples ONNX Runtime says: {self._refusal()}"
+            )
             batched = may_be_batched and len(self._first_symbols()) == 1 and not self._declares_fixed_output()
             return Findings(batched, batched, None, self._inferred_shapes(), notes=(note,))
         batched = may_be_batched and not self._takes_unequal(recipe) and self._follows_samples(recipe)
@@ -202,6 +205,15 @@ class Prober:
         # Many samples, so that keys beyond a small table in the network are sure to occur; few first, because
         # numbers that the model takes for lengths make it fill much memory before it fails.
         return all(self.run(recipe.arrays(seed, self._sizes(n))) is not None for seed, n in ((1, 2), (0, 100)))
+
+    def _refusal(self) -> str:
+        """ONNX Runtime's error for two samples of the smallest keys. It names a size that an export has fixed."""
+        *_, recipe = self._recipes()
+        try:
+            self.network.run(None, recipe.arrays(1, self._sizes(2)))
+        except Exception as error:  # noqa: BLE001  as in `run`
+            return " ".join(str(error).split())
+        return "nothing; it fails for larger keys or more samples"
 
     def _sizes(self, size: int) -> dict[str, int]:
         return dict.fromkeys(self.inputs, size)

@@ -394,6 +394,17 @@ def test_optional_inputs_keep_their_values(tmp_path: Path) -> None:
     assert "requests cannot replace these: temperature" in str(report)
 
 
+def test_the_report_says_why_a_model_could_not_be_run(tmp_path: Path) -> None:
+    """A batch size that the export has fixed: ONNX Runtime's error names the node and the sizes."""
+    graph = "m (int64[b, 2] keys) => (float[b, 8] y) { v = Gather(w, keys)  y = Reshape(v, four) }"
+
+    report = check(tmp_path, model_of(graph, {"w": table(), "four": np.array([4, 8])}), {"keys": np.ones((4, 2), int)})
+
+    assert len(report.tables) == 1
+    assert "Reshape node" in str(report)
+    assert "requested shape:{4,8}" in str(report)
+
+
 def test_a_model_without_tables_is_dense_altogether(tmp_path: Path) -> None:
     """No table is no error; the report says so."""
     model = model_of("m (float[b, 4] x) => (float[b, 4] y) { y = Neg(x) }", {})
