@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from inference_session import InferenceSession
 from inference_session.errors import UnavailableError
+from inference_session.parameter_server import upkeep as upkeep_module
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from tests.testing import small_model
@@ -375,3 +376,27 @@ def test_a_refresh_sees_what_redis_misses(tmp_path: Path) -> None:
             rows.write(EVERY)
             reading.refresh()
             assert (reading.lookup("user_weight", EVERY) == 2).all()
+
+
+def test_a_new_writer_does_not_vouch_for_what_redis_misses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes before it has seen that the previous writer could not reach Redis; then another session is opened."""
+    with RedisServer() as server, Proxy(server.port) as network:
+        directory, database = tmp_path / "repository" / "small" / "1", f"rocksdb://{tmp_path}/db"
+        stores = {"volatile_store": server.url, "persistent_store": database, "cache_bytes": 0}
+        with opened(tmp_path, server.url) as session:
+            WrittenRows(session)
+        monkeypatch.setattr(upkeep_module, "ROUND_INTERVAL_S", 1000.0)
+        with InferenceSession.open(directory, **stores) as next_writer:
+            server.stop()
+            server.start()
+            next_writer.lookup("user_weight", EVERY)
+            wait_until(lambda: next_writer.refresh() or is_up(next_writer), "Redis to be used again")  # type: ignore[func-returns-value]
+            next_writer.lookup("user_weight", EVERY)
+            wait_until(lambda: next_writer.stats()["tiers"]["volatile"]["promoted"] > 0, "promoted rows")
+            cut_off = stores | {"volatile_store": f"redis://127.0.0.1:{network.port}"}
+            with InferenceSession.open(directory, **cut_off) as writer:
+                network.set(Network.CUT)
+                writer.update("user_weight", EVERY, np.full((NUM_ROWS, 4), 2, np.float32))
+            next_writer.update("user_weight", [0], np.full((1, 4), 2, np.float32))
+            with InferenceSession.open(directory, **stores) as session:
+                assert (session.lookup("user_weight", EVERY) == 2).all()

@@ -37,19 +37,25 @@ class KnownIncarnation:
             unread, self._unread = self._unread, None
             return unread
 
-    def save(self, incarnation: str) -> None:
-        """Note that this incarnation has all rows that were written.
+    def save(self, incarnation: str) -> bool:
+        """Note that this incarnation has all rows that were written; False, and nothing is noted, if others have noted
+        what no caller has read yet: it may lack their rows.
 
         Raises:
             StoreError, UnavailableError: the persistent store does not take the note.
         """
-        if self._durable is None or incarnation == self._text:
-            return
         with self._lock:
-            self._look()  # a caller must still learn of the note that this overwrites
-            if incarnation != self._text:
-                self._durable.set_note(NOTE_TABLE, incarnation)
-                self._text = incarnation
+            if self._durable is not None and incarnation != self._text:
+                self._look()
+                if self._unread is None:
+                    self._write(self._durable, incarnation)
+            return self._unread is None
+
+    def _write(self, durable: EmbeddingStore, text: str) -> None:
+        """Must be called while holding `_lock`."""
+        if text != self._text:
+            durable.set_note(NOTE_TABLE, text)
+            self._text = text
 
     def _look(self) -> None:
         """Take up what others have noted. Must be called while holding `_lock`."""
@@ -61,7 +67,11 @@ class KnownIncarnation:
 
     def save_that_writes_are_missing(self) -> None:
         """Note that no incarnation has all rows. Errors as of `save`."""
-        self.save(_MISSES_WRITES)
+        if self._durable is None or self._text == _MISSES_WRITES:
+            return
+        with self._lock:
+            self._look()  # a caller must still learn of the note that this overwrites
+            self._write(self._durable, _MISSES_WRITES)
 
     @property
     def misses_writes(self) -> bool:

@@ -240,10 +240,11 @@ class TierUpkeep:
             _MissedWritesError: another process has noted that the tier misses writes.
             UnavailableError: the store refuses to replace such a note.
         """
+        has_all = not self._known.misses_writes
         if self._writes.keys:
-            with contextlib.nullcontext() if self._known.misses_writes else contextlib.suppress(HotrowError):
-                self._known.save(tier.incarnation or "")
-        elif self._known.misses_writes:
+            with contextlib.suppress(HotrowError) if has_all else contextlib.nullcontext():
+                has_all = self._known.save(tier.incarnation or "")
+        if not has_all:
             raise _MissedWritesError(_MISSES_WRITES)
 
     def _look_for_losses(self, tier: Tier) -> None:

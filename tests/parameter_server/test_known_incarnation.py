@@ -73,6 +73,20 @@ def test_what_is_noted_over_is_news_still() -> None:
         assert known.read() is None
 
 
+def test_a_note_that_no_caller_has_read_is_not_replaced() -> None:
+    """Else a session that is opened then would take a Redis for complete which misses another process's writes."""
+    store = MemoryStore({NOTE_TABLE: 1})
+    known = KnownIncarnation(store)
+    assert known.save("first")
+    KnownIncarnation(store).save_that_writes_are_missing()
+
+    assert not known.save("second")
+    assert KnownIncarnation(store).read() == "misses writes"
+    assert known.read() == "misses writes"
+    assert known.save("second")
+    assert KnownIncarnation(store).read() == "second"
+
+
 def test_without_a_persistent_store_nothing_is_known() -> None:
     """Nor is that an error."""
     known = KnownIncarnation()
