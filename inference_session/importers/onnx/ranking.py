@@ -19,6 +19,7 @@ from inference_session.importers.onnx.ranking_trials import TOLERANCE, RankingTr
 from inference_session.importers.onnx.replay import Replay
 from inference_session.importers.onnx.spec import lookup_spec
 from inference_session.importers.onnx.tables import StaysDenseError
+from inference_session.importers.report import shortened
 from inference_session.model_spec import CANDIDATES, RANKING_FILE, RANKING_KEYS_FILE, ModelSpec, RankingSpec, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -53,8 +54,10 @@ class RankingImport:
         if CANDIDATES in {tensor.name for tensor in spec.inputs}:
             raise UnsupportedModelError(f"--context: the model already has an input {CANDIDATES!r}")
         if not spec.batched:
+            found = shortened([f"{tensor.name!r} {list(tensor.shape)}" for tensor in (*spec.inputs, *spec.outputs)])
             raise UnsupportedModelError(
-                "--context: the first dimension of some input or output of the model is not the number of samples"
+                "--context: the first dimension of some input or output of the model is not the number of samples: "
+                f"{found}. Export it with a row of each for every candidate; requests still give the context once"
             )
         if self.findings.recipe is None:
             raise UnsupportedModelError(
