@@ -6,6 +6,7 @@ have written to is not used.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import grp
 import hashlib
@@ -15,6 +16,7 @@ import pwd
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cached_property
@@ -35,6 +37,9 @@ SHIPPED_FOLDER = "HOTROW_SHIPPED_KERNELS"
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _CHECKSUM_BYTES = 16
+_PATIENCE_S = 120.0
+"""For another process that compiles a function: it takes a few seconds as a rule, but may have been stopped."""
+_PAUSE_S = 0.05
 
 _log = logging.getLogger(__name__)
 
@@ -109,9 +114,15 @@ class _MachineCode(FunctionCache):
     """On disk. Numba would import all of its compiler before it loads any, which takes longer than everything else
     that a process does before it serves, and 20 MiB; compiling imports it where nothing was found. And it would fail
     where files are damaged, as by a loss of power, or the disk is full.
+
+    One process at a time compiles a function, while others wait: where a server starts many models, each of them would
+    compile all of them otherwise.
     """
 
     _impl_class = _Overloads
+    patience_s = _PATIENCE_S
+    _turn: int | None = None
+    """The open file that is locked while this process compiles the function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
@@ -119,19 +130,56 @@ class _MachineCode(FunctionCache):
         self._cache_file = _Files(self.cache_path, self._impl.filename_base, numbas._source_stamp)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        loaded = None
+        """The function as it is kept; None where the caller has to compile it, and then to save it."""
+        loaded = self._loaded(sig, target_context)
+        if loaded is None:
+            _announce()
+            self._begin_turn()
+            loaded = self._loaded(sig, target_context)
+        if loaded is not None:
+            self._end_turn()
+        return loaded
+
+    def _loaded(self, sig: Any, target_context: Any) -> Any:
         try:
-            loaded = self._load_overload(sig, target_context)
+            return self._load_overload(sig, target_context)
         except Exception:  # noqa: BLE001 - a damaged pickle may raise any error, and so may what is made of it
             with suppress(OSError):
                 self.flush()  # else what is compiled now could not be kept either
-        if loaded is None:
-            _announce()
-        return loaded
+            return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
         with suppress(OSError):
             super().save_overload(sig, data)
+        self._end_turn()
+
+    def _begin_turn(self) -> None:
+        """Wait while another process compiles the function, as long as that may take."""
+        if self._turn is not None:  # it could not be compiled for other types
+            return
+        with suppress(OSError):  # a file system without locks: each process compiles
+            path = Path(self.cache_path) / f"{self._impl.filename_base}.lock"
+            self._turn = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            end = time.monotonic() + _MachineCode.patience_s
+            while not _is_locked(self._turn):
+                if time.monotonic() >= end:
+                    _MachineCode.patience_s = 0.0  # nor is any other function waited for
+                    break
+                time.sleep(_PAUSE_S)
+
+    def _end_turn(self) -> None:
+        if self._turn is not None:
+            os.close(self._turn)
+            self._turn = None
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Lock a file for this process, if no other process has locked it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class KeptCode(NullCache):

@@ -200,7 +200,10 @@ def test_processes_that_compile_for_different_types_at_once_keep_both_apart(
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    other = "import outer; outer.outer._cache.files._cache_file._load_index = dict; outer.outer(3)"
+    other = (  # it does not wait, as on a file system without locks
+        "import outer; files = outer.outer._cache.files; type(files).patience_s = 0\n"
+        "files._cache_file._load_index = dict; outer.outer(3)"
+    )
     run_program(
         "import outer, subprocess, sys\n"
         "files = outer.outer._cache.files._cache_file\n"
@@ -212,6 +215,28 @@ def test_processes_that_compile_for_different_types_at_once_keep_both_apart(
 
     assert run_program(CALL.format("3")) == "30\n"
     assert run_program(CALL.format("3.5")) == "35.0\n"
+
+
+def test_of_two_processes_one_compiles_and_the_other_waits(programs: ForkedPrograms, tmp_path: Path) -> None:
+    """As when a server starts several models. Here both find nothing, and then one after the other may begin."""
+    (tmp_path / "inner.py").write_text(HEAD + "@kernel\ndef inner(a):\n    return a\n")
+    (tmp_path / "outer.py").write_text("import logging\nlogging.basicConfig(level=logging.INFO)\n" + OUTER)
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "NUMBA_CACHE_DIR": str(tmp_path / "compiled")}
+    compiling = "import outer; outer.outer(1); print(sum(outer.outer.stats.cache_misses.values()))"
+    done = programs.run(
+        "import fcntl, outer, sys\n"
+        "from subprocess import PIPE, Popen\n"
+        "files = outer.outer._cache.files\n"
+        "turn = open(f'{files.cache_path}/{files._impl.filename_base}.lock', 'w')\n"
+        "fcntl.flock(turn, fcntl.LOCK_EX)\n"
+        f"command = [sys.executable, '-c', {compiling!r}]\n"
+        "both = [Popen(command, stdout=PIPE, stderr=PIPE, text=True) for _ in range(2)]\n"
+        "assert all('Compiling kernels' in one.stderr.readline() for one in both)\n"
+        "turn.close()\n"
+        "print(*sorted(int(one.communicate()[0]) for one in both))\n",
+        environment,
+    )
+    assert done.stdout == "0 1\n", done.stderr
 
 
 def test_a_full_disk_keeps_nothing_and_fails_nothing(programs: ForkedPrograms, tmp_path: Path) -> None:
