@@ -144,7 +144,9 @@ class RedisStore(EmbeddingStore):
     def clear(self, table: str) -> None:
         """See EmbeddingStore. Redis frees the memory in its own background."""
         names = self._names(table, layout.rows_name) + self._names(table, layout.times_name)
-        self._replies([("UNLINK", name) for name in (*names, layout.note_name(self.namespace.tag(table)))])
+        self._replies([("UNLINK", name) for name in names])
+        # Last, as it tells whose rows those are that an interrupted call leaves.
+        self._replies([("UNLINK", layout.note_name(self.namespace.tag(table)))])
 
     def touch(self, table: str, keys: NDArray[np.int64]) -> None:
         """Set the time of these keys, or with `evict_least_used` add up their uses, one for each time they are named.

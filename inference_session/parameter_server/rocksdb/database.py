@@ -159,18 +159,20 @@ class OpenDatabase:
             self._db.put(_note_name(tag), note)
 
     def clear(self, tag: str) -> None:
-        """Drop the rows and the note of a table.
+        """Drop the rows and the note of a table, all or nothing; UnavailableError if replaced.
 
         Its column family stays: where a writer drops one and makes it again, RocksDB crashes in processes that follow.
         """
-        family = self.family(tag)
-        with translated(self._path):
-            self._db.delete(_note_name(tag))
-            if family is not None:
-                family.delete_range(b"", _BEHIND_ALL_KEYS)
+
+        def drop(batch: Any) -> None:
+            batch.delete(_note_name(tag))
+            if self.family(tag) is not None:
+                batch.delete_range(b"", _BEHIND_ALL_KEYS, self._db.get_column_family_handle(tag))
+
+        self.write("default", drop)
 
     def write(self, tag: str, fill: Any) -> None:
-        """Write a batch, which `fill` fills, to a table at once: all of it or nothing; UnavailableError if replaced."""
+        """Write a batch, which `fill` fills, to a column family: all of it or nothing; UnavailableError if replaced."""
         if self.is_replaced():
             raise UnavailableError(f"the RocksDB at {str(self._path)!r} was replaced by another database")
         batch = write_batch()

@@ -619,6 +619,19 @@ class TestOutages:
                 store.clear("user")
                 store.remove_versions([])
 
+    def test_a_table_that_cannot_be_cleared_keeps_its_note(self) -> None:
+        """The note tells from which files the rows came that are left."""
+        namespace = Namespace("half", "1")
+        with RedisServer() as server, server.client() as client:
+            client.execute_command("ACL", "SETUSER", "half", "on", ">word", "~hotrow_push*", "+@all")
+            with open_store(server.url, namespace) as store:
+                store.insert("user", keys_of(1), random_vectors(1, 4))
+                store.set_note("user", "done")
+            with open_store(f"redis://half:word@127.0.0.1:{server.port}", namespace) as store:
+                with pytest.raises(StoreError, match="NOPERM"):
+                    store.clear("user")
+                assert store.note("user") == "done"
+
     def test_a_server_that_cannot_save_is_read(self) -> None:
         """A Redis whose disk takes no snapshot refuses writes and PING, but not reads."""
         with RedisServer() as server, server.client() as client, open_store(server.url) as store:
