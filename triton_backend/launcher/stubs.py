@@ -7,6 +7,7 @@ otherwise stays a zombie as long as the server runs: that shows that its end was
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
@@ -33,10 +34,18 @@ class Stub:
         return f"backend process {self.pid} of model {self.model!r} version {self.version}"
 
 
-def children(server: int) -> list[int]:
-    """Processes that any thread of a server has started. For each model the server has 36 threads, so that with many
-    models there are fewer processes on the machine to look at.
+def children(server: int, known: Iterable[int] = ()) -> list[int]:
+    """Processes that any thread of a server has started, and those of `known` that still are its children.
+
+    When a thread ends, its children become those of another one, which may have been looked at already. So a child that
+    is known is looked for itself, before it counts as gone.
     """
+    found = _listed_children(server)
+    return found + [pid for pid in known if pid not in found and _parent(str(pid)) == str(server)]
+
+
+def _listed_children(server: int) -> list[int]:
+    """A server has 36 threads for each model: with many models there are fewer processes to look at."""
     threads = _names_in(f"/proc/{server}/task")
     processes = [name for name in _names_in("/proc") if name.isdigit()]
     if len(threads) <= len(processes):

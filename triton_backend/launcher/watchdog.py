@@ -116,7 +116,7 @@ class Watchdog:
 
     def look(self) -> None:
         """Check every backend process once, and start the necessary actions."""
-        present = stubs.children(self._server.pid)
+        present = stubs.children(self._server.pid, known=self._stubs)
         # Loads start and end processes: note what they changed before the server can go down.
         is_changing = bool(self._loading) or present != self._present
         self._present = present

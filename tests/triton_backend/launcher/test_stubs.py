@@ -56,6 +56,16 @@ def test_children_of_all_threads_are_found(server: tuple[int, list[int], int], m
     assert len(paths) <= max(2, num_threads - 100)
 
 
+def test_a_known_child_that_moves_to_another_thread_is_not_lost(
+    server: tuple[int, list[int], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That thread has been looked at already. One of them has died, and nobody would know it again."""
+    pid, children, _ = server
+    monkeypatch.setattr(stubs, "_listed_children", lambda _: children[:1])
+
+    assert stubs.children(pid, known=[*children, pid]) == children
+
+
 def test_a_server_that_is_gone_has_none() -> None:
     """No error is raised for it."""
     with subprocess.Popen(["true"]) as process:
