@@ -177,10 +177,12 @@ class Repeating:
         return getattr(self._consumer, name)
 
     def list_topics(self, *args: Any, **settings: Any) -> Any:
-        if args or not self._is_repeating.is_set():  # with a topic, it is asked for leaders
-            answer = self._consumer.list_topics(*args, **settings)
-            self._answer = self._answer if args else answer
-            return answer
+        if args:  # with a topic, it is asked for leaders
+            return self._consumer.list_topics(*args, **settings)
+        if not self._is_repeating.is_set():
+            answer = self._consumer.list_topics(**settings)
+            if not self._is_repeating.is_set():  # else it may be that of the broker that came back
+                self._answer = answer
         return self._answer
 
 
