@@ -24,7 +24,8 @@ from tests.testing.store_contract import assert_same_bits, fetch, random_keys, r
 from tests.testing.stored_model import push
 
 EVERY = np.arange(50)
-LARGE_BYTES = 500
+LARGE_BYTES = 1000
+"""The 50 rows take 1150 bytes in an answer of Redis, and what it says of itself some 650."""
 
 
 @contextlib.contextmanager
@@ -156,3 +157,28 @@ def test_a_late_write_never_follows_a_newer_one() -> None:
 
     assert found.tolist() == [True, True, False]
     assert_same_bits(out[:2], rows[2][:2])
+
+
+def test_a_write_that_ended_with_its_server_takes_nobody_elses_connection() -> None:
+    """A server that was started again counts connections from 1: a number of before may be that of another client."""
+    namespace, dims = Namespace("restarted", "1"), {"user": 256}
+    keys, rows = np.arange(3), np.ones((3, 256), np.float32)
+    held, let_go = threading.Event(), threading.Event()
+    with (
+        RedisServer() as server,
+        holding_back(server.port, held, let_go) as port,
+        create_store(f"redis://127.0.0.1:{port}?partitions=1", namespace, dims, timeout_ms=1000) as store,
+    ):
+        store.insert("user", keys, rows)
+        held.set()
+        with pytest.raises(LateError):
+            store.insert("user", keys, rows)
+        server.stop()
+        held.clear()
+        let_go.set()
+        server.start()
+        with contextlib.ExitStack() as stack:
+            others = [stack.enter_context(server.client(single_connection_client=True)) for _ in range(30)]
+            numbers = [other.client_id() for other in others]
+            store.insert("user", keys, rows)
+            assert [other.client_id() for other in others] == numbers

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -105,6 +106,14 @@ class Login(NamedTuple):
         return cls(url, context, must_be_master)
 
 
+class Writer(NamedTuple):
+    """A connection that may have been sent writes, as its server knows it."""
+
+    run_id: str
+    """Of the process at the other end, as the next one counts its connections from 1 again."""
+    number: int
+
+
 class RedisConnection:
     """A socket that is logged in. For one thread at a time; any error leaves it unusable, to be closed."""
 
@@ -116,8 +125,8 @@ class RedisConnection:
         self._address = address
         self.name = self._url.path or f"{address[0]}:{address[1]}"
         self._run_id: str | None = None
-        self.writer_id: int | None = None
-        """The server's number for this connection, if it may be sent writes; 0: the server does not tell."""
+        self.writer: Writer | None = None
+        """What this connection is to the server, if it may be sent writes; number 0: the server does not tell."""
         self._socket = self._connect(login, address, deadline)
         self._plain_socket = self._socket.fileno() if login.tls is None else -1
         try:
@@ -193,16 +202,21 @@ class RedisConnection:
         return self._run_id
 
     def expect_writes(self, deadline: Deadline) -> None:
-        """Learn `writer_id`, by which unanswered writes can be withdrawn."""
-        if self.writer_id is None:
-            [reply] = self.call([("CLIENT", "ID")], deadline)
-            self.writer_id = reply if isinstance(reply, int) else 0
+        """Learn `writer`, by which unanswered writes can be withdrawn."""
+        if self.writer is None:
+            reply, info = self.call([("CLIENT", "ID"), RUN_ID_COMMAND], deadline)
+            self._run_id = run_id_in(info) or self._run_id
+            number = reply if isinstance(reply, int) and self._run_id else 0
+            self.writer = Writer(self._run_id or "", number)
 
-    def withdraw(self, writer_id: int, deadline: Deadline) -> None:
-        """Return when the server will do nothing more of what another connection has sent it; at once where this user
-        may not ask for that.
+    def withdraw(self, writers: Iterable[Writer], deadline: Deadline) -> None:
+        """Return when the server will do nothing more of what other connections have sent it; at once where this user
+        may not ask for that. What was sent to an earlier process has ended with it.
         """
-        self.call([("CLIENT", "KILL", "ID", writer_id)], deadline)
+        with contextlib.suppress(StoreError):
+            run_id = self.run_id(deadline)
+            numbers = [writer.number for writer in writers if writer.run_id == run_id]
+            self.call([("CLIENT", "KILL", "ID", number) for number in numbers], deadline)
 
     def close(self) -> None:
         """Close the socket."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from inference_session.errors import UnavailableError
-from inference_session.parameter_server.redis.connection import Address, Deadline, Login, RedisConnection
+from inference_session.parameter_server.redis.connection import Address, Deadline, Login, RedisConnection, Writer
 
 
 class ConnectionPool:
@@ -23,8 +23,8 @@ class ConnectionPool:
         self._login = login
         self._max_idle = max_idle
         self._idle: dict[Address, list[RedisConnection]] = {}
-        self._unanswered: defaultdict[Address, set[int]] = defaultdict(set)
-        """The ids of connections whose writes may still be carried out."""
+        self._unanswered: defaultdict[Address, set[Writer]] = defaultdict(set)
+        """Connections whose writes may still be carried out."""
         self._lock = threading.Lock()
         self._closed = False
         self.trusted: frozenset[str] = frozenset()
@@ -50,18 +50,17 @@ class ConnectionPool:
 
     def give_up(self, address: Address, connection: RedisConnection) -> None:
         """Close a connection that may have unanswered commands."""
-        if connection.writer_id:
+        if connection.writer is not None and connection.writer.number:
             with self._lock:
-                self._unanswered[address].add(connection.writer_id)
+                self._unanswered[address].add(connection.writer)
         connection.close()
 
     def withdraw_unanswered(self, address: Address, connection: RedisConnection, deadline: Deadline) -> None:
         """Return, over a connection to the same server, when no write of a connection that was given up can follow."""
         with self._lock:
             given_up = self._unanswered.get(address, set()).copy()
-        for writer_id in given_up:
-            connection.withdraw(writer_id, deadline)
         if given_up:
+            connection.withdraw(given_up, deadline)
             with self._lock:
                 self._unanswered[address] -= given_up
 
