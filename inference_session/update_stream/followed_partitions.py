@@ -9,10 +9,11 @@ was applied before, when a connection ends or brokers do not answer, and where a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from typing import Any
 
 from inference_session.update_stream.kafka_client import (
@@ -112,6 +113,8 @@ class FollowedPartitions:
         self._suspect({one for one in there if one[0] in changed} | self._cut(there))
         self._refute_cut(there)
         self._read_what_is_left(there)
+        self._try_blocked(there)
+        self._warn_of_growth(told - followed, {topic for topic, _ in there} - changed)
         self._follow(told - followed)
         if self._is_beginning:
             self._behind |= told - followed
@@ -179,12 +182,22 @@ class FollowedPartitions:
     def _leave(self, partitions: Collection[Partition]) -> None:
         for topic, partition in sorted(partitions):
             _log.warning(
-                "topic %r, partition %d, does not exist any more; its rows stay, and reading resumes when it is back",
+                "topic %r, partition %d, is not there any more, or this user may not see it; its rows stay, and reading"
+                " resumes when it is back",
                 topic,
                 partition,
             )
             self.positions.leave((topic, partition))
-        self._stats.find_whole(partitions)
+        self._stats.unblock(partitions)
+
+    def _warn_of_growth(self, partitions: Collection[Partition], topics: Set[str]) -> None:
+        """Warn of new partitions of topics: they have rows of keys of which other partitions have earlier rows."""
+        for topic in sorted({one[0] for one in partitions if one[0] in topics and self.positions.left(one) is None}):
+            _log.warning(
+                "topic %r has more partitions than before: a server that reads it from its oldest message may take an"
+                " older row of a key for its newest; delete the topic, and publish all rows again",
+                topic,
+            )
 
     def _follow(self, partitions: Collection[Partition]) -> None:
         any_saved = False
@@ -238,6 +251,16 @@ class FollowedPartitions:
                 self._note_removed(one, low - num_removed, low - 1)
             self._note_doubt(one, doubt)
         self._unreadable.clear()
+
+    def _try_blocked(self, partitions: Set[Partition]) -> None:
+        """Let the client tell the ends of partitions again that could not be read: it tells each end only once, and
+        not that an error is over.
+        """
+        if not self.positions.are_assigned:
+            return
+        for one in sorted((self._stats.blocked & partitions) - self.positions.unproved):
+            with contextlib.suppress(KafkaException):
+                self._consumer.seek(TopicPartition(*one, self.positions.offset(one) or _BEGINNING))
 
     def _note_removed(self, one: Partition, first: int, last: int) -> None:
         """Report messages that cannot be applied any more."""

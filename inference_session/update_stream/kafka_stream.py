@@ -244,8 +244,8 @@ class KafkaUpdateStream:
             if not self._followed.positions.are_proved:
                 messages = [message for message in messages if self._followed.is_new(message)]  # noqa: PLW2901
             whole = [message for message in messages if not message.error()]
-            if self._stats.has_damaged:
-                self._stats.find_whole(map(partition_of, whole))
+            if self._stats.blocked:
+                self._stats.unblock(map(partition_of, whole))
             for topic, group in groupby(whole, Message.topic):
                 own = list(group)
                 oldest_ms.append(own[0].timestamp()[1])
@@ -259,13 +259,16 @@ class KafkaUpdateStream:
         for message in failed:
             one, error = partition_of(message), message.error()
             if error.code() == KafkaError._PARTITION_EOF:
+                self._stats.unblock([one])
                 yield one, message.offset() or 0
             elif error.code() == KafkaError._AUTO_OFFSET_RESET:
                 self._followed.note_unreadable(one)
             elif error.code() == KafkaError._BAD_MSG:
-                self._stats.find_damaged(one, error.str())
+                self._stats.block(one, f"a message arrives damaged: {error.str()}")
+            elif not one[0]:
+                _log.warning("%r does not commit how far it is, and goes on: %s", self, error.str())
             else:
-                self._stats.fail(f"topic {one[0]!r}: {error.str()}")
+                self._stats.block(one, error.str())
                 self._discover_at = 0.0
 
     def _take(self) -> Iterator[list[Any]]:

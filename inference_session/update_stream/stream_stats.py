@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from inference_session.stats import gauge
@@ -56,8 +56,8 @@ class StreamStats:
         self._pending_since_s: float | None = None
         """When the oldest of the messages that are being applied was published; None: none are."""
         self._failure: str | None = None
-        self._damaged: dict[Partition, str] = {}
-        """Partitions whose next message arrives damaged, and what was found."""
+        self._blocked: dict[Partition, str] = {}
+        """Partitions that cannot be read at present, and why."""
 
     def begin(self, published_s: float) -> None:
         """Messages are about to be applied, the oldest of them published at this value of time.time()."""
@@ -119,24 +119,24 @@ class StreamStats:
             _log.warning("the update stream of model %r continues", self._model)
 
     @property
-    def has_damaged(self) -> bool:
-        """Whether the next message of a partition arrives damaged."""
-        return bool(self._damaged)
+    def blocked(self) -> Set[Partition]:
+        """Partitions that cannot be read at present."""
+        return self._blocked.keys()
 
-    def find_damaged(self, one: Partition, what: str) -> None:
-        """The next message of a partition has arrived damaged; it is read again."""
+    def block(self, one: Partition, why: str) -> None:
+        """A partition cannot be read at present; it is tried again."""
         with self._lock:
-            is_new = one not in self._damaged
+            is_new = one not in self._blocked
             self._counts["failures"] += 1
-            self._damaged[one] = f"topic {one[0]!r}, partition {one[1]}: {what}"
+            self._blocked[one] = f"topic {one[0]!r}, partition {one[1]}, cannot be read: {why}"
         if is_new:
-            _log.warning("topic %r, partition %d, waits for a message that arrives damaged: %s", *one, what)
+            _log.warning("topic %r, partition %d, cannot be read: %s", *one, why)
 
-    def find_whole(self, partitions: Iterable[Partition]) -> None:
-        """Messages of these partitions have arrived whole, or the partitions exist no more."""
+    def unblock(self, partitions: Iterable[Partition]) -> None:
+        """These partitions are read, or exist no more."""
         with self._lock:
-            mended = [one for one in {*partitions} if self._damaged.pop(one, None)]
-        for one in mended:
+            read = [one for one in {*partitions} if self._blocked.pop(one, None)]
+        for one in read:
             _log.warning("topic %r, partition %d, continues", *one)
 
     def snapshot(self, topics: Sequence[str] = ()) -> StreamSnapshot:
@@ -148,7 +148,7 @@ class StreamStats:
                 staleness_s=self._age_s(),
                 rejected=dict(self._rejected),
                 set_aside=list(self._set_aside),
-                failure=self._failure or next(iter(self._damaged.values()), None),
+                failure=self._failure or next(iter(self._blocked.values()), None),
                 topics=list(topics),
             )
 

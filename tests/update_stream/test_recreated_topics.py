@@ -12,6 +12,7 @@ from typing import Any
 import confluent_kafka
 import numpy as np
 import pytest
+from confluent_kafka.admin import NewTopic
 
 from inference_session import InferenceSession
 from inference_session.parameter_server.create import create_store
@@ -237,6 +238,22 @@ def test_a_topic_that_is_not_listed_for_a_while_goes_on(
         )
 
 
+def test_a_topic_that_grows_is_warned_of(
+    broker: Broker, small: SmallVersion, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its new partitions are followed; a warning says once that the order of messages of a key is lost."""
+    monkeypatch.setattr(kafka_stream, "DISCOVERY_S", 0.1)
+    topic, create, answers = small.topic("user_weight"), kafka_stream.create_consumer, ["one_partition"] * 5
+    admin = broker.admin()
+    admin.create_topics([NewTopic(topic, num_partitions=3, replication_factor=1)])[topic].result(PATIENCE_S)
+    monkeypatch.setattr(kafka_stream, "create_consumer", lambda *args: Unsteady(create(*args), answers))
+    with InferenceSession.open(small.directory, update_stream=broker.url) as session:
+        for partition in range(3):
+            broker.send(topic, (packed(partition)[0], vectors(partition).tobytes()), partition=partition)
+        await_rows(session, "user.weight", np.arange(3), values(0, 3))
+    assert len([text for text in caplog.messages if topic in text and "more partitions" in text]) == 1
+
+
 def test_a_session_that_has_not_seen_a_topic_does_not_take_over(
     broker: Broker, small: SmallVersion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,6 +303,8 @@ class Unsteady:
                     topic.error, topic.partitions = object(), {}
                 elif answer == "unlisted":
                     del metadata.topics[name]
+                elif answer == "one_partition":
+                    topic.partitions = {number: one for number, one in topic.partitions.items() if number == 0}
                 else:
                     topic.partitions = {}
         return metadata

@@ -1,0 +1,51 @@
+"""Brokers whose access lists refuse what an update stream asks: what is refused is named for as long as it is."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError
+
+from inference_session import InferenceSession
+from tests.testing.refusing_broker import FETCH, FIND_COORDINATOR, RefusingBroker
+from tests.testing.servers import wait_until
+from tests.testing.small_version import SmallVersion
+from tests.testing.streamed_rows import await_rows, packed, vectors
+
+
+def updates(session: InferenceSession) -> dict[str, Any]:
+    found: dict[str, Any] = session.stats()["updates"]
+    return found
+
+
+def test_a_topic_that_may_not_be_read_is_named(small: SmallVersion, caplog: pytest.LogCaptureFixture) -> None:
+    """Until it may be read, although the brokers answer all other questions; whether it has messages then or none."""
+    with RefusingBroker() as broker:
+        broker.send(small.topic("user_weight"), packed(1)[0], vectors(1).tobytes())
+        broker.refuse(FETCH, KafkaError.TOPIC_AUTHORIZATION_FAILED)
+        with InferenceSession.open(small.directory, update_stream=broker.url) as session:
+            for other in (small.topic("hashed"), small.topic("code")):
+                broker.refuse(FETCH, KafkaError.TOPIC_AUTHORIZATION_FAILED)
+                wait_until(lambda: updates(session)["failure"] is not None, "the topic to be refused")
+                broker.send(other, packed(1)[0], b"")
+                wait_until(lambda other=other: other in updates(session)["topics"], "topics to be looked up")  # type: ignore[misc]
+                assert re.match("topic .*, partition ., cannot be read: .*authorization", updates(session)["failure"])
+                broker.allow(FETCH)
+                wait_until(lambda: updates(session)["failure"] is None, "the topic to be read")
+                await_rows(session, "user.weight", [1], 1)
+    assert not [text for text in caplog.messages if "is waiting" in text]
+
+
+def test_a_group_that_may_not_commit_is_no_failure(small: SmallVersion, caplog: pytest.LogCaptureFixture) -> None:
+    """Offsets are committed for others to see: a warning says that they are not, and rows are applied."""
+    with RefusingBroker() as broker:
+        broker.send(small.topic("user_weight"), packed(1)[0], vectors(1).tobytes())
+        broker.refuse(FIND_COORDINATOR, KafkaError.GROUP_AUTHORIZATION_FAILED)
+        with InferenceSession.open(small.directory, update_stream=broker.url) as session:
+            wait_until(lambda: any("Group authorization failed" in text for text in caplog.messages), "a warning")
+            await_rows(session, "user.weight", [1], 1)
+            assert updates(session)["failures"] == 0
+    [told] = [text for text in caplog.messages if "Group authorization failed" in text]
+    assert "commit" in told
