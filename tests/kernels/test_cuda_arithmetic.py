@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inference_session.kernels.cpu.vectors import SUM_BLOCK
 from inference_session.kernels.cuda import records as gpu_layout
 from inference_session.kernels.cuda.records import (
     MAX_BAGS_PER_TILE,
@@ -172,6 +173,17 @@ def test_every_lane_of_a_tile_of_bags_has_a_key(lengths: list[int], data: st.Dat
     assert gpu_model.places_of_keys(begins, lengths) == wanted
 
 
+@given(
+    lengths=st.lists(st.one_of(st.integers(0, 3), st.integers(0, 100)), min_size=1, max_size=MAX_BAGS_PER_TILE),
+    width=st.sampled_from([1, 2, 4, 8, 16, 32]),
+)
+def test_a_bag_is_added_up_in_one_order_wherever_it_lies(lengths: list[int], width: int) -> None:
+    """Blocks of keys, and the groups of lanes that take them, are counted from where the bag begins."""
+    for length, pooled in zip(lengths, gpu_model.pool_bags(lengths, width), strict=True):
+        groups = 32 // width
+        assert pooled == [(key // gpu_model.SUM_BLOCK, key % groups) for key in range(length)]
+
+
 @pytest.mark.parametrize("file", sorted({*CUDA.glob("*.cu*"), *(CUDA / HASH_ROWS[-1]).resolve().parent.glob("*.cu")}))
 def test_sources_are_ascii(file: Path) -> None:
     """CuPy writes sources by the locale encoding, which is ASCII in a backend process whose locale is C."""
@@ -186,6 +198,7 @@ def test_sources_are_ascii(file: Path) -> None:
         ("MAX_INLINE_SEGMENTS", gpu_layout.MAX_INLINE_SEGMENTS),
         ("MAX_SHARDS", gpu_layout.MAX_SHARDS),
         ("COUNT_STRIDE", gpu_layout.COUNT_STRIDE),
+        ("SUM_BLOCK", SUM_BLOCK),
     ],
 )
 def test_numbers_are_the_same_in_cuda(name: str, value: int) -> None:

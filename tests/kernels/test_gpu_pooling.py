@@ -70,6 +70,59 @@ def test_sums_of_quantized_rows(tmp_path: Path, dtype: VectorType, dim: int, mea
     file.close()
 
 
+def _pool(
+    tables: Any, device: Any, bags: list[NDArray[np.int64]], dim: int, weights: Any = None
+) -> NDArray[np.float32]:
+    """The sums of bags in one look-up; `weights`: of each key, on the device."""
+    import cupy
+
+    lengths = np.array([len(bag) for bag in bags])
+    with device.request():
+        keys, ends = cupy.asarray(np.concatenate(bags)), cupy.asarray(np.cumsum(lengths))
+        begins = ends - cupy.asarray(lengths)
+        out = cupy.full((len(bags), dim), np.nan, np.float32)
+        segment = key_segment(0, keys, out)
+        segment["num_rows"], segment["keys_per_row"], segment["pooling"] = len(bags), 1, PoolingCode.SUM
+        segment["begins_address"], segment["ends_address"] = address_of(begins), address_of(ends)
+        segment["weights_address"] = 0 if weights is None else address_of(weights)
+        tables.look_up(Lookup(segment, np.array([len(keys)]), device.counts(1), tables.prepare(segment)))
+        device.wait()
+        return np.asarray(out.get())
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float16", "float32"])
+@pytest.mark.parametrize("dim", [3, 4, 16, 64, 128, 132, 200])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sums_of_long_bags(tmp_path: Path, dtype: VectorType, dim: int, weighted: bool) -> None:
+    """They are about as exact as float32 has digits, and the same to the last bit alone and among many others."""
+    import cupy
+
+    from inference_session.device.cuda import CudaDevice
+    from inference_session.tables.placed_tables import open_cuda_tables
+
+    rng = np.random.default_rng(dim)
+    write_table(tmp_path / "t", [rng.standard_normal((ROWS, dim), np.float32)], dtype=dtype)
+    file = TableFile.open(tmp_path / "t", TableSpec("t", "t", ROWS, dim, dtype, "row_number", default_vector=0.5))
+    rows = dequantize_rows(file.vectors, dtype).astype(np.float32)
+    device = CudaDevice(0)
+    (tables,) = open_cuda_tables([file], [device])
+    lengths = [*rng.choice([1, 2, 3, 7, 31, 32, 33, 64, 65], 20_000), 200, 1, 10_000, 31, 100_000, 33, 200]
+    bags = [rng.integers(0, ROWS, length) for length in lengths]
+    weights = rng.standard_normal(sum(map(len, bags)), np.float32) if weighted else None
+    found = _pool(tables, device, bags, dim, None if weights is None else cupy.asarray(weights))
+    ends = np.cumsum(lengths)
+    for i in (*range(64), *range(20_000, len(bags))):
+        end, length = ends[i], lengths[i]
+        own = None if weights is None else weights[end - length : end]
+        vectors = rows[bags[i]] * (1 if own is None else own[:, None])
+        off = found[i] - vectors.sum(axis=0, dtype=np.float64)
+        assert np.linalg.norm(off) <= 2 * np.finfo(np.float32).eps * max(np.linalg.norm(vectors), 1)
+        on_device = None if own is None else cupy.asarray(own)
+        np.testing.assert_array_equal(_pool(tables, device, [bags[i]], dim, on_device)[0], found[i])
+    tables.close()
+    file.close()
+
+
 @pytest.mark.parametrize("dtype", ["int8", "float16", "float32"])
 @pytest.mark.parametrize("dim", [32, 64, 128, 132])
 @pytest.mark.parametrize("cache_bytes", [None, 0], ids=["device", "host"])

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 LANES = 32
 SLOTS = 62
 MAX_BAGS_PER_TILE = 8
+SUM_BLOCK = 32
 NUM_TAGS = 254
 _MASK = 2**64 - 1
 
@@ -134,3 +135,33 @@ def places_of_keys(begins: Sequence[int], lengths: Sequence[int]) -> list[int]:
     total = ends[MAX_BAGS_PER_TILE - 1]
     bags = [sum(key >= end for end in ends[: len(lengths) - 1]) for key in range(total)]
     return [firsts[bag] + key for key, bag in enumerate(bags)]
+
+
+def group_after(group: int, before: int, width: int) -> int:
+    """Which of the next rows a group of lanes takes first, after as many keys of the bag."""
+    return group - before & LANES // width - 1
+
+
+def pool_bags(lengths: Sequence[int], width: int) -> list[list[tuple[int, int]]]:
+    """For each key of each bag of a tile: which block of sums it is in, and which group of lanes adds it."""
+    ends = [sum(lengths[: bag + 1]) for bag in range(len(lengths))]
+    pooled: list[list[tuple[int, int]]] = [[] for _ in lengths]
+    bag, begin, block, block_end = 0, 0, 0, min(ends[0], SUM_BLOCK)
+
+    def end_blocks_at(place: int) -> None:
+        nonlocal bag, begin, block, block_end
+        while bag < len(lengths) and block_end == place:
+            block += 1
+            if place == ends[bag]:
+                bag, begin, block = bag + 1, place, 0
+            block_end = min(ends[bag] if bag < len(lengths) else ends[-1], place + SUM_BLOCK)
+
+    for base in range(0, ends[-1], LANES):
+        place, stop = base, min(base + LANES, ends[-1])
+        while place < stop:
+            end_blocks_at(place)
+            to = min(stop, block_end)
+            groups = {group_after(group, place - begin, width): group for group in range(LANES // width)}
+            pooled[bag].extend((block, groups[key % (LANES // width)]) for key in range(to - place))
+            place = to
+    return pooled

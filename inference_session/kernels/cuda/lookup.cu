@@ -244,6 +244,7 @@ __device__ __forceinline__ void look_up_keys(const Request& request, const Segme
 __device__ __forceinline__ float larger(float a, float b) { return b > a || b != b ? b : a; }  // a NaN wins
 
 constexpr int POOLED_IN_FLIGHT = 8;  // rows that a group of lanes loads before it adds the first
+constexpr u32 SUM_BLOCK = 32;        // keys of a bag whose vectors are added up in float32, as in kernels/cpu/vectors.py
 
 // The bags of a tile: their keys are one list, bag after bag, so that every lane finds a key's row even where bags are short.
 // Lane i describes bag i.
@@ -290,7 +291,22 @@ __device__ __forceinline__ i64 load_key_at(const Segment& segment, i64 place) {
   return load_key(address, segment.key_bytes);
 }
 
-// A bag's vector while it is being added up. The lanes that share a row are a group; groups take rows in turn.
+// What a warp has found of some keys, and sums of whole blocks of a bag: in shared memory, so that finding rows and adding
+// them up need not share registers.
+struct Found {
+  const u8* rows[LANES];
+  float weights[LANES];
+  u8 codes[LANES];
+  double blocks[Elements<true>::COUNT][LANES];  // of each lane's elements
+};
+
+__device__ __forceinline__ Found& found_of_warp() {
+  __shared__ Found all_found[4];  // of the warps of a block
+  return all_found[threadIdx.x / LANES];
+}
+
+// A bag's vector while it is being added up. The lanes that share a row are a group; groups take rows in turn. Sums in float32
+// would lose digits if bags were long, so those of blocks are added up in double precision.
 template <bool WIDE>
 struct Sum {
   Elements<WIDE> elements;
@@ -305,7 +321,30 @@ struct Sum {
     else elements = elements.with(row, [=](float a, float b) { return __fadd_rn(a, __fmul_rn(b, weight)); });
   }
 
-  __device__ __forceinline__ void end(const Segment& segment, u8* output, u32 length) {
+  // Which of the next rows this lane's group takes first. Which group takes a row depends on its place in the bag alone, so that
+  // a bag has the same sum wherever it lies in a request.
+  __device__ __forceinline__ u32 group_after(u32 before) const {
+    return (threadIdx.x % LANES / width - before) & (LANES / width - 1);
+  }
+
+  __device__ __forceinline__ void end_block(Found& found, bool is_first) {
+    float* values = reinterpret_cast<float*>(&elements);
+#pragma unroll
+    for (int i = 0; i < Elements<WIDE>::COUNT; ++i) {
+      double& sum = found.blocks[i][threadIdx.x % LANES];
+      sum = is_first ? values[i] : sum + values[i];
+      values[i] = 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ void add_blocks(const Found& found) {
+    float* values = reinterpret_cast<float*>(&elements);
+#pragma unroll
+    for (int i = 0; i < Elements<WIDE>::COUNT; ++i) values[i] = (float)(found.blocks[i][threadIdx.x % LANES] + values[i]);
+  }
+
+  __device__ __forceinline__ void end(const Segment& segment, const Found& found, u8* output, u32 length) {
+    if (length > SUM_BLOCK && segment.pooling != MAX) add_blocks(found);
     for (int distance = width; distance < LANES; distance *= 2) {
       const Elements<WIDE> other = elements.from_lane(distance);
       if (segment.pooling == MAX) elements = elements.with(other, [](float a, float b) { return larger(a, b); });
@@ -318,13 +357,6 @@ struct Sum {
     }
     if (threadIdx.x % LANES < width && step < steps) elements.store(output, step, Output::is_narrowed(segment));
   }
-};
-
-// What a warp has found of some keys: through shared memory, so that finding rows and adding them up need not share registers.
-struct Found {
-  const u8* rows[LANES];
-  float weights[LANES];
-  u8 codes[LANES];
 };
 
 // Add rows of `found` from one on, as many as make whole rounds before `to`: all of them are there and in float32, and the
@@ -342,10 +374,10 @@ __device__ __forceinline__ u32 add_rounds(const Found& found, Sum<true>& sum, u3
   return from;
 }
 
-// Add rows [from, to) of `found` as they are, all of them stored as CODE.
+// Add rows [from, to) of `found` as they are, all of them stored as CODE. `before`: keys that the bag has before `from`.
 template <int CODE, bool WIDE>
-__device__ __forceinline__ void add_rows(const Found& found, Sum<WIDE>& sum, u32 from, u32 to, int dim) {
-  const u32 rows_at_once = LANES / sum.width, group = threadIdx.x % LANES / sum.width;
+__device__ __forceinline__ void add_rows(const Found& found, Sum<WIDE>& sum, u32 from, u32 to, u32 before, int dim) {
+  const u32 rows_at_once = LANES / sum.width, group = sum.group_after(before);
   const int step = min(sum.step, sum.steps - 1);
   constexpr int AT_ONCE = CODE == INT8 ? POOLED_IN_FLIGHT / 2 : POOLED_IN_FLIGHT;
 #pragma unroll 1
@@ -363,9 +395,9 @@ __device__ __forceinline__ void add_rows(const Found& found, Sum<WIDE>& sum, u32
 
 // Add the first rows of `found`, each by the whole warp; `factors` are those of this lane's row. Rows of bags to come are
 // asked for before a bag ends: of short bags few would be under way otherwise.
-template <int CODE, typename EndBags>
+template <int CODE, typename EndBlocks>
 __device__ __forceinline__ void add_rows_of_bags(const Found& found, Sum<true>& sum, u32 count, Factors factors,
-                                                 EndBags end_bags_at) {
+                                                 EndBlocks end_blocks_at) {
   const int step = min(sum.step, sum.steps - 1);
 #pragma unroll 1
   for (u32 from = 0; from < count; from += POOLED_IN_FLIGHT) {
@@ -378,7 +410,7 @@ __device__ __forceinline__ void add_rows_of_bags(const Found& found, Sum<true>& 
 #pragma unroll
     for (int i = 0; i < POOLED_IN_FLIGHT; ++i) {
       if (from + i >= count) break;
-      end_bags_at(from + i);
+      end_blocks_at(from + i);
       const Elements<true> row = Elements<true>::widened(stored[i], CODE == INT8 ? factors.of_lane(from + i) : Factors{});
       sum.elements = sum.elements.with(row, [](float a, float b) { return a + b; });
     }
@@ -387,11 +419,12 @@ __device__ __forceinline__ void add_rows_of_bags(const Found& found, Sum<true>& 
 
 // Rows of any type, with weights, or of which the largest elements count.
 template <bool WIDE>
-__device__ __forceinline__ void add_any_rows(const Found& found, Sum<WIDE>& sum, u32 from, u32 to, int dim, bool takes_largest) {
+__device__ __forceinline__ void add_any_rows(const Found& found, Sum<WIDE>& sum, u32 from, u32 to, u32 before, int dim,
+                                             bool takes_largest) {
   const u32 rows_at_once = LANES / sum.width;
   const int step = min(sum.step, sum.steps - 1);
 #pragma unroll 1
-  for (u32 place = from + threadIdx.x % LANES / sum.width; place < to; place += rows_at_once) {
+  for (u32 place = from + sum.group_after(before); place < to; place += rows_at_once) {
     const u8* row = found.rows[place];
     Elements<WIDE> elements = Elements<WIDE>::all(0.0f);
     if (row == nullptr) {
@@ -420,15 +453,20 @@ __device__ __forceinline__ void pool_bags(const Request& request, const Segment&
   for (int first_step = 0; first_step < sum.steps; first_step += sum.width) {
     sum.step = first_step + (lane & (sum.width - 1));
     sum.begin(takes_largest);
-    u8* output = segment.output + request.outputs + first * segment.output_stride;
-    u32 bag = 0, bag_begin = 0, bag_end = bags.end_of(0);
-    const auto end_bags_at = [&](u32 place) {
-      while (bag < count && bag_end == place) {
-        sum.end(segment, output, bag_end - bag_begin);
-        sum.begin(takes_largest);
-        output += segment.output_stride;
-        bag_begin = bag_end;
-        bag_end = bags.end_of(++bag);
+    u32 bag = 0, bag_begin = 0, block_end = min(bags.end_of(0), SUM_BLOCK);
+    const auto end_blocks_at = [&](u32 place) {
+      while (bag < count && block_end == place) {
+        u32 bag_end = bags.end_of(bag);
+        if (place == bag_end) {
+          u8* output = segment.output + request.outputs + (first + bag) * segment.output_stride;
+          sum.end(segment, found, output, place - bag_begin);
+          sum.begin(takes_largest);
+          bag_begin = place;
+          bag_end = bags.end_of(++bag);
+        } else if (!takes_largest) {
+          sum.end_block(found, place - bag_begin == SUM_BLOCK);
+        }
+        block_end = min(bag_end, place + SUM_BLOCK);
       }
     };
     for (u32 base = 0; base < bags.total; base += LANES) {
@@ -448,22 +486,23 @@ __device__ __forceinline__ void pool_bags(const Request& request, const Segment&
       if constexpr (WIDE && CODE != FLOAT32) {  // whose rows would not all fit into registers
         if (same && sum.width == LANES) {
           const Factors factors = Factors::load<CODE>(source.row, (int)table.dim);
-          add_rows_of_bags<CODE>(found, sum, stop, factors, [&](u32 place) { end_bags_at(base + place); });
+          add_rows_of_bags<CODE>(found, sum, stop, factors, [&](u32 place) { end_blocks_at(base + place); });
           continue;
         }
       }
       for (u32 from = 0; from < stop;) {
-        end_bags_at(base + from);
-        const u32 to = min(stop, bag_end - base);
+        end_blocks_at(base + from);
+        const u32 to = min(stop, block_end - base);
         if constexpr (WIDE && CODE == FLOAT32) {
           if (whole) from = add_rounds(found, sum, from, to);
         }
-        if (same) add_rows<CODE, WIDE>(found, sum, from, to, (int)table.dim);
-        else add_any_rows<WIDE>(found, sum, from, to, (int)table.dim, takes_largest);
+        const u32 before = base + from - bag_begin;
+        if (same) add_rows<CODE, WIDE>(found, sum, from, to, before, (int)table.dim);
+        else add_any_rows<WIDE>(found, sum, from, to, before, (int)table.dim, takes_largest);
         from = to;
       }
     }
-    end_bags_at(bags.total);
+    end_blocks_at(bags.total);
   }
   unknown_count.report(request, s);
 }
@@ -471,8 +510,7 @@ __device__ __forceinline__ void pool_bags(const Request& request, const Segment&
 template <bool WIDE>
 __device__ __forceinline__ void pool_any(const Request& request, const Segment& segment, const Table& table, u32 s, u32 first,
                                          u32 count, bool marking, u64 policy) {
-  __shared__ Found all_found[4];  // of the warps of a block
-  Found& found = all_found[threadIdx.x / LANES];
+  Found& found = found_of_warp();
   const int code = code_of(ROWS_CHANGE ? table.base_rows : table.cached_rows);  // of most rows
   if (code == FLOAT16) pool_bags<FLOAT16, WIDE>(request, segment, table, s, first, count, marking, policy, found);
   else if (code == INT8) pool_bags<INT8, WIDE>(request, segment, table, s, first, count, marking, policy, found);
