@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from importlib import import_module
 from typing import cast
@@ -11,6 +10,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from hotrow import __version__
+from hotrow.command_group import CommandGroup
 from hotrow.formatting import printable
 from hotrow.interrupts import raise_after_imports
 from hotrow.output import drop_refused_output, prepare_standard_streams
@@ -51,7 +51,7 @@ _MODULES = {"import": "import_model", "inspect": "inspect_version"}
 """Modules whose names differ from their commands'."""
 
 
-class _Commands(click.Group):
+class _Commands(CommandGroup):
     """Loads a command's module only when that command runs, so that `--help` is fast."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -95,21 +95,12 @@ def main() -> None:
     """Entry point: an error that we raise on purpose, or that a file system raises, is one line and exit code 1."""
     prepare_standard_streams()
     raise_after_imports()
-    _show_what_takes_long()
     try:
         cli(prog_name="hotrow")
     except (HotrowError, OSError) as error:
         text = _in_one_line(error) if drop_refused_output() else f"standard output: {_in_one_line(error)}"
         click.echo(f"hotrow: {printable(text)}", err=True)
         sys.exit(1)
-
-
-def _show_what_takes_long() -> None:
-    """Tell an interactive user why the first command on a machine waits: it compiles kernels."""
-    if sys.stderr.isatty():
-        log = logging.getLogger("inference_session.kernels.machine_code")
-        log.setLevel(logging.INFO)
-        log.addHandler(logging.StreamHandler())
 
 
 def _in_one_line(error: HotrowError | OSError) -> str:

@@ -328,7 +328,7 @@ def _repository(repository: Path) -> Iterator[Finding]:
         needs = [_needs(repository.absolute(), model) for model in models]
     except (HotrowError, OSError) as error:
         yield Finding(
-            "repository", "problem", _in_words(error), "fix or remove the named file; `hotrow import` creates models"
+            "repository", "problem", _in_words(error), "correct or remove what is named; `hotrow import` creates models"
         )
         yield from _packages(set())
         return

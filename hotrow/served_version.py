@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hotrow.progress import byte_progress
-from inference_session.errors import ModelFormatError
 from inference_session.model_spec import SESSION_FILE
+from inference_session.version_directory.session_file import read_spec
 from triton_backend.repository.in_place import in_place_backend, read_model_folder
 from triton_backend.repository.model_config import CONFIG_FILE, ModelConfig
 from triton_backend.repository.servable import is_version, versions_in
@@ -32,7 +32,7 @@ def served_version(directory: Path) -> Iterator[ServedVersion]:
     """Yield the version that is meant; HugeCTR's and HPS's files are imported into the cache first, as on a load.
 
     Raises:
-        ModelFormatError: the directory is neither.
+        ModelFormatError: the directory is neither; says what it is.
         as `cached_import`.
     """
     if (directory / SESSION_FILE).exists():
@@ -56,8 +56,5 @@ def _folder_and_version(directory: Path) -> tuple[Path, str]:
         return directory.parent, directory.name
     versions = versions_in(directory)
     if not versions:
-        raise ModelFormatError(
-            f"{directory}: neither a version directory, which holds {SESSION_FILE}, nor the folder of a model "
-            "with versions"
-        )
+        read_spec(directory)  # its error says what the directory is, and how to name a version
     return directory, str(versions[-1])

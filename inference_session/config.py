@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import datetime
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -322,7 +323,9 @@ class SessionConfig:
         values: dict[str, Any] = {}
         for name, value in ((name, value) for source in reversed(sources) for name, value in source.items()):
             if name not in parsers:
-                raise ConfigurationError(f"unknown setting {name!r}; known settings: {', '.join(sorted(parsers))}")
+                meant = get_close_matches(name, parsers)
+                known = f"did you mean {meant[0]!r}?" if meant else f"known settings: {', '.join(sorted(parsers))}"
+                raise ConfigurationError(f"unknown setting {name!r}; {known}")
             try:
                 values[name] = parsers[name](value)
             except ConfigurationError as error:  # of a URL, which must not be shown

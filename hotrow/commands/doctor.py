@@ -29,7 +29,9 @@ class _Folder(click.Path):
 
 @click.command()
 @click.option(
-    "--repository", type=_Folder(path_type=Path), help="A model repository; what its models need is checked too."
+    "--repository",
+    type=_Folder(file_okay=False, path_type=Path),
+    help="A model repository; what its models need is checked too.",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address on which `hotrow serve` would listen.")
 @port_options

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from hotrow.command_group import CommandGroup
 from hotrow.path_types import FILE, FOLDER
 from hotrow.progress import byte_progress
 from inference_session.errors import ConfigurationError
@@ -71,12 +72,12 @@ _tables = click.option(
 )
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def command() -> None:
     """Import a trained model into a model repository that `hotrow serve` serves."""
 
 
-@command.command()
+@command.command(short_help="Import an ONNX model, as of PyTorch, Keras or JAX.")
 @click.argument("model", type=FileOrUrl(), metavar="MODEL.onnx")
 @_name
 @repository_option
@@ -161,7 +162,7 @@ def onnx(
     click.echo(str(report))
 
 
-@command.command()
+@command.command(short_help="Import models of HugeCTR or HPS.")
 @click.argument("ps_json", type=FileOrUrl(), metavar="PS_JSON")
 @click.option("--model", metavar="NAME", help="Import only this model of ps.json.  [default: all of them]")
 @repository_option
@@ -214,7 +215,7 @@ def hugectr(
         click.echo(str(report))
 
 
-@command.command(name="torch")
+@command.command(name="torch", short_help="Import a program of torch.export.save.")
 @click.argument("program", type=FILE, metavar="PROGRAM.pt2")
 @click.option(
     "--checkpoint",
@@ -253,7 +254,7 @@ def from_torch(program: Path, checkpoint: str | None, name: str, repository: Pat
     click.echo(str(report))
 
 
-@command.command()
+@command.command(short_help="Import tables that DynamicEmb dumped.")
 @click.argument("dump", type=FOLDER)
 @_name
 @repository_option

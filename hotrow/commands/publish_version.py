@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hotrow.commands.import_model import model_name, repository_option, version_option
+from hotrow.formatting import in_units
 from hotrow.path_types import FOLDER
 from hotrow.progress import byte_progress
 from inference_session.model_spec import ModelSpec
@@ -56,7 +57,9 @@ def command(folder: Path, name: str, repository: Path, version: int | None, max_
     with byte_progress(f"Publishing {folder.name}", total_bytes) as progress:
         report = publish_version(folder, repository, name, version=version, progress=progress, complete=configure)
     click.echo(f"Published {folder} as {report.version_dir}")
-    click.echo(f"Disk: {report.copied_bytes} bytes more; {report.shared_bytes} bytes shared with other versions")
+    click.echo(
+        f"Disk: {in_units(report.copied_bytes)} more; {in_units(report.shared_bytes)} shared with other versions"
+    )
     _report_memory(report)
 
 
@@ -68,8 +71,8 @@ def _report_memory(report: PublishReport) -> None:
     private = bytes_in(memory_items(report.spec, report.version_dir, cache_bytes=cache_bytes), "process")
     available = available_bytes()
     click.echo(
-        f"Memory needed to load it in addition to the active version: {private} bytes of its own and "
-        f"{report.copied_bytes} bytes of files that no other version has; available here: {available} bytes"
+        f"Memory to load it beside the active version: {in_units(private)}, and {in_units(report.copied_bytes)} "
+        f"of files that no other version has; available here: {in_units(available)}"
     )
     if private > available:
         click.echo("hotrow: this machine has too little free memory to load it", err=True)

@@ -79,6 +79,7 @@ def command(
     if labels and not requests:
         raise click.UsageError("--labels needs --requests, whose samples the labels belong to")
     version_dir = version_dir.absolute()
+    read_spec(version_dir)  # its error says how to name a version directory
     if output is None and not version_dir.name.isdecimal():
         raise click.UsageError(f"{version_dir} is not a numbered version of a model; give --output")
     target = output.absolute() if output else version_dir.parent / str(next_version(version_dir.parent))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from hotrow.formatting import counted
 from hotrow.path_types import FILE, FOLDER
 
 
@@ -34,5 +35,8 @@ def command(version_dir: Path, requests: Path, target: Path) -> None:
     inputs = read_arrays(requests)
     # Without the setting: an existing canary file must not prevent its own replacement.
     with InferenceSession.open(version_dir, canary_requests="") as session:
+        target.parent.mkdir(parents=True, exist_ok=True)
         record_canary(session.run, inputs, target)
-        click.echo(f"{target}: one request and {len(session.spec.outputs)} outputs recorded from {version_dir}")
+        click.echo(
+            f"{target}: one request and {counted(len(session.spec.outputs), 'output')} recorded from {version_dir}"
+        )

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 import numpy as np
 
+from hotrow.formatting import counted
 from hotrow.path_types import FILE
 from hotrow.progress import waiting
 from hotrow.server_options import ServerAddress, server_options
@@ -68,7 +69,7 @@ def command(
     compared = (
         f"; versions {version} and {compare_with} differ by {np.max(differences):.6g} at most" if compare_with else ""
     )
-    click.echo(f"{model}: version {version} answered {len(recorded)} requests{compared}")
+    click.echo(f"{model}: version {version} answered {counted(len(recorded), 'request')}{compared}")
 
 
 def _test(
@@ -79,7 +80,8 @@ def _test(
         answer = server.ask(model, request.inputs, version=version, datatypes=request.datatypes)
         old = server.ask(model, request.inputs, version=other, datatypes=request.datatypes) if other else answer
     except RemoteError as error:
-        raise RemoteError(f"{where}: {error}") from error
+        hint = "; `hotrow load` with --version and --beside loads it" if "not at ready state" in str(error) else ""
+        raise RemoteError(f"{where}: {error}{hint}") from error
     if names := not_finite(answer):
         raise RemoteError(f"{where}: version {version} answered NaN or infinity in {', '.join(map(repr, names))}")
     return largest_difference(answer, old)

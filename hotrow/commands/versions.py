@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from hotrow.formatting import counted
 from hotrow.metrics_page import MetricsPage
 from hotrow.output import print_json
 from hotrow.server_options import ServerAddress, server_options
@@ -83,7 +84,7 @@ def _facts(
 def _line(facts: Mapping[str, Any], width: int) -> str:
     known = [
         "serves" if facts["serves"] else "",
-        f"{facts['requests']} requests" if "requests" in facts else "",
+        counted(facts["requests"], "request") if "requests" in facts else "",
         f"loaded {facts['age_s']:.0f} s ago" if "age_s" in facts else "",
         f"hit rate {facts['hit_rate']}" if "hit_rate" in facts else "",
         facts.get("reason", ""),

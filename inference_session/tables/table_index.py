@@ -132,7 +132,7 @@ def open_index(
     try:
         index = TableIndex(_map_file(path))
     except OSError as error:
-        raise ModelFormatError(f"{path}: cannot be read: {error}") from error
+        raise ModelFormatError(f"{path}: cannot be read: {error.strerror or error}") from error
     if verify:
         index.verify(keys, path)
     else:

@@ -178,7 +178,7 @@ def test_use_stores(redis: RedisServer, tmp_path: Path) -> None:
         "session = InferenceSession.open('model_repository/ctr/1', volatile_store='redis://127.0.0.1:6379/0')\n"
         "keys, vectors = np.array([1, 2]), np.ones((2, 16), 'f4')\n"
     )
-    places = {"redis://127.0.0.1:6379/0": redis.url, '"user_id"': '"user"'}
+    places = {"redis://127.0.0.1:6379/0": redis.url}
     Walkthrough(HOW_TO / "use-stores.md", tmp_path, places, prelude={"": prelude}).run()
 
 

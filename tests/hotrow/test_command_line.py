@@ -114,6 +114,22 @@ def test_everything_has_help(run: Run, path: tuple[str, ...]) -> None:
     assert out.startswith(" ".join(("Usage: hotrow", *path)))
 
 
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["sevre"], "No such command 'sevre'; did you mean serve?"),
+        (["import", "onxx"], "No such command 'onxx'; did you mean onnx?"),
+        (["import", "model.pb"], "No such command 'model.pb'; commands: dynamicemb, hugectr, onnx, torch"),
+    ],
+)
+def test_a_word_that_is_no_command_is_answered_by_those_that_are(run: Run, words: list[str], found: str) -> None:
+    """A file where the format was left out, too."""
+    code, _, err = run(*words)
+
+    assert code == 2
+    assert f"Error: {found}\n" in err
+
+
 @pytest.mark.parametrize("name", command_line.cli.list_commands(click.Context(command_line.cli)))
 def test_every_command_can_be_loaded(run: Run, name: str) -> None:
     """The names in the list of commands are those of modules."""
@@ -134,6 +150,7 @@ def test_help_shows_every_command_with_a_sentence(run: Run) -> None:
     for name in command_line.cli.list_commands(click.Context(command_line.cli)):
         assert f"\n  {name} " in out
     assert "..." not in out.split("Models:")[1]
+    assert "..." not in run("import", "--help")[1].split("Commands:")[1]
 
 
 def test_import_reports_and_numbers_versions(run: Run, model: Path, version_dir: Path) -> None:
@@ -368,6 +385,7 @@ def test_completion_loads_no_command() -> None:
         ("inspect", "dir"),
         ("push", "dir"),
         ("serve --repository", "dir"),
+        ("doctor --repository", "dir"),
         ("copy", "file"),
         ("copy hdfs://namenode/models/ctr/7", "file"),
         ("follow ctr --source", "dir"),

@@ -209,8 +209,10 @@ def test_what_does_not_fit_is_refused(
 
 
 def test_a_folder_that_is_no_version_needs_an_output(version_dir: Path) -> None:
-    """A folder without a number has no next version."""
+    """A folder without a number has no next version; for the folder of a model, one of its versions is named."""
+    named = run("quantize", version_dir.parent, "--tables", "int8").exception
     folder = version_dir.rename(version_dir.with_name("trained"))
+    assert str(named).endswith(f"give one of its version directories, such as {version_dir}")
     assert "give --output" in run("quantize", folder, "--tables", "int8").output
     assert run("quantize", folder, "--tables", "int8", "--output", version_dir).exit_code == 0
 

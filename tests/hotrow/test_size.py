@@ -333,4 +333,4 @@ def test_as_a_process(version_dir: Path, keys: Path) -> None:
     assert "Recommended: cache_bytes" in good.stdout
     assert "\x1b" not in good.stdout + good.stderr
     assert bad.returncode == 1
-    assert bad.stderr.startswith(f"hotrow: {keys.parent}: neither a version directory")
+    assert bad.stderr.startswith(f"hotrow: {keys.parent / 'session.json'}: no such file")

@@ -207,9 +207,9 @@ def test_a_version_is_tested_beside_the_one_that_serves(server: Served, model: s
     test = ("smoke-test", model, "--version", 2, "--requests", requests, *url)
 
     succeed("load", model, "--version", 1, *url)
-    assert "request 1: " in fail(*test)
+    assert "`hotrow load` with --version and --beside loads it" in fail(*test)
     succeed("load", model, "--version", 2, "--beside", *url)
-    assert succeed(*test) == f"{model}: version 2 answered 1 requests\n"
+    assert succeed(*test) == f"{model}: version 2 answered 1 request\n"
     assert "more than 0.1" in fail(*test, "--compare-with", 1, "--tolerance", 0.1)
     succeed(*test, "--compare-with", 1, "--tolerance", 1e6)
     succeed("load", model, "--version", 2, *url)
@@ -286,7 +286,7 @@ def test_a_published_version_is_loaded(server: Served, model: str, tmp_path: Pat
 
     printed = succeed("publish-version", tmp_path / "trained" / "1", "--name", model, "--repository", server.repository)
     assert f"as {server.repository / model / '3'}" in printed
-    assert "; 0 bytes shared" not in printed
+    assert "; 0 B shared" not in printed
     succeed("load", model, "--url", server.grpc)
 
     assert serves(server, model, 3)

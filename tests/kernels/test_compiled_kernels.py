@@ -85,8 +85,8 @@ def test_a_kernel_is_compiled_anew_when_one_that_it_calls_changes(programs: Fork
 
 
 def test_whoever_compiles_says_so_once(programs: ForkedPrograms, tmp_path: Path) -> None:
-    """The log explains the wait; where everything is compiled already there is none."""
-    (tmp_path / "outer.py").write_text("import logging\nlogging.basicConfig(level=logging.INFO)\n" + OUTER)
+    """The wait is explained, also where no logging is set up; where everything is compiled already there is none."""
+    (tmp_path / "outer.py").write_text(OUTER)
     environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "NUMBA_CACHE_DIR": str(tmp_path / "compiled")}
     (tmp_path / "inner.py").write_text(HEAD + "@kernel\ndef inner(a):\n    return a\n")
     times = []
@@ -220,7 +220,7 @@ def test_processes_that_compile_for_different_types_at_once_keep_both_apart(
 def test_of_two_processes_one_compiles_and_the_other_waits(programs: ForkedPrograms, tmp_path: Path) -> None:
     """As when a server starts several models. Here both find nothing, and then one after the other may begin."""
     (tmp_path / "inner.py").write_text(HEAD + "@kernel\ndef inner(a):\n    return a\n")
-    (tmp_path / "outer.py").write_text("import logging\nlogging.basicConfig(level=logging.INFO)\n" + OUTER)
+    (tmp_path / "outer.py").write_text(OUTER)
     environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "NUMBA_CACHE_DIR": str(tmp_path / "compiled")}
     compiling = "import outer; outer.outer(1); print(sum(outer.outer.stats.cache_misses.values()))"
     done = programs.run(

@@ -17,7 +17,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
-from inference_session.kernels.cpu.named_arrays import Places, array_taker, find_places
+from inference_session.kernels.cpu.named_arrays import Places, array_taker, compile_kernels, find_places
 from triton_backend.backend.tensors import arrays_reader, knows_numpy
 from triton_backend.client.probe import PROBE_PARAMETER
 
@@ -128,7 +128,10 @@ def _places() -> Places | None:
     except Exception:  # noqa: BLE001  whatever it is, requests can be read without it
         return None
     items = [(tensor, name, tensor.as_numpy()) for tensor, name in zip(tensors, names, strict=True)]
-    return find_places(request, names, items)
+    places = find_places(request, names, items)
+    if places is not None:
+        compile_kernels()  # else the first request waits for it
+    return places
 
 
 def _num_samples(array: NDArray[Any]) -> int:

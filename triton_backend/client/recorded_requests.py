@@ -51,6 +51,8 @@ def _parsed(path: Path) -> Iterator[RecordedRequest]:
             continue
         try:
             yield _request(json.loads(line)["inputs"])
+        except json.JSONDecodeError as error:
+            raise ModelFormatError(f"{path}, line {number}: not JSON: {error}") from error
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ModelFormatError(f"{path}, line {number}: not a request in JSON: {error!r}") from error
 

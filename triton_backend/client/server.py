@@ -265,7 +265,7 @@ def _why_not_connected(message: str) -> str:
     for sign, reason in _NOT_CONNECTED.items():
         if sign in message:
             return reason
-    return "no server answers there (--url needs the gRPC port)"
+    return "no server answers there; `hotrow serve` starts one, and --url takes the gRPC port of another"
 
 
 def _state(entry: Mapping[str, str]) -> VersionState:

@@ -178,6 +178,8 @@ def _hint(folder: Path) -> str:
         return f"; {folder} is the folder of a model: give the repository that holds it, {folder.parent}"
     if (folder / SESSION_FILE).is_file():
         return f"; {folder} is a version directory: give the repository of its model, {folder.parent.parent}"
+    if below := sorted(folder.glob(f"*/*/{CONFIG_FILE}")):
+        return f"; {folder} is no model repository: give one of those in it, such as {below[0].parent.parent}"
     return ""
 
 

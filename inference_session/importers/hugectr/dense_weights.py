@@ -36,7 +36,7 @@ class DenseWeights:
                 )
             self._elements = np.fromfile(path, dtype="<f4") if num_bytes else np.empty(0, np.float32)
         except OSError as error:
-            raise ModelFormatError(f"{path}: cannot be read: {error}") from error
+            raise ModelFormatError(f"{path}: cannot be read: {error.strerror or error}") from error
         if num_bytes % 4:
             raise ModelFormatError(f"{path}: {num_bytes} bytes are not a whole number of float32 elements")
         self._taken = 0

@@ -138,7 +138,8 @@ class _Parser:
     def _required(self, at: FieldPath, read: values.Reader[Any]) -> Any:
         raw = self._file.document.get(str(at[0]))
         if raw is None:
-            self._file.fail(at, "required, but missing")
+            graph = "; the file is a graph: give the ps.json that names it" if "layers" in self._file.document else ""
+            self._file.fail(at, f"required, but missing{graph}")
         return self._value(at, read, raw)
 
     def _value(self, at: FieldPath, read: values.Reader[Any], raw: Any) -> Any:

@@ -287,7 +287,7 @@ DAMAGES: list[tuple[Callable[[Source], None], type[Exception], str]] = [
     ),
     (_truncate("dense.model", 64), ModelFormatError, "dense.model: layer 6 InnerProduct"),
     (lambda source: (source.table_folder(0) / "key").unlink(), ModelFormatError, "0_sparse.model/key: cannot be read"),
-    (_set("dense_file", "none.model"), ModelFormatError, "none.model: cannot be read"),
+    (_set("dense_file", "none.model"), ModelFormatError, "none.model: cannot be read: No such file or directory$"),
     (_set("network_file", "none.json"), ModelFormatError, "none.json: cannot be read"),
     (
         _set("sparse_files", ["0_sparse.model"]),

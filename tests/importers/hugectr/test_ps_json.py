@@ -327,6 +327,12 @@ def test_a_missing_comma_is_found(tmp_path: Path) -> None:
         read('{\n "supportlonglong": true\n "models": []}', tmp_path)
 
 
+def test_a_graph_in_place_of_ps_json_is_named(tmp_path: Path) -> None:
+    """Both are JSON, and lie in the same folder."""
+    with pytest.raises(ConfigurationError, match=r"the file is a graph: give the ps\.json that names it"):
+        read({"layers": []}, tmp_path)
+
+
 def test_a_missing_file_or_model_is_named(tmp_path: Path) -> None:
     """The error lists the models that exist."""
     with pytest.raises(ConfigurationError, match=r"none.json: cannot be read"):

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from inference_session.kernels.cpu import named_arrays
+from inference_session.kernels.machine_code import of_ints
 from tests.testing.name_sets import insert_all
 from triton_backend.client.probe import PROBE_PARAMETER
 
@@ -167,6 +169,19 @@ def test_methods_are_called_only_for_the_first_requests(reader: Callable[..., An
         calls[kind] = tensor.num_calls, request.num_calls
     assert calls.pop("memory") == (9, 6)
     assert set(calls.values()) == {(18, 12)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_request_waits_for_a_compiler(
+    reader: Callable[..., Any], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a new machine, what reads memory is compiled before the first request, where it will be used."""
+    compiled: list[object] = []
+    monkeypatch.setattr(named_arrays, "of_ints", lambda kernel: compiled.append(kernel) or of_ints(kernel))
+    read = reader(kind).read
+    before = list(compiled)
+    read([request_of(kind, dict.fromkeys("xyz", np.zeros(1)))])
+    assert set(compiled) == set(before)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -74,6 +74,13 @@ def test_what_a_server_would_refuse_is_refused(tmp_path: Path, fields: dict[str,
         read_requests(write(tmp_path, tensor(**fields)))
 
 
+def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
+    """In words, not as Python's error."""
+    (tmp_path / "sample.jsonl").write_text("import numpy\n", encoding="utf-8")
+    with pytest.raises(ModelFormatError, match=r"sample.jsonl, line 1: not JSON: Expecting value"):
+        read_requests(tmp_path / "sample.jsonl")
+
+
 def test_an_input_that_comes_twice_is_refused(tmp_path: Path) -> None:
     """Either of its values could be meant."""
     with pytest.raises(ModelFormatError, match="an input comes twice"):

@@ -64,12 +64,20 @@ def test_an_incomplete_model_belongs_to_a_repository_only_if_it_is_wanted(tmp_pa
         find_models(tmp_path, ["begun"])
 
 
-@pytest.mark.parametrize(("given", "message"), [("r/m", "the folder of a model"), ("r/m/1", "a version directory")])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (".", " is no model repository: give one of those in it, such as .*/r"),
+        ("r/m", "r/m is the folder of a model: give the .*/r"),
+        ("r/m/1", "r/m/1 is a version directory: give the .*/r"),
+    ],
+)
 def test_what_is_given_in_place_of_a_repository_is_named(given: str, message: str, tmp_path: Path) -> None:
     """Its folders were taken for models without a config.pbtxt."""
     (tmp_path / "r/m/1/tables").mkdir(parents=True)
+    (tmp_path / "a").mkdir()
     (tmp_path / "r/m/config.pbtxt").touch()
     (tmp_path / "r/m/1/session.json").touch()
 
-    with pytest.raises(ConfigurationError, match=rf"does not exist; .*{given} is {message}: give the .*/r$"):
+    with pytest.raises(ConfigurationError, match=rf"does not exist; .*{message}$"):
         find_models(tmp_path / given)
