@@ -1,11 +1,31 @@
 """Types of paths that a shell completes on the tab key."""
 
+import os
 from pathlib import Path
+from typing import Any
 
 import click
 
+from inference_session.errors import ConfigurationError
+from inference_session.model_source import local_folder
+
+
+class LocalFolder(click.Path):
+    """A folder of this machine, which need not exist unless the option says so."""
+
+    def __init__(self, *, exists: bool = False) -> None:
+        super().__init__(exists=exists, file_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """The path."""
+        try:
+            return Path(os.fsdecode(super().convert(local_folder(value), param, ctx)))
+        except ConfigurationError as error:
+            self.fail(str(error), param, ctx)
+
+
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+FOLDER = LocalFolder(exists=True)
 
 # What is no path here passes unchecked. An error must not repeat it: a mistyped URL may contain a password.
 PATH_OR_URL = click.Path(readable=False)

@@ -6,12 +6,13 @@ import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from hotrow.formatting import counted
 from hotrow.output import print_json
+from hotrow.path_types import LocalFolder
 from hotrow.port_options import port_options
 
 if TYPE_CHECKING:
@@ -20,17 +21,10 @@ if TYPE_CHECKING:
 _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "problem": ("PROBLEM", "red")}
 
 
-class _Folder(click.Path):
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if "://" in str(value):
-            self.fail(f"{str(value)!r} is not on this machine; copy it here with `hotrow copy`", param, ctx)
-        return super().convert(value, param, ctx)
-
-
 @click.command()
 @click.option(
     "--repository",
-    type=_Folder(file_okay=False, path_type=Path),
+    type=LocalFolder(),
     help="A model repository; what its models need is checked too.",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address on which `hotrow serve` would listen.")

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from hotrow.command_group import CommandGroup
-from hotrow.path_types import FILE, FOLDER
+from hotrow.path_types import FILE, FOLDER, LocalFolder
 from hotrow.progress import byte_progress
 from inference_session.errors import ConfigurationError
 from inference_session.model_spec import ModelSpec, VectorType, is_folder_name
@@ -57,7 +57,7 @@ _name = click.option("--name", required=True, callback=model_name, help="Name by
 repository_option = click.option(
     "--repository",
     required=True,
-    type=click.Path(file_okay=False, path_type=Path),
+    type=LocalFolder(),
     help="Model repository; created if it does not exist.",
 )
 version_option = click.option(

@@ -27,6 +27,7 @@ from hotrow.training.state import exporting
 from hotrow.training.tables import FileWriter, Table, as_vectors, create_file, write_table
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, HotrowError, UnavailableError, UnsupportedModelError
+from inference_session.model_source import local_folder
 from inference_session.model_spec import KEY_FILE, TABLES_FOLDER, VECTOR_FILE, ModelSpec, TableSpec, folder_names
 from inference_session.platform.staging import stage_version
 from inference_session.version_directory.manifest import describe_version
@@ -80,9 +81,10 @@ def export(
     ranks = Ranks()
     began = datetime.now(timezone.utc)
     _check_names(name, version)
+    folder = local_folder(repository)
     plan = ranks.together(lambda: _Plan.make(model, example, inputs, outputs))
     expected = ranks.together(lambda: plan.run_live(model))
-    job = _Export(plan, ranks, Path(repository), name, version, began)
+    job = _Export(plan, ranks, folder, name, version, began)
     return job.run(expected)
 
 

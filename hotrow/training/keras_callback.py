@@ -18,6 +18,7 @@ from onnx import numpy_helper
 from hotrow.training.outbox import Changes, Outbox
 from inference_session.errors import ConfigurationError, UnsupportedModelError
 from inference_session.importers.onnx import import_onnx
+from inference_session.model_source import local_folder
 from inference_session.model_spec import ModelSpec, folder_names
 from inference_session.update_stream.publisher import DEFAULT_TIMEOUT_S, Publisher
 from inference_session.version_directory.session_file import write_spec
@@ -63,7 +64,7 @@ class KerasCallback(keras.callbacks.Callback):
         if not isinstance(every_steps, int) or every_steps < 1:
             raise ConfigurationError(f"every_steps must be a whole number of at least 1, found {every_steps!r}")
         self._name, self._url, self._every_steps, self._timeout_s = name, url, every_steps, timeout_s
-        self._repository = None if repository is None else Path(repository)
+        self._repository = None if repository is None else local_folder(repository)
         self._outbox: Outbox | None = None
         self._tables: list[_LayerTable] = []
         self._num_steps = 0

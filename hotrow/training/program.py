@@ -89,6 +89,13 @@ class _Payload(NamedTuple):
     dtype: torch.dtype
 
 
+def _config_entry(names: list[str]) -> str:
+    for name in names:
+        if name.endswith(_CONFIG) and _WEIGHTS in name:
+            return name
+    raise ValueError(f"no entry {_WEIGHTS}…{_CONFIG}")
+
+
 class _Archive:
     """A .pt2 file, read without torch."""
 
@@ -97,7 +104,7 @@ class _Archive:
         try:
             with zipfile.ZipFile(path) as archive:
                 self._names = archive.namelist()
-                self._config_entry = next(name for name in self._names if name.endswith(_CONFIG) and _WEIGHTS in name)
+                self._config_entry = _config_entry(self._names)
                 self.config: dict[str, Any] = json.loads(archive.read(self._config_entry))
                 self._sizes = {item.filename: item.file_size for item in archive.infolist()}
             self._folder = self._config_entry.partition("data/")[0]
@@ -106,7 +113,7 @@ class _Archive:
             raise ModelFormatError(f"{path}: not readable: {error.strerror}") from error
         except ModelFormatError:
             raise
-        except (*_DAMAGE, StopIteration, ValueError, TypeError, AttributeError) as error:
+        except (*_DAMAGE, ValueError, TypeError, AttributeError) as error:
             raise ModelFormatError(
                 f"{path}: not a program written by torch.export.save of torch 2.9 or newer: {error!r}"
             ) from error

@@ -18,6 +18,13 @@ def is_url(place: str | Path) -> bool:
     return "://" in str(place)
 
 
+def local_folder(place: str | Path) -> Path:
+    """The path of a folder of this machine, which need not exist; ConfigurationError for a URL."""
+    if is_url(place):  # an error must not repeat it: it may contain a password
+        raise ConfigurationError("a URL is no folder of this machine; `hotrow copy` copies to and from HDFS")
+    return Path(place)
+
+
 def create_source(place: str | Path) -> ModelSource:
     """The files at a place: a path, or `hdfs://HOST[:PORT]/path` (docs/how-to/use-hdfs.md).
 

@@ -23,6 +23,9 @@ ABANDONED_S = 60.0
 ABANDONED_VERSION_S = 3600.0
 """The same for a staged version. On network file systems the locks of other machines may be invisible."""
 
+_MODEL_NAME = re.compile(r"(?!\.)[A-Za-z0-9.+@%,=_-]+")
+"""Triton starts the process of a model through a shell, which would misread other characters."""
+
 
 @contextmanager
 def stage_version(repository: Path, model: str, version: int | None = None) -> Iterator[tuple[Path, Path]]:
@@ -38,9 +41,10 @@ def stage_version(repository: Path, model: str, version: int | None = None) -> I
         OSError: the file system does not take it; `filename` is set.
     """
     folder = repository / model
-    if not model or Path(model).name != model or model.startswith("."):
+    if not _MODEL_NAME.fullmatch(model):
         raise ConfigurationError(
-            f"{model!r} cannot be the name of a model, because the name is also that of its folder in the repository"
+            f"{model!r} cannot be the name of a model, which is also that of its folder; allowed: ASCII letters, "
+            "digits and any of .+@%,=_-, but no '.' in front"
         )
     if version is not None:
         _check_number(folder, version)

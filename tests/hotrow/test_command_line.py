@@ -214,6 +214,22 @@ def _refuse(_: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def test_a_url_in_place_of_a_folder_is_refused(run: Run, model: Path, version_dir: Path, tmp_path: Path) -> None:
+    """It was taken for a path, and `hdfs:` for a folder of this machine. It may contain a password."""
+    to = ("--repository", "hdfs://user:password@namenode/models")
+    for command in (
+        ("import", "onnx", model, "--name", "ctr", *to),
+        ("publish-version", version_dir, "--name", "ctr", *to),
+        ("doctor", *to),
+        ("size", to[1]),
+    ):
+        code, _, err = run(*command)
+
+        assert code == 2
+        assert "a URL is no folder of this machine; `hotrow copy` copies to and from HDFS" in err
+        assert "password" not in err
+
+
 @pytest.mark.parametrize("name", ["", "../up", "a b", ".hidden", "a/b"])
 def test_names_that_are_no_folders_are_usage_errors(run: Run, model: Path, tmp_path: Path, name: str) -> None:
     """A model's name must be a folder name."""

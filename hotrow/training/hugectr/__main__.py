@@ -6,6 +6,7 @@ import os
 import runpy
 import sys
 import traceback
+from pathlib import Path
 
 from hotrow.formatting import printable
 from hotrow.training import hugectr
@@ -18,6 +19,9 @@ def main() -> None:
         print("usage: python -m hotrow.training.hugectr SCRIPT.py [ARGS]", file=sys.stderr)
         sys.exit(0 if len(sys.argv) > 1 else 2)
     script, sys.argv = sys.argv[1], sys.argv[1:]
+    if not Path(script).exists():
+        print(f"hotrow: {printable(script)}: no such script", file=sys.stderr)
+        sys.exit(1)
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))  # noqa: PTH100, PTH120  as Python does it
     try:
         hugectr.install()

@@ -111,6 +111,8 @@ def test_bad_arguments_are_refused() -> None:
         training.KerasCallback("ctr")
     with pytest.raises(ConfigurationError, match="every_steps"):
         training.KerasCallback("ctr", repository="x", every_steps=0)
+    with pytest.raises(ConfigurationError, match="a URL is no folder of this machine"):
+        training.KerasCallback("ctr", repository="hdfs://namenode/models")
     dense = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     dense.compile("sgd", "mse")
     with pytest.raises(UnsupportedModelError, match="no Embedding layer"):

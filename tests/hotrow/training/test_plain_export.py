@@ -135,6 +135,8 @@ def test_arguments_of_another_kind_are_refused(tmp_path: Path) -> None:
     for options, text in (
         ({"name": None}, "name is None"),
         ({"name": "a/b"}, "'a/b' cannot be the name of a model"),
+        ({"name": "a b"}, "'a b' cannot be the name of a model"),
+        ({"repository": "hdfs://namenode/models"}, "a URL is no folder of this machine"),
         ({"version": "1"}, "version is '1'"),
         ({"version": True}, "version is True"),
         ({"outputs": None}, "outputs are"),

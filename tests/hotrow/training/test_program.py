@@ -132,6 +132,13 @@ def _changed(path: Path, change: Callable[[str, bytes], bytes | None]) -> Path:
     return target
 
 
+def test_weights_alone_are_no_program(tmp_path: Path) -> None:
+    """As torch.save writes them; the error says what the archive lacks."""
+    torch.save(_Network().state_dict(), tmp_path / "last.pt")
+    with pytest.raises(ModelFormatError, match=r"last\.pt: not a program .*ValueError\('no entry data/weights/"):
+        import_program(tmp_path / "last.pt", tmp_path / "repository", "ctr")
+
+
 def test_a_program_whose_weights_are_damaged_is_refused(tmp_path: Path) -> None:
     """A weight that is missing, cut, or changed."""
     path = _program(_Network(), tmp_path / "ctr.pt2")

@@ -290,9 +290,9 @@ def test_an_output_of_unknown_shape_of_a_model_that_takes_no_made_up_inputs(tmp_
         import_model(tmp_path, model)
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", ".hidden"])
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", ".hidden", "a b", "a;b", "ä"])
 def test_names_that_are_no_folder_are_refused(tmp_path: Path, name: str) -> None:
-    """A model's name is the name of its folder."""
+    """A model's name is the name of its folder, which `hotrow serve` serves."""
     onnx.save(two_lookups(), tmp_path / "model.onnx")
 
     with pytest.raises(ConfigurationError, match="cannot be the name of a model"):

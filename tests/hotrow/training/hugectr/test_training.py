@@ -780,6 +780,13 @@ model.add(hugectr.DenseLayer(hugectr.Layer_t.GRU, ["a"], ["b"]))
     assert (tmp_path / "gmf.onnx").exists()
 
 
+def test_a_script_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    """In one line."""
+    command = [sys.executable, "-m", "hotrow.training.hugectr", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    assert (done.returncode, done.stderr) == (1, "hotrow: script.py: no such script\n")
+
+
 def test_arguments_of_later_releases_that_change_no_result_are_taken() -> None:
     later = ["train_intra", "train_inter", "eval_intra", "eval_inter"]
     solver = hugectr.CreateSolver(perf_logging=True, **{f"{name}_iteration_overlap": True for name in later})
