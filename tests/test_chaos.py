@@ -25,7 +25,7 @@ from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from tests.testing import small_model
 from tests.testing.proxy import Network, Proxy
-from tests.testing.servers import PATIENCE_MS, RedisClusterServers, RedisServer, wait_until
+from tests.testing.servers import PATIENCE_MS, RedisClusterServers, RedisServer, free_port, wait_until
 from tests.testing.stored_model import DIMS, push
 
 pytestmark = pytest.mark.slow
@@ -226,6 +226,30 @@ def test_a_redis_becomes_read_only(tmp_path: Path) -> None:
             wait_for_redis(session)
             rows.pass_on()
         rows.assert_settled()
+
+
+def test_the_only_redis_is_read_while_it_takes_no_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Full, then read-only: updates are errors, and answers stay as they are, deletions of rows of files included."""
+    directory = tmp_path / "repository" / "small" / "1"
+    small_model.write(directory)
+    with RedisServer() as server, server.client() as client:
+        stores = {"volatile_store": server.url, "store_timeout_ms": PATIENCE_MS}
+        with InferenceSession.open(directory, cache_bytes=0, **stores) as session:
+            session.update("user_weight", EVERY, np.ones((NUM_ROWS, 4), np.float32))
+            session.erase("user_weight", EVERY[:5])
+            expected = session.lookup("user_weight", EVERY)
+            for change, error in (
+                (lambda: client.config_set("maxmemory", "1"), "OOM"),
+                (lambda: client.replicaof("127.0.0.1", free_port()), "READONLY"),
+            ):
+                change()
+                for _ in range(3):
+                    with pytest.raises(UnavailableError, match=error):
+                        session.update("user_weight", EVERY, np.zeros((NUM_ROWS, 4), np.float32))
+                    np.testing.assert_array_equal(session.lookup("user_weight", EVERY), expected)
+                client.config_set("maxmemory", "0")
+            assert outages(session) == 0
+    assert len([text for text in caplog.messages if "failed: " in text and "OOM" in text]) == 1
 
 
 @pytest.mark.parametrize("is_promoted", [False, True], ids=["stays a replica", "becomes a master again"])

@@ -144,9 +144,11 @@ class Tier:
         failure = error if is_down else self.attempt(lambda store: store.check())
         self.report(failure or error, leave_out=failure is not None)
 
-    def report(self, error: HotrowError, *, leave_out: bool = False) -> None:
-        """Count a failure and log it once; a tier that is down is left out from now on."""
-        is_out = leave_out or (isinstance(error, UnavailableError) and not isinstance(error, LateError))
+    def report(self, error: HotrowError, *, leave_out: bool | None = None) -> None:
+        """Count a failure and log it once; a tier that is down is left out from now on. `leave_out`: whether it is;
+        None: by the error.
+        """
+        is_out = _says_down(error) if leave_out is None else leave_out
         with self._lock:
             self.failures += 1
             self.last_error = str(error)
@@ -239,11 +241,14 @@ class Tier:
 
     def miss_write(self, table: str, keys: NDArray[np.int64], error: HotrowError) -> None:
         """Handle the failure of a write: if a tier below has the newer rows, drop the older ones here; if that fails as
-        well, leave the tier out. Must be called while no other thread writes.
+        well, leave the tier out. The only tier that keeps rows is read on, unless it is down. Must be called while no
+        other thread writes.
         """
-        if not self.is_backed or (
-            isinstance(error, StoreError) and self.attempt(lambda store: store.erase(table, keys)) is None
-        ):
+        if not self.is_backed:
+            # It may be full or read-only; others have no rows to answer instead.
+            down = self.attempt(lambda store: store.check()) if _says_down(error) else None
+            self.report(down or error, leave_out=down is not None)
+        elif isinstance(error, StoreError) and self.attempt(lambda store: store.erase(table, keys)) is None:
             self.report(error)
         else:
             self.leave_out(table, keys, error)
@@ -287,6 +292,11 @@ class Tier:
                 touched=self.touched,
                 malformed=self.store.num_malformed,
             )
+
+
+def _says_down(error: HotrowError) -> bool:
+    """Whether a tier with this error is down, unless a check tells otherwise; a late call is no outage."""
+    return isinstance(error, UnavailableError) and not isinstance(error, LateError)
 
 
 def _free_what_frames_hold(error: BaseException | None) -> None:

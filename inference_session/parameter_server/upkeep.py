@@ -211,7 +211,7 @@ class TierUpkeep:
                 self._bring_back(tier)
         except (UnavailableError, StoreError) as error:
             tier.is_returning = False
-            tier.report(error, leave_out=is_out)
+            tier.report(error, leave_out=is_out or None)
         except (ConfigurationError, _MissedWritesError) as error:
             tier.is_returning = False
             tier.refuse(error)

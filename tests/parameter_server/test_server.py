@@ -483,6 +483,29 @@ def test_a_write_that_no_tier_keeps_is_an_error() -> None:
     server.close()
 
 
+@pytest.mark.parametrize("call", ["insert", "incarnation"])
+def test_the_only_store_is_read_while_it_takes_no_writes(call: str) -> None:
+    """As a full or read-only Redis does: nothing else has its rows. Once it answers nothing, it is left out."""
+    volatile = MemoryStore(DIMS)
+    volatile.insert("user", KEYS, VECTORS)
+    refusing = FaultStore(volatile, lambda verb: UnavailableError("OOM") if verb in refused else None)
+    refused = {call}
+    tier = Tier("volatile", refusing, volatile=True)
+    server = ParameterServer([tier])
+    for _ in range(3):
+        with pytest.raises(UnavailableError, match="OOM"):
+            server.insert("user", KEYS, -VECTORS)
+        out = np.empty((200, 4), np.float32)
+        assert fetch_any(server, [FetchRequest("user", KEYS, out)])[0].all()
+        assert_same_bits(out, VECTORS)
+    assert (tier.failures, tier.outages) == (3, 0)
+    refused |= {"insert", "check"}
+    with pytest.raises(UnavailableError, match="OOM"):
+        server.insert("user", KEYS, -VECTORS)
+    assert (tier.failure, tier.outages) == ("OOM", 1)
+    server.close()
+
+
 def test_the_only_store_keeps_its_rows_when_it_is_another_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
