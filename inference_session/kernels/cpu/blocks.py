@@ -26,12 +26,13 @@ from inference_session.kernels.cpu.rows import bag_length, load_key, mark_hit, r
 from inference_session.kernels.cpu.vectors import (
     CHUNK,
     SUM_BLOCK,
-    add_floats,
+    add_sums,
     copy_vector,
     divide_floats,
     fill_zeros,
     pool_vector,
     prefetch_vector,
+    take_sums,
 )
 from inference_session.kernels.records import PoolingCode, VectorCode
 
@@ -89,7 +90,7 @@ def look_up_blocks(
     """Look up a part of a request; returns the number of unknown keys.
 
     Each segment's are added to `missing_counts`, their positions go to `missing_positions` from `num_noted` on.
-    `scratch`: float32[CHUNK + the elements of the longest vector that is pooled].
+    `scratch`: float32[CHUNK + 2 x the elements of the longest vector that is pooled].
     """
     cursor = cursors[0]
     cursor.segment, cursor.row, cursor.column = span.segment, span.row, 0
@@ -384,21 +385,23 @@ def _pool_single(tables: Any, segment: Any, block: Any, i: int) -> None:
 def _pool_some(tables: Any, segment: Any, block: Any, first: int, num: int, scratch: Any) -> None:
     """Pool some vectors of one bag, `first` of the block and those after it, all of them in one block of a sum.
 
-    The first block of a sum is added up in the output, a later one in `scratch`, whose sum then goes to the output.
+    A block is added up in the output. If the bag goes on, `scratch` takes the sum, in double precision.
     """
     dim, weights, place = tables[segment.table].embedding_dim, segment.weights_address, block.indices[first]
     output, length, is_max = block.outputs[first], block.lengths[first], segment.pooling == _MAX
-    is_later = place >= SUM_BLOCK and not is_max
-    total = scratch.ctypes.data + 4 * CHUNK if is_later else output
-    begins = place == 0 or (is_later and place % SUM_BLOCK == 0)
+    sums = scratch.ctypes.data + 4 * CHUNK
+    begins = place == 0 or (place % SUM_BLOCK == 0 and not is_max)
     for i in range(first, first + num):
         source, code = _source_of(tables, segment, block, i)
         weight = load(weights, np.float32, block.positions[i]) if weights != 0 else np.float32(1)
-        pool_vector(total, source, code, dim, weight, begins and i == first, is_max, scratch)
-    ends = place + num == length
-    if is_later and (ends or (place + num) % SUM_BLOCK == 0):
-        add_floats(output, total, dim)
-    if ends and segment.pooling == _MEAN:
+        pool_vector(output, source, code, dim, weight, begins and i == first, is_max, scratch)
+    end = place + num
+    if length > SUM_BLOCK and not is_max:
+        if end == length:
+            add_sums(output, sums, dim)
+        elif end % SUM_BLOCK == 0:
+            take_sums(sums, output, dim, end == SUM_BLOCK)
+    if end == length and segment.pooling == _MEAN:
         divide_floats(output, dim, np.float32(length))
 
 

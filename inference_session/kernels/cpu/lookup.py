@@ -29,7 +29,7 @@ from inference_session.kernels.cpu.interleaved import (
 from inference_session.kernels.cpu.intrinsics import kernel
 from inference_session.kernels.cpu.rows import bag_length
 from inference_session.kernels.cpu.stream import RING, is_stream, look_up_stream
-from inference_session.kernels.cpu.vectors import CHUNK
+from inference_session.kernels.cpu.vectors import CHUNK, LINE_BYTES
 from inference_session.kernels.machine_code import compile_for, of_ints
 from inference_session.kernels.records import SEGMENT, TABLE, Lookup, PoolingCode
 from inference_session.kernels.threads import run_parts
@@ -43,7 +43,8 @@ PART_BYTES = 256 << 10
 def _working_memory(longest: int) -> tuple[NDArray[Any], ...]:
     """What look-ups write to on the way, those of one thread at a time. `longest`: elements of a pooled vector."""
     cursor, blocks, ring = np.zeros(1, CURSOR), np.zeros(NUM_STAGES, BLOCK), np.zeros(2 * RING, np.int64)
-    vectors, cells = np.zeros(CHUNK + longest, np.float32), np.zeros(MAX_CELLS, CELL)
+    vectors, cells = np.zeros(CHUNK + 2 * longest + LINE_BYTES // 4, np.float32), np.zeros(MAX_CELLS, CELL)
+    vectors = vectors[-vectors.ctypes.data % LINE_BYTES // 4 :]  # wide moves within a cache line take less time
     return cursor, blocks, ring, vectors, cells, new_ring()
 
 
@@ -283,7 +284,7 @@ def look_up_range(
 def _can_pool(tables: Any, segments: Any, scratch: Any) -> Any:
     """Whether there is room for what pooling keeps of a vector; see `look_up_blocks`."""
     for s in range(len(segments)):
-        if segments[s].pooling != _NONE and tables[segments[s].table].embedding_dim > len(scratch) - CHUNK:
+        if segments[s].pooling != _NONE and 2 * tables[segments[s].table].embedding_dim > len(scratch) - CHUNK:
             return False
     return True
 

@@ -20,9 +20,9 @@ from inference_session.kernels.records import PoolingCode, VectorCode
 CHUNK = 256
 """Elements that pooling widens at a time."""
 SUM_BLOCK = 32
-"""Vectors of a bag that are added up one after the other. Then their sum is added to that of the vectors before them.
+"""Vectors of a bag that are added up one after the other in float32. Such sums are added up in double precision.
 
-So the rounding error of a sum of n vectors grows with n / SUM_BLOCK + SUM_BLOCK, not with n.
+So a sum of many vectors has about as many exact digits as float32 has.
 """
 MAX_PREFETCH_BYTES = 1024
 """Of one vector; the processor's own prefetcher follows a longer one."""
@@ -102,10 +102,19 @@ def _pool_floats(total: int, vector: int, count: int, weight: float, begins: boo
 
 
 @kernel
-def add_floats(total: int, source: int, count: int) -> None:
-    """Add float32 values to others."""
+def take_sums(sums: int, vector: int, count: int, begins: bool) -> None:
+    """Add float32 values to sums in float64; those that `begins` set them."""
+    if begins:
+        fill_zeros(sums, 2 * count)
     for d in range(count):
-        store(total, np.float32, d, load(total, np.float32, d) + load(source, np.float32, d))
+        store(sums, np.float64, d, load(sums, np.float64, d) + load(vector, np.float32, d))
+
+
+@kernel
+def add_sums(vector: int, sums: int, count: int) -> None:
+    """Add sums in float64 to float32 values."""
+    for d in range(count):
+        store(vector, np.float32, d, np.float32(load(sums, np.float64, d) + load(vector, np.float32, d)))
 
 
 @kernel
