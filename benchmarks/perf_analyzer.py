@@ -1,7 +1,8 @@
-"""NVIDIA's perf_analyzer against a running server, over HTTP and gRPC, with requests made for the model.
+"""NVIDIA's perf_analyzer against a running server, over HTTP and gRPC, with requests that the model accepts.
 
     hotrow serve --repository model_repository &
-    python benchmarks/perf_analyzer.py --model ctr
+    python client_examples/perf_analyzer_input.py model_repository/ctr --output ctr.json
+    python benchmarks/perf_analyzer.py --model ctr --input-data ctr.json
 
 The program is fetched from PyPI once, into the cache folder; where the machine's C library is older than it needs, a
 newer one is installed next to it, from the Debian mirror that this machine's apt uses.
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import os
 import platform
 import re
@@ -22,13 +22,10 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 VERSION = "2.60.0"
 NEEDED_GLIBC = (2, 38)
 DEBIAN_SUITE = "trixie"
 DEBIAN_PACKAGES = ("libc6", "libstdc++6", "libgcc-s1", "libssl3t64", "zlib1g", "libzstd1")
-NUM_REQUESTS = 20
 
 
 def cache_folder() -> Path:
@@ -103,43 +100,6 @@ def run(command: list[str], **options: Any) -> None:
         raise SystemExit(f"{' '.join(command)} failed:\n{result.stdout}{result.stderr}")
 
 
-_DTYPES = {"INT64": np.int64, "INT32": np.int32, "FP32": np.float32, "FP16": np.float32, "FP64": np.float64}
-
-
-def input_data(metadata: dict[str, Any], *, samples: int, length: int, max_key: int, batched: bool) -> dict[str, Any]:
-    """The content of an `--input-data` file: different random requests for a model of this metadata.
-
-    Args:
-        samples: rows of a request.
-        length: size of all other open dimensions.
-        max_key: integers are drawn below this.
-        batched: perf_analyzer wants shapes without the samples, and sends `samples` of these entries as one batch.
-    """
-    rng = np.random.default_rng(0)
-    entries = []
-    for _ in range(NUM_REQUESTS * (samples if batched else 1)):
-        entry = {}
-        for tensor in metadata["inputs"]:
-            shape = [int(size) for size in tensor["shape"]]
-            shape = shape[1:] if batched else [samples, *shape[1:]]
-            shape = [length if size < 0 else size for size in shape]
-            entry[tensor["name"]] = {"content": content(rng, tensor["datatype"], shape, max_key), "shape": shape}
-        entries.append(entry)
-    return {"data": entries}
-
-
-def content(rng: np.random.Generator, datatype: str, shape: list[int], max_key: int) -> list[Any]:
-    """Random values of a tensor, flat."""
-    if datatype == "BYTES":
-        return [f"value{i}" for i in rng.integers(0, max_key, np.prod(shape, dtype=int))]
-    if datatype == "BOOL":
-        return [bool(bit) for bit in rng.integers(0, 2, np.prod(shape, dtype=int))]
-    dtype = _DTYPES.get(datatype, np.int64)
-    if np.issubdtype(dtype, np.floating):
-        return [float(x) for x in rng.random(shape, np.float32).ravel()]
-    return [int(key) for key in rng.integers(0, max_key, shape).ravel()]
-
-
 def measure(
     model: str,
     url: str,
@@ -170,36 +130,26 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
+    parser.add_argument("--input-data", type=Path, required=True, help="as perf_analyzer_input.py writes it")
     parser.add_argument("--http", default="localhost:8000")
     parser.add_argument("--grpc", default="localhost:8001")
     parser.add_argument("--samples", type=int, default=64, help="rows of a request")
-    parser.add_argument("--length", type=int, default=20, help="size of dimensions that may have any, such as bags")
-    parser.add_argument("--max-key", type=int, default=1000, help="ids are drawn below this")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4])
     arguments = parser.parse_args()
 
     with tritonclient.http.InferenceServerClient(arguments.http) as client:
-        metadata = client.get_model_metadata(arguments.model)
         batched = client.get_model_config(arguments.model).get("max_batch_size", 0) > 0
-    with tempfile.TemporaryDirectory() as folder:
-        data = Path(folder) / "requests.json"
-        requests = input_data(
-            metadata,
-            samples=arguments.samples,
-            length=arguments.length,
-            max_key=arguments.max_key,
-            batched=batched,
-        )
-        data.write_text(json.dumps(requests), encoding="utf-8")
-        print(f"{'protocol':<9}{'concurrency':>12}{'requests/s':>12}{'samples/s':>12}{'p50 us':>9}{'p99 us':>9}")
-        for protocol, url in (("http", arguments.http), ("grpc", arguments.grpc)):
-            for concurrency in arguments.concurrency:
-                batch = arguments.samples if batched else None
-                row = measure(arguments.model, url, protocol, data=data, batch=batch, concurrency=concurrency)
-                print(
-                    f"{protocol:<9}{concurrency:>12}{row['requests/s']:>12.0f}"
-                    f"{row['requests/s'] * arguments.samples:>12.0f}{row['p50']:>9.0f}{row['p99']:>9.0f}"
-                )
+    print(f"{'protocol':<9}{'concurrency':>12}{'requests/s':>12}{'samples/s':>12}{'p50 us':>9}{'p99 us':>9}")
+    for protocol, url in (("http", arguments.http), ("grpc", arguments.grpc)):
+        for concurrency in arguments.concurrency:
+            batch = arguments.samples if batched else None
+            row = measure(
+                arguments.model, url, protocol, data=arguments.input_data, batch=batch, concurrency=concurrency
+            )
+            print(
+                f"{protocol:<9}{concurrency:>12}{row['requests/s']:>12.0f}"
+                f"{row['requests/s'] * arguments.samples:>12.0f}{row['p50']:>9.0f}{row['p99']:>9.0f}"
+            )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ import onnx
 import tritonclient.grpc
 from networks import mlp, network_of
 from numpy.typing import NDArray
-from perf_analyzer import input_data, measure, perf_analyzer
+from perf_analyzer import measure, perf_analyzer
 from serving import add_settings, serve, tensors
 
 from inference_session.dense_engine.openvino import unusable_bfloat16
@@ -42,6 +42,8 @@ from triton_backend.repository.config_writer import write_model_config
 FEATURES, SAMPLES = 26, 64
 MODELS = ("null", "hotrow", "take", "take_joined", "plain")
 BFLOAT16 = "hotrow_bfloat16"
+NUM_REQUESTS = 20
+"""That perf_analyzer sends in turn."""
 MAX_PREPARED = 21_000
 """Inputs of samples in a file of requests: all 20 requests of one input, 12 of 26."""
 QUIET_FRACTION = 0.1
@@ -218,10 +220,16 @@ def check_answers(
 def write_requests(data: Path, rows_per_table: int, samples: int, names: Mapping[str, int] | None = None) -> None:
     """Random requests for perf_analyzer; `names`: the inputs with their widths."""
     widths = names or {"ids": FEATURES}
-    metadata = {"inputs": [{"name": n, "datatype": "INT64", "shape": [-1, width]} for n, width in widths.items()]}
-    requests = input_data(metadata, samples=samples, length=1, max_key=rows_per_table, batched=True)
+    rng = np.random.default_rng(0)
     # perf_analyzer prepares every input of every entry for each of its connections before it begins.
-    entries = requests["data"][: MAX_PREPARED // len(widths) // samples * samples]
+    num_requests = min(NUM_REQUESTS, MAX_PREPARED // len(widths) // samples)
+    entries = [
+        {
+            n: {"content": rng.integers(0, rows_per_table, width).tolist(), "shape": [width]}
+            for n, width in widths.items()
+        }
+        for _ in range(num_requests * samples)
+    ]
     data.write_text(json.dumps({"data": entries}), encoding="utf-8")
 
 

@@ -19,8 +19,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def printable(text: str) -> str:
-    """The text without control characters other than line ends."""
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    """The text without control characters other than line ends and tabs."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def as_cell(text: str) -> str:

@@ -94,6 +94,8 @@ def command(
       hotrow serve --repository model_repository --front --host 0.0.0.0 --restrict-apis /run/secrets/hotrow.key
       hotrow serve --repository model_repository --host 0.0.0.0 --tls-certificate tls.crt --tls-key tls.key
     """
+    if flags and not flags[0].startswith("-"):
+        raise click.UsageError(f"{flags[0]!r} is no flag of tritonserver; --repository and --model name what to serve")
     options = ServerOptions(
         repository=Path(repository),
         models=models,

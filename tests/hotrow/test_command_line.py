@@ -357,6 +357,14 @@ def test_serve_names_what_cannot_be_served(run: Run, version_dir: Path) -> None:
     assert err.count("\n") == 1
 
 
+def test_serve_takes_no_words_but_flags(run: Run, version_dir: Path) -> None:
+    """The server ignores a model's name there, and serves all models."""
+    code, _, err = run("serve", "--repository", version_dir.parent.parent, "ctr")
+
+    assert code == 2
+    assert "'ctr' is no flag of tritonserver; --repository and --model name what to serve" in err
+
+
 HEAVY = ("numba", "onnx", "onnxruntime", "confluent_kafka", "redis", "rocksdict", "matplotlib", "cupy")
 LOAD_ALL = f"""
 import sys, click

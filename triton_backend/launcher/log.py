@@ -17,6 +17,8 @@ _CRASH_SIGNALS = {str(int(s)) for s in (signal.SIGABRT, signal.SIGSEGV, signal.S
 _LOAD_FAILURE = re.compile(r"\"failed to load '(.+?)' version (\d+): (.*)\"$")
 _CHOICE = re.compile(r"version (0|-\d+) is specified for model")
 """Numbers of no version, which mark a version as chosen at run time (repository/chosen_versions.py)."""
+_REFUSED_FLAG = re.compile(r"\S*tritonserver: ((?:unrecognized |ambiguous |invalid )?option .*)")
+"""What getopt says of a flag, before the server prints all that it has."""
 _LOST_LOCK = "boost::interprocess::lock_exception"
 _NOISE = (
     # Logged on every machine without a GPU; not an error there.
@@ -85,6 +87,8 @@ class ServerLog:
             self._load_failures.append(f"model {name!r} version {version} failed to load: {_plain(reason)}")
         elif _LOST_LOCK in line:
             self.lost_lock = True
+        elif self._starting and (match := _REFUSED_FLAG.match(line)):
+            self._errors.append(f"{match.group(1)}; `tritonserver --help` lists its flags")
         elif line.startswith("error:"):
             self._errors.append(line.removeprefix("error: "))
         elif (signalled := _SIGNAL.match(line)) and signalled.group(1) in _CRASH_SIGNALS:

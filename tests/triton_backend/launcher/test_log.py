@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 
+import pytest
+
 from triton_backend.launcher.log import ServerLog
 
 FAILED = b"E1128 05:48:02.5 1 model_lifecycle.cc:642] \"failed to load 'ctr' version 2: Internal: no such file\"\n"
@@ -14,6 +16,15 @@ def test_a_load_that_failed_during_the_start_is_the_reason() -> None:
     log = ServerLog(io.BytesIO(FAILED + FAILED + b"other\n"), verbose=False)
 
     assert log.reason() == "model 'ctr' version 2 failed to load: no such file"
+
+
+def test_a_refused_flag_is_the_reason(capfd: pytest.CaptureFixture[str]) -> None:
+    """It was buried in the list of all flags, some 400 lines long, which is not shown."""
+    said = b"/opt/bin/tritonserver: unrecognized option '--rate'\nUsage: tritonserver [options]\n\t--id <string>\n"
+    log = ServerLog(io.BytesIO(said), verbose=False)
+
+    assert log.reason() == "unrecognized option '--rate'; `tritonserver --help` lists its flags"
+    assert capfd.readouterr().err == ""
 
 
 def test_a_load_that_failed_earlier_is_not_the_reason_of_a_crash() -> None:
