@@ -1,7 +1,8 @@
 """Table files into a store: in batches, resumable, verifiable.
 
 How far a push has come is kept as the table's note in the store itself, after the rows it counts: a push that is
-begun again goes on from there if the files are the same, and from the start if they are not or if it had ended.
+begun again goes on from there if the files are the same, and from the start if they are not or if it had ended. Where
+the note changes during a push, the store has rows of another push as well, or has lost some.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from inference_session.version_directory.manifest import read_manifest
 
 BYTES_PER_BATCH = 4 << 20
 NOTE_INTERVAL_S = 1.0
+_SEVERAL = "several"
+"""Stands for the files that a table was filled from where two pushes have mixed theirs."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,15 @@ class TablePush:
         self._store = store
         self._drops_others = drops_others
         self._file = TableFile.open(folder, spec, verify_index=True)
-        self._source = source_of(read_manifest(version_dir), spec)
+        self.source = source_of(read_manifest(version_dir), spec)
+        """Names the files."""
+        self._noted: str | None = None
+        """The note, as this push has written it."""
 
     def run(self, progress: Progress | None = None) -> PushReport:
         """Write the rows that are not yet written; of rows with equal keys the last one, as look-ups see it."""
-        first_row = self._rows_done()
-        if self._drops_others and noted_source(self._store, self.spec) not in (None, self._source):
+        first_row, self._noted = self._rows_done(), None
+        if self._drops_others and noted_source(self._store, self.spec) not in (None, self.source):
             for table in {self.spec.folder, self.spec.folder + ERASED_SUFFIX}.intersection(self._store.tables):
                 self._store.clear(table)
         self._note(first_row)  # before any of the rows: sessions on other files must not take the store for theirs
@@ -120,10 +126,26 @@ class TablePush:
     def _rows_done(self) -> int:
         try:
             note = json.loads(self._store.note(self.spec.folder) or "{}")
-            rows = int(note["rows"]) if note.get("source") == self._source else 0
+            rows = int(note["rows"]) if note.get("source") == self.source else 0
         except (ValueError, KeyError, TypeError, AttributeError):  # not our note: no push to resume
             return 0
         return rows if 0 < rows < self.spec.num_rows else 0
 
     def _note(self, num_rows: int) -> None:
-        self._store.set_note(self.spec.folder, push_note(self._source, num_rows, self.spec.num_rows))
+        if self._noted is not None:
+            self._refuse_another_note()
+        self._noted = push_note(self.source, num_rows, self.spec.num_rows)
+        self._store.set_note(self.spec.folder, self._noted)
+
+    def _refuse_another_note(self) -> None:
+        """Raise if the note is not the one that this push has written. A push of other files, whose rows this one may
+        have overwritten, is told so by another note.
+        """
+        if self._store.note(self.spec.folder) == self._noted:
+            return
+        if noted_source(self._store, self.spec) not in (None, self.source):
+            self._store.set_note(self.spec.folder, push_note(_SEVERAL, 0, self.spec.num_rows))
+        raise StoreError(
+            f"table {self.spec.name!r}: {self._store!r} has changed during the push: another push writes to the table,"
+            " or the store came back older or empty; wait until it is alone, and push again"
+        )

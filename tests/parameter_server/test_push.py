@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from hotrow.command_line import cli
 from inference_session.errors import ConfigurationError, ModelFormatError, StoreError, UnavailableError
 from inference_session.model_spec import TABLES_FOLDER, ModelSpec, TableSpec
-from inference_session.parameter_server import table_push
+from inference_session.parameter_server import table_push, table_source
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.table_push import TablePush
@@ -181,6 +181,42 @@ def test_rows_of_other_files_are_dropped(
         is_kept = namespace == "shared"
         assert fetch(store, "hashed", np.array([-5]))[0].tolist() == [is_kept]
         assert store.num_rows("hashed~erased") == is_kept
+
+
+@pytest.mark.parametrize("begun", ["at the beginning", "at the end"])
+def test_two_pushes_of_different_files_at_once_are_an_error(
+    version_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: str
+) -> None:
+    """As of a version that was removed, and its number given to other files. Neither leaves a mixture for complete."""
+    monkeypatch.setattr(table_push, "BYTES_PER_BATCH", 1 << 16)
+    other_dir = tmp_path / "ctr" / "3"
+    write_table(other_dir / TABLES_FOLDER / "hashed", [random_vectors(50, 16)], keys=[random_keys(50)])
+    spec = TableSpec("hashed.weight", "hashed", 50, 16)
+    manifest.describe_version(ModelSpec((), (), (spec,), ()), other_dir)
+    memory = MemoryStore(DIMS)
+    push, other = TablePush(version_dir, read_spec(version_dir).tables[0], memory), TablePush(other_dir, spec, memory)
+    batches = iter([*["at the beginning"], *["later"] * (NUM_ROWS // 1024 - 1), "at the end"])
+
+    def begin_other(_num_rows: int) -> None:
+        if next(batches) == begun:
+            other.run()
+
+    with pytest.raises(StoreError, match=r"'hashed.weight': .*another push"):
+        push.run(begin_other)
+    assert table_source.noted_source(memory, spec) not in (push.source, other.source)
+    assert other.run().num_resumed == 0
+    assert memory.num_rows("hashed") == 50
+
+
+def test_a_store_that_is_emptied_during_a_push_is_an_error(version_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Redis that is restarted takes the next rows as if nothing had happened."""
+    monkeypatch.setattr(table_push, "BYTES_PER_BATCH", 1 << 16)
+    memory, cleared = MemoryStore(DIMS), iter([True])
+    push = TablePush(version_dir, read_spec(version_dir).tables[0], memory)
+    with pytest.raises(StoreError, match=r"'hashed.weight': .*came back older or empty"):
+        push.run(lambda _num_rows: memory.clear("hashed") if next(cleared, False) else None)
+    assert push.run().num_resumed == 0
+    assert push.verify() == NUM_ROWS
 
 
 @pytest.mark.parametrize("note", ["", "{}", "[]", "null", "}", '{"rows": 5}', '{"source": "other", "rows": 5}'])
