@@ -17,8 +17,8 @@ _CRASH_SIGNALS = {str(int(s)) for s in (signal.SIGABRT, signal.SIGSEGV, signal.S
 _LOAD_FAILURE = re.compile(r"\"failed to load '(.+?)' version (\d+): (.*)\"$")
 _CHOICE = re.compile(r"version (0|-\d+) is specified for model")
 """Numbers of no version, which mark a version as chosen at run time (repository/chosen_versions.py)."""
-_REFUSED_FLAG = re.compile(r"\S*tritonserver: ((?:unrecognized |ambiguous |invalid )?option .*)")
-"""What getopt says of a flag, before the server prints all that it has."""
+_ALL_FLAGS, _BEHIND_ALL_FLAGS = "Usage: tritonserver [options]", "Bad option"
+"""Between these lines, or to the end, the server prints some 400 lines about all its flags where it refuses one."""
 _LOST_LOCK = "boost::interprocess::lock_exception"
 _NOISE = (
     # Logged on every machine without a GPU; not an error there.
@@ -47,6 +47,7 @@ class ServerLog:
         self._starting = True
         self._load_failures: list[str] = []
         self._errors: list[str] = []
+        self._lists_flags = False
         self._thread = threading.Thread(target=self._read, args=(stream,), name="hotrow-server-log", daemon=True)
         self._thread.start()
 
@@ -69,12 +70,19 @@ class ServerLog:
         with stream:
             for raw in stream:
                 line = raw.decode(errors="replace").rstrip("\n")
+                if self._is_of_flags(line):
+                    continue
                 self._last_lines.append(line)
                 self._note(line)
                 if self._verbose or not self._is_noise(line):
                     # If our stderr is closed, the server's pipe still has to be emptied.
                     with contextlib.suppress(OSError, ValueError):
                         print(line, file=sys.stderr, flush=True)
+
+    def _is_of_flags(self, line: str) -> bool:
+        """Whether a line is about the flags that the server has."""
+        self._lists_flags = line == _ALL_FLAGS or (self._lists_flags and not line.startswith(_BEHIND_ALL_FLAGS))
+        return self._lists_flags
 
     def _is_noise(self, line: str) -> bool:
         if self._starting and (_LOAD_FAILURE.search(line) or "Failed to create instance" in line or self._errors):
@@ -87,8 +95,6 @@ class ServerLog:
             self._load_failures.append(f"model {name!r} version {version} failed to load: {_plain(reason)}")
         elif _LOST_LOCK in line:
             self.lost_lock = True
-        elif self._starting and (match := _REFUSED_FLAG.match(line)):
-            self._errors.append(f"{match.group(1)}; `tritonserver --help` lists its flags")
         elif line.startswith("error:"):
             self._errors.append(line.removeprefix("error: "))
         elif (signalled := _SIGNAL.match(line)) and signalled.group(1) in _CRASH_SIGNALS:
