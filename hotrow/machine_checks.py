@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from hotrow.dense_network import ENGINE_SETTING, SETTING, DenseSettings
+from hotrow.findings import Finding, Level
 from hotrow.formatting import counted, in_units
+from hotrow.service_checks import check_services
 from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.model_source import is_url
 from inference_session.model_spec import (
@@ -45,8 +47,6 @@ from triton_backend.repository.in_place import InPlaceModel, in_place_backend, r
 from triton_backend.repository.model_config import CONFIG_FILE, ModelConfig, configured_cache_bytes
 from triton_backend.repository.servable import ServableModel, find_models
 
-Level = Literal["ok", "warning", "problem"]
-
 LEAST_SHARED_BYTES = 64 << 20
 """A container's default, enough for a few models and small requests."""
 LEAST_OPEN_FILES = 1024
@@ -62,17 +62,6 @@ PACKAGES = {
     "matplotlib": ("report", "`hotrow size --plot`", ()),
 }
 """By module: hotrow's extra that installs it, its purpose, and prefixes of settings' values that need it."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check."""
-
-    check: str
-    level: Level
-    """`problem`: models will not be served. `warning`: they will, but something will fail or be slow."""
-    message: str
-    fix: str = ""
 
 
 @dataclass(frozen=True)
@@ -339,7 +328,9 @@ def _repository(repository: Path) -> Iterator[Finding]:
             yield _dense_network(model.name, need.dense)
     yield from _large_pages([path for need in needs for path in need.tables])
     yield _memory([item for need in needs for item in need.items])
-    yield from _packages({url for need in needs for url in need.urls})
+    urls = {url for need in needs for url in need.urls}
+    yield from check_services(urls)
+    yield from _packages(urls)
 
 
 def check_permissions(repository: Path) -> Iterator[Finding]:

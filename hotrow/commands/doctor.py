@@ -16,7 +16,7 @@ from hotrow.path_types import LocalFolder
 from hotrow.port_options import port_options
 
 if TYPE_CHECKING:
-    from hotrow.machine_checks import Finding
+    from hotrow.findings import Finding
 
 _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "problem": ("PROBLEM", "red")}
 

@@ -17,13 +17,18 @@ from click.testing import CliRunner
 
 from hotrow import machine_checks
 from hotrow.commands.doctor import command
-from hotrow.machine_checks import Finding, Plan, examine
+from hotrow.findings import Finding
+from hotrow.machine_checks import Plan, examine
+from hotrow.service_checks import check_services
 from inference_session import InferenceSession
 from inference_session.dense_engine import openvino
 from inference_session.device import discovery
+from inference_session.parameter_server.namespace import Namespace
+from inference_session.parameter_server.rocksdb.store import RocksDbStore
 from inference_session.sizing import memory
 from tests.testing import small_model
 from tests.testing.hugectr_source import Source
+from tests.testing.servers import RedisServer
 from tests.testing.triton_models import write_ctr
 from triton_backend.launcher import installation
 from triton_backend.launcher.reaper import SHARED_MEMORY
@@ -203,6 +208,35 @@ def test_a_package_that_a_model_needs(repository: Path, monkeypatch: pytest.Monk
     (finding,) = [finding for finding in found if finding.check == "confluent_kafka"]
     assert (finding.level, finding.fix) == ("problem", 'pip install "hotrow[kafka]"')
     assert "secret" not in str(found)
+
+
+def test_stores_and_brokers_that_do_not_listen(repository: Path, tmp_path: Path) -> None:
+    """A Redis, a broker and a RocksDB that were not started or filled yet, each with the way out, and no password."""
+    _add_parameter(repository, "volatile_store", "redis://:secret@127.0.0.1:1/0")
+    _add_parameter(repository, "persistent_store", f"rocksdb://{tmp_path}/db")
+    _add_parameter(repository, "update_stream", "kafka://user:secret@127.0.0.1:1")
+
+    found = [*_findings("stores", repository=repository), *_findings("brokers", repository=repository)]
+
+    assert {(finding.level, finding.message) for finding in found} == {
+        ("warning", "Redis at 127.0.0.1:1: Connection refused"),
+        ("problem", f"there is no RocksDB in {tmp_path}/db"),
+        ("warning", "Kafka at 127.0.0.1:1: Connection refused"),
+    }
+    assert all(finding.fix for finding in found)
+
+
+def test_stores_that_listen(tmp_path: Path) -> None:
+    """By host and port, by socket, and in a folder."""
+    RocksDbStore(tmp_path / "db", Namespace("ctr", "1"), {"table": 2}, writable=True).close()
+    with RedisServer() as redis:
+        urls = [redis.url, f"unix://{redis.socket_path}", f"rocksdb://{tmp_path}/db"]
+        assert [finding.level for finding in check_services(urls)] == ["ok"] * 3
+
+    assert [finding.level for finding in check_services(["redis://h:x", "unix:///none", "not a URL"])] == [
+        "problem",
+        "warning",
+    ]
 
 
 def test_what_computes_dense_networks(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
