@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, TypeVar
 
 Source = TypeVar("Source", bound="ModelSource")
@@ -66,6 +67,14 @@ class ModelSource(ABC):
     @abstractmethod
     def remove(self, path: str) -> None:
         """Remove a file, or a folder with all that it holds; a missing one is no error."""
+
+    def hold(self, path: str) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Keep others who hold a folder out of it until the context ends, where the place can; it is made if needed.
+
+        Raises:
+            UnavailableError: another one holds it.
+        """
+        return nullcontext()
 
     def close(self) -> None:  # noqa: B027
         """Give up connections. May be called more than once."""

@@ -73,17 +73,23 @@ class Copy:
             ConfigurationError: the existing target has other contents.
             ModelFormatError: a file is not what the manifest says; names it.
             OSError: the source cannot be read, or the target not written.
-            UnavailableError: one of them does not answer, or the source changes all the time. Run it again.
+            UnavailableError: one of them does not answer, another process copies to the target, or the source changes
+                all the time. Run it again.
         """
         if self._is_there:
             self._compare(progress or _ignore)
             self._staged.tidy_up()
             return CopyReport(len(self._inventory.files), self.num_bytes, self.num_bytes)
+        with self._staged.hold():
+            return self._copy(progress or _ignore)
+
+    def _copy(self, progress: Progress) -> CopyReport:
+        """See `run`."""
         num_resumed = 0
         for _ in range(MAX_ROUNDS):
             kept = self._staged.prepare(self._origin.name_of(""), self._inventory)
             num_resumed = num_resumed or sum(kept.values())
-            failure = self._transfer(kept, progress or _ignore)
+            failure = self._transfer(kept, progress)
             if self._is_unchanged():
                 if failure is not None:
                     raise failure

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from inference_session.errors import ConfigurationError, SourceError
 from inference_session.model_source.base import ChunksFrom, Entry, ModelSource
 from inference_session.platform.large_pages import open_for_writing
-from inference_session.platform.staging import flush, flush_tree
+from inference_session.platform.staging import flush, flush_tree, hold_folder
 
 
 class LocalSource(ModelSource):
@@ -81,6 +82,10 @@ class LocalSource(ModelSource):
 
     def make_folder(self, path: str) -> None:
         (self.root / path).mkdir(parents=True, exist_ok=True)
+
+    def hold(self, path: str) -> AbstractContextManager[None]:
+        self.make_folder(path)
+        return hold_folder(self.root / path)
 
     def rename(self, path: str, target: str) -> None:
         if os.path.lexists(self.root / target):

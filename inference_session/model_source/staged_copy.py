@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager
 from typing import Any
 
 from inference_session.model_source.base import Entry, ModelSource
@@ -33,14 +34,22 @@ class StagedCopy:
         """
         states = inventory.states()
         earlier = self._read_journal(source)
-        if earlier is None:
-            self.place.remove(self._folder)
         self.place.make_folder(self._folder)
+        if earlier is None:
+            self._empty()
         kept = self._keep_good(states, earlier or {}, set(inventory.folders))
         self._write_journal(source, states)
         for folder in inventory.folders:
             self.place.make_folder(self.path_of(folder))
         return kept
+
+    def hold(self) -> AbstractContextManager[None]:
+        """Keep other copies to this target out: they would write into its files, even once these are in place.
+
+        Raises:
+            UnavailableError: there is another one.
+        """
+        return self.place.hold(self._folder)
 
     def publish(self) -> None:
         """Make it the target, and remove the staging folder; ConfigurationError where the target exists by now."""
@@ -50,6 +59,12 @@ class StagedCopy:
     def tidy_up(self) -> None:
         """Remove the staging folder."""
         self.place.remove(self._folder)
+
+    def _empty(self) -> None:
+        """Remove what is in the staging folder, which itself stays, as it is held."""
+        for entry in self.place.entries(self._folder):
+            if entry.path.count("/") == 1:
+                self.place.remove(entry.path)
 
     def _keep_good(self, states: dict[str, Any], earlier: dict[str, Any], folders: set[str]) -> dict[str, int]:
         kept: dict[str, int] = {}

@@ -172,16 +172,28 @@ def _refuse_existing(target: Path) -> None:
 
 @contextmanager
 def _locked_folder(folder: Path) -> Iterator[None]:
-    """Hold an empty folder that no other process writes into. The lock ends with the process, however it ends."""
-    handle = _opened_folder(folder)
-    try:
-        if not _lock(handle) or not _is_same(folder, handle):
-            raise _written_by_another(folder)
+    """Hold an empty folder that no other process writes into."""
+    with hold_folder(folder):
         for path in folder.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink()
+        yield
+
+
+@contextmanager
+def hold_folder(folder: Path) -> Iterator[None]:
+    """Make a folder if needed, and keep out others that hold it. The lock ends with the process, however it ends.
+
+    Raises:
+        UnavailableError: another process holds it, or another thread.
+        OSError: the file system does not take it.
+    """
+    handle = _opened_folder(folder)
+    try:
+        if not _lock(handle) or not _is_same(folder, handle):
+            raise _written_by_another(folder)
         yield
     finally:
         os.close(handle)

@@ -104,6 +104,30 @@ def interrupted_after(num_bytes: int) -> Callable[[int], None]:
     return progress
 
 
+def test_two_copies_to_one_target_do_not_write_into_each_other(tmp_path: Path) -> None:
+    """Two that followed the same announcement: one continued a file, which the other completed and put in place."""
+    origin, target = tmp_path / "origin" / "1", tmp_path / "target" / "1"
+    with create_source(origin) as source:
+        put(source, "emb_vector", np.random.default_rng(1).bytes(_BIG))
+    with pytest.raises(_InterruptError):
+        copy(str(origin), str(target), interrupted_after(1_000_000))
+    errors: list[Exception] = []
+
+    def copy_once(_num_bytes: int) -> None:
+        if not errors:
+            errors.append(UnavailableError("none"))
+            try:
+                copy(str(origin), str(target))
+            except UnavailableError as error:
+                errors.append(error)
+
+    copy(str(origin), str(target), copy_once)
+
+    assert contents(str(target)) == contents(str(origin))
+    assert "another process is writing this version now" in str(errors[-1])
+    assert folder_of(str(target)) == ["1"]
+
+
 @pytest.mark.parametrize("route", list(itertools.product(("local", "hdfs"), repeat=2)), indirect=True, ids="-".join)
 def test_the_target_is_the_source(origin: str, target: str) -> None:
     """All files and folders arrive, empty ones too; nothing else is next to them, and all bytes are reported."""
