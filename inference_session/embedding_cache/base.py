@@ -97,6 +97,11 @@ class EmbeddingCache(ABC):
         keys int64 [n], vectors floats [n, embedding_dim]; of equal keys in one call the last wins.
         """
 
+    def insert_tables(self, rows: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> None:
+        """Insert keys and vectors of several tables, as `insert` does for each."""
+        for table, (keys, vectors) in rows.items():
+            self.insert(table, keys, vectors)
+
     @abstractmethod
     def update(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
         """As `insert`, for those keys only that are cached."""

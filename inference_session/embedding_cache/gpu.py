@@ -25,7 +25,7 @@ from inference_session.embedding_cache.gpu_budget import (
     fixed_bytes,
 )
 from inference_session.embedding_cache.gpu_misses import GpuMisses, parts_within
-from inference_session.embedding_cache.gpu_writes import GivenRows, Uploads, as_array
+from inference_session.embedding_cache.gpu_writes import GivenKeys, GivenRows, Uploads, as_array
 from inference_session.embedding_cache.stats import CacheStats, RowCounts
 from inference_session.errors import UnavailableError
 from inference_session.kernels.cuda import launch as gpu
@@ -34,8 +34,8 @@ from inference_session.kernels.cuda.records import (
     EVENTS,
     GPU_TABLE,
     INDEX,
-    ROWS,
     SLOTS,
+    TARGET,
     aligned,
     rows_by_slot,
     table_bytes,
@@ -128,17 +128,22 @@ class GpuEmbeddingCache(EmbeddingCache):
                 yield GpuMisses(self._cuda, self._dims, self._uncounted.data.ptr, lookup, numbers)
 
     def insert(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
-        self._write(table, keys, vectors, may_insert=True)
+        self._write({table: (keys, vectors)}, may_insert=True)
+
+    def insert_tables(self, rows: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> None:
+        self._write(rows, may_insert=True)
 
     def update(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
-        self._write(table, keys, vectors, may_insert=False)
+        self._write({table: (keys, vectors)}, may_insert=False)
 
     def erase(self, table: str, keys: ArrayLike) -> None:
-        given = GivenRows(self._cuda, self._checked_keys(table, keys))
-        for begin in range(0, len(given), _KEYS_AT_ONCE):
-            with self._writing(table) as writer:
-                if writer is not None:
-                    writer.erase(given.keys_on_device(slice(begin, begin + _KEYS_AT_ONCE)))
+        given = GivenKeys(self._cuda, self._checked_keys(table, keys))
+        record = self._records[self._positions[table]]
+        index, events_address = np.array(record["cached"], INDEX), int(record["events_address"])
+        for begin in range(0, len(given.keys) if index["num_buckets"] else 0, _KEYS_AT_ONCE):
+            with self._cuda.request():
+                self._check_open()
+                gpu.erase(index, events_address, given.part(slice(begin, begin + _KEYS_AT_ONCE)))
             self._rests.rest()
 
     def dump(self, table: str) -> NDArray[np.int64]:
@@ -183,10 +188,12 @@ class GpuEmbeddingCache(EmbeddingCache):
         self._memory.memset_async(0, self._fixed_bytes)
         self._events_address: int = self._memory.ptr
         self._tables_address = self._events_address + aligned(len(sizes) * len(EVENTS) * 8)
-        self._records = np.zeros(len(sizes), GPU_TABLE)
+        self._records, self._targets = np.zeros(len(sizes), GPU_TABLE), np.zeros(len(sizes), TARGET)
         offset = self._fixed_bytes
         for t, (num_buckets, size) in enumerate(zip(self._num_buckets, sizes, strict=True)):
-            self._records[t] = self._describe(t, offset, num_buckets)
+            record = self._records[t] = self._describe(t, offset, num_buckets)
+            self._targets[t]["index"], self._targets[t]["rows"] = record["cached"], record["cached_rows"]
+            self._targets[t]["events_address"] = record["events_address"]
             (self._memory + offset).memset_async(0, 2 * BUCKET_BYTES * num_buckets)
             offset += size
 
@@ -214,27 +221,19 @@ class GpuEmbeddingCache(EmbeddingCache):
         """See EmbeddingCache. Arrays on the device stay there."""
         return as_array(values, self._cuda)
 
-    def _write(self, table: str, keys: ArrayLike, vectors: ArrayLike, *, may_insert: bool) -> None:
-        given = GivenRows(self._cuda, *self._checked_rows(table, keys, vectors))
+    def _write(self, rows: Mapping[str, tuple[ArrayLike, ArrayLike]], *, may_insert: bool) -> None:
+        checked = {table: self._checked_rows(table, *given) for table, given in rows.items()}
+        given = [GivenRows(self._cuda, self._positions[table], *arrays) for table, arrays in checked.items()]
         for number, piece in enumerate(self._uploads.pieces(given)):
             if number:
                 self._rests.rest()
-            with self._writing(table) as writer:
-                if writer is not None:
-                    rows = np.array(self._records[self._positions[table]]["cached_rows"], ROWS)
-                    on_device = piece.on_device(self._cuda)
-                    claims = writer.claim(on_device[0], may_insert=may_insert, may_evict=may_insert)
-                    writer.write_rows(rows, *on_device, claims)
-
-    @contextlib.contextmanager
-    def _writing(self, table: str) -> Iterator[gpu.Writer | None]:
-        """The one writer, which holds the device; None where a table has no room for rows."""
-        with self._cuda.request():
-            self._check(table)
-            record = self._records[self._positions[table]]
-            index = np.array(record["cached"], INDEX)
-            has_room = record["cached"]["num_buckets"] > 0
-            yield gpu.Writer(index, int(record["events_address"])) if has_room else None
+            with self._cuda.request():
+                self._check_open()
+                addresses, _kept = piece.arrived(self._cuda)
+                targets = self._targets[piece.tables]
+                targets["keys_address"], targets["vectors_address"] = addresses.T
+                targets["num_keys"] = piece.num_keys
+                gpu.write_rows(targets, may_insert=may_insert, may_evict=may_insert)
 
     def _cached(self, table: str) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8]]]:
         """Keys and marks of the rows that are cached, some buckets at a time: a row never leaves its bucket."""

@@ -23,7 +23,7 @@ from inference_session.device.cuda import CudaDevice
 from inference_session.embedding_cache.base import Misses
 from inference_session.embedding_cache.missing_rows import MissingRows
 from inference_session.kernels.cuda import launch as gpu
-from inference_session.kernels.cuda.records import Tiles, divide, numbered_tables
+from inference_session.kernels.cuda.records import Tiles, numbered_tables
 from inference_session.kernels.records import Lookup, PoolingCode, VectorCode, address_of
 
 _BEYOND_ALL_ROWS = np.iinfo(np.int64).max
@@ -88,11 +88,11 @@ class GpuMisses(Misses):
         pools["keys_address"] = address_of(numbers)
         pools["table"] = len(self._dims) + np.arange(len(pools))
         tables = self._tables()
-        for segments in (fills, pools):
+        for segments, tiles in ((fills, self._tiles), (pools, None)):
             segments["key_bytes"] = segments["key_stride"] = _KEY_BYTES
             segments["row_stride"] = segments["keys_per_row"] * _KEY_BYTES
             if len(segments):
-                gpu.prepare(segments, address_of(tables)).run()
+                gpu.prepare(segments, address_of(tables), tiles=tiles).run()
         self._lookup.num_unknown[self._numbers] = self.rows.num_unknown()
 
     def _each_key_alone(self) -> NDArray[np.void]:
@@ -115,7 +115,8 @@ class GpuMisses(Misses):
         bits = self._device.pinned((launch.num_tiles,), np.uint32)
         launch.run(missing_bits_address=address_of(bits))
         self._device.wait()
-        counts, positions = _missing(bits, divide(self._alone))
+        self._tiles = launch.tiles
+        counts, positions = _missing(bits, launch.tiles)
         if self._segments["begins_address"].any():
             parts = np.split(positions, np.cumsum(counts)[:-1])
             parts = [_in_bags(*each) for each in zip(self._segments, self._num_keys.tolist(), parts, strict=True)]

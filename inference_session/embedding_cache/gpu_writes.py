@@ -1,7 +1,8 @@
 """Rows on their way into the GPU's cache: from arrays on the device as they are, from the host piece by piece.
 
-While one piece is written, the next one is copied to the device on a separate stream. What lies in pageable memory
-passes through pinned memory, which several threads fill, because one cannot keep up with the bus.
+A piece has rows of several tables where these are few, and is one transfer. While it is written, the next one is copied
+to the device on a separate stream. What lies in pageable memory passes through pinned memory, which several threads
+fill, because one cannot keep up with the bus.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
+from cupy.cuda import runtime
 from numpy.typing import ArrayLike, NDArray
 
 from inference_session.device.cuda import CudaDevice
@@ -26,66 +28,100 @@ _STAGED_BYTES = 1 << 24
 """Of one piece from the host: half a millisecond of the device's time."""
 _DEVICE_BYTES = 1 << 29
 """Of one piece that is on the device already: two milliseconds of its time at most."""
+_SMALL_BYTES = 1 << 18
+"""Of a piece whose transfer takes the device less time than it takes to let others use it meanwhile."""
 _POLL_S = 20e-6
 _THREAD_BYTES, _MAX_THREADS = 1 << 21, 4
 _KEY_BYTES, _FLOAT_BYTES = 8, 4
+_ALIGNMENT = 128
+"""Of arrays on the device: it reads so many bytes at once."""
+_NO_OFFSETS = np.empty((0, 2), np.int64)
 
 
-class GivenRows:
-    """What a caller wants written: keys [n], and vectors [n, embedding_dim] or None, on the host or the device."""
+class GivenKeys:
+    """Keys [n] of a caller, on the host or the device."""
 
-    def __init__(self, device: CudaDevice, keys: NDArray[Any], vectors: NDArray[Any] | None = None) -> None:
-        self._device = device
-        self.keys, self.vectors = keys, vectors
-        self.on_device = any(isinstance(array, cupy.ndarray) for array in (keys, vectors))
+    def __init__(self, device: CudaDevice, keys: NDArray[Any], *others: NDArray[Any]) -> None:
+        """`others`: arrays that belong to the keys."""
+        self._device, self.keys = device, keys
+        self.on_device = any(isinstance(array, cupy.ndarray) for array in (keys, *others))
         self.ready: Any = None
         """The event after which arrays on the device are complete; None: they are on the host."""
         if self.on_device:  # perhaps not yet filled: the work that computes them was launched on the caller's stream
             with cupy.cuda.Device(device.device_id):
                 self.ready = cupy.cuda.get_current_stream().record()
 
-    def __len__(self) -> int:
-        return len(self.keys)
+    def part(self, keys: slice) -> Any:
+        """Within a request: some of the keys, int64 on the device."""
+        if self.ready is not None:
+            self._device.stream.wait_event(self.ready)
+        return _on_device(self.keys[keys], np.int64)
 
-    @property
-    def row_bytes(self) -> int:
-        """Of one key and its vector, once they are as the cache wants them."""
-        return _KEY_BYTES + _FLOAT_BYTES * (0 if self.vectors is None else self.vectors.shape[1])
+
+class GivenRows(GivenKeys):
+    """What a caller wants written to a table, given by its number: keys [n] and vectors [n, embedding_dim]."""
+
+    def __init__(self, device: CudaDevice, table: int, keys: NDArray[Any], vectors: NDArray[Any]) -> None:
+        super().__init__(device, keys, vectors)
+        self.table, self.vectors = table, vectors
 
     @property
     def is_pinned(self) -> bool:
         """Whether the device can copy all of it from where it is on the host."""
-        arrays = [(self.keys, np.int64), *([] if self.vectors is None else [(self.vectors, np.float32)])]
+        arrays = (self.keys, np.int64), (self.vectors, np.float32)
         return all(array.dtype == dtype and array.flags.c_contiguous and is_pinned(array) for array, dtype in arrays)
 
-    def wait_for(self) -> None:
-        """Within a request: what is launched from now on finds the arrays complete."""
-        if self.ready is not None:
-            self._device.stream.wait_event(self.ready)
+    def parts(self, num_bytes: int) -> Iterator[_Part]:
+        """The rows in parts of about the same size, of at most this many bytes, or of one row."""
+        row_bytes = _KEY_BYTES + _FLOAT_BYTES * self.vectors.shape[1]
+        num_rows = len(self.keys)
+        num_parts = -(-num_rows // max(num_bytes // row_bytes, 1))
+        for i in range(num_parts):
+            rows = slice(i * num_rows // num_parts, (i + 1) * num_rows // num_parts)
+            yield _Part(self.table, self.keys[rows], self.vectors[rows])
 
-    def keys_on_device(self, part: slice) -> Any:
-        """Within a request: some of the keys, int64."""
-        self.wait_for()
-        return _on_device(self.keys[part], np.int64)
+
+class _Part(NamedTuple):
+    """Some rows of one table, where the caller has them."""
+
+    table: int
+    keys: NDArray[Any]
+    vectors: NDArray[Any]
+
+    @property
+    def num_bytes(self) -> int:
+        """As the cache wants them."""
+        return self.keys.size * _KEY_BYTES + self.vectors.size * _FLOAT_BYTES
 
 
 class Piece(NamedTuple):
-    """Some of the rows, on the device or on their way there."""
+    """Rows of some tables, each of them once, that are on the device or on their way there."""
 
-    keys: Any
-    vectors: Any
+    tables: list[int]
+    num_keys: list[int]
+    num_bytes: int
     ready: Any
-    """The event after which they are on the device; None: they already are."""
+    """The event after which they are on the device."""
+    memory: Any
+    """What they lie in; None: `given` is on the device."""
+    offsets: NDArray[np.int64]
+    """[tables, 2]: of the keys, int64, and of the vectors, float32, in this memory."""
+    given: tuple[Any, ...] = ()
+    """Keys and vectors of one table, of any type."""
 
-    def on_device(self, device: CudaDevice) -> tuple[Any, Any]:
-        """Within a request: keys int64 and vectors float32, contiguous, for what is launched from now on."""
-        if self.ready is not None:
-            device.stream.wait_event(self.ready)
-        return _on_device(self.keys, np.int64), _on_device(self.vectors, np.float32)
+    def arrived(self, device: CudaDevice) -> tuple[NDArray[np.int64], Any]:
+        """Within a request: addresses, [tables, 2], of keys, int64, and vectors, float32, for what is launched from now
+        on; and what keeps them.
+        """
+        device.stream.wait_event(self.ready)
+        if self.memory is not None:
+            return self.memory.data.ptr + self.offsets, self.memory
+        arrays = [_on_device(*each) for each in zip(self.given, (np.int64, np.float32), strict=True)]
+        return np.array([[array.data.ptr for array in arrays]]), arrays
 
 
 class Uploads:
-    """Cuts rows into pieces and brings them to the device. Safe to use from several threads."""
+    """Brings rows to the device in pieces. Safe to use from several threads."""
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
@@ -94,56 +130,71 @@ class Uploads:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="hotrow-rows")
         self._stream: Any = None
 
-    def pieces(self, given: GivenRows) -> Iterator[Piece]:
+    def pieces(self, given: Sequence[GivenRows]) -> Iterator[Piece]:
         """The rows in pieces, each of which must be written, and be waited for, before the next one is taken."""
-        if given.on_device:
-            return (
-                Piece(given.keys[part], given.vectors[part], given.ready)  # type: ignore[index]
-                for part in _cut(given, _DEVICE_BYTES)
-            )
-        return self._uploaded(given)
+        for rows in given:
+            if rows.on_device:
+                for table, *arrays in rows.parts(_DEVICE_BYTES):
+                    yield Piece([table], [len(arrays[0])], 0, rows.ready, None, _NO_OFFSETS, tuple(arrays))
+        on_host = [rows for rows in given if not rows.on_device]
+        groups = _grouped(part for rows in on_host for part in rows.parts(_STAGED_BYTES))
+        yield from self._uploaded(groups, is_pinned=len(on_host) == 1 and on_host[0].is_pinned)
 
     def close(self) -> None:
         """Within a request: end the threads and free the pinned memory, which must not happen during a recording."""
         self._threads.shutdown()
         self._free.clear()
 
-    def _uploaded(self, given: GivenRows) -> Iterator[Piece]:
+    def _uploaded(self, groups: Iterator[Sequence[_Part]], *, is_pinned: bool) -> Iterator[Piece]:
+        """Each piece is copied while the one before it is written. `is_pinned`: each is one part, in pinned memory."""
         pinned = self._free.pop() if self._free else _PinnedBuffers(self._device, self._threads)
         try:
-            previous, is_pinned = None, given.is_pinned
-            for number, part in enumerate(_cut(given, _STAGED_BYTES)):
-                keys, vectors = given.keys[part], given.vectors[part]  # type: ignore[index]
-                piece = self._upload(*((keys, vectors) if is_pinned else pinned.filled(number % 2, keys, vectors)))
+            previous = None
+            for number, parts in enumerate(groups):
+                piece = self._upload(parts, None if is_pinned else pinned, number % 2)
                 if previous is not None:
                     yield self._arrived(previous)
                 previous = piece
             if previous is not None:
                 yield self._arrived(previous)
-        finally:
+        except BaseException:  # not all pieces were taken, but what is under way reads the pinned memory
             with contextlib.suppress(UnavailableError), self._device.request():
                 if self._stream is not None:
-                    self._stream.synchronize()  # where the caller has not taken all pieces
+                    self._stream.synchronize()
+            raise
+        finally:
             self._free.append(pinned)
 
     def _arrived(self, piece: Piece) -> Piece:
-        """The piece once its copies have ended. Requests can use the device meanwhile."""
-        while True:
+        """The piece once its copies have ended, if they take long. Requests can use the device meanwhile."""
+        while piece.num_bytes > _SMALL_BYTES:
             with self._device.request():  # no CUDA call is made while another session records a graph
                 if piece.ready.done:
-                    return piece
+                    break
             time.sleep(_POLL_S)
+        return piece
 
-    def _upload(self, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> Piece:
-        """Launch the copies to the device."""
+    def _upload(self, parts: Sequence[_Part], pinned: _PinnedBuffers | None, turn: int) -> Piece:
+        """Launch the copies to the device, through pinned memory or from where the only part is."""
+        sizes = [(part.keys.size * _KEY_BYTES, part.vectors.size * _FLOAT_BYTES) for part in parts]
+        ends = np.cumsum(-(-np.array(sizes) // _ALIGNMENT) * _ALIGNMENT).reshape(-1, 2)
+        num_bytes = int(ends[-1, -1])
+        offsets = np.concatenate([[0], ends.flat[:-1]]).reshape(-1, 2)
+        if pinned is None:
+            sources = list(zip(offsets[0].tolist(), parts[0][1:], strict=True))
+        else:
+            sources = [(0, pinned.filled(turn, parts, offsets, num_bytes))]
         with self._device.request():
             if self._stream is None:
                 self._stream = cupy.cuda.Stream(non_blocking=True)
-            on_device = cupy.empty(keys.shape, np.int64), cupy.empty(vectors.shape, np.float32)
+            memory = cupy.empty(num_bytes, np.uint8)
             self._stream.wait_event(self._device.stream.record())  # the memory may have had another use before
-            for array, source in zip(on_device, (keys, vectors), strict=True):
-                array.set(source, stream=self._stream)
-            return Piece(*on_device, self._stream.record())
+            for offset, source in sources:
+                place, kind = memory.data.ptr + offset, runtime.memcpyHostToDevice
+                runtime.memcpyAsync(place, source.ctypes.data, source.nbytes, kind, self._stream.ptr)
+            ready = self._stream.record()
+        tables, num_keys = [part.table for part in parts], [len(part.keys) for part in parts]
+        return Piece(tables, num_keys, num_bytes, ready, memory, offsets)
 
 
 class _PinnedBuffers:
@@ -154,24 +205,26 @@ class _PinnedBuffers:
         self._memory = [np.empty(0, np.uint8)] * 2
 
     def filled(
-        self, turn: int, keys: NDArray[Any], vectors: NDArray[Any]
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Copies of some rows; the device has those before the last ones by now."""
-        ends = keys.size * _KEY_BYTES, keys.size * _KEY_BYTES + vectors.size * _FLOAT_BYTES
-        if len(self._memory[turn]) < ends[1]:
+        self, turn: int, parts: Sequence[_Part], offsets: NDArray[np.int64], num_bytes: int
+    ) -> NDArray[np.uint8]:
+        """Memory with copies of some rows at these offsets; the device has those before the last ones by now."""
+        if len(self._memory[turn]) < num_bytes:
             with self._device.request():
-                self._memory[turn] = pinned_empty((max(ends[1], min(2 * ends[1], _STAGED_BYTES)),), np.uint8)
-        memory = self._memory[turn]
-        copies = memory[ends[0] : ends[1]].view(np.float32).reshape(vectors.shape)
-        copied_keys = memory[: ends[0]].view(np.int64)
-        np.copyto(copied_keys, keys)
-        num_parts = max(min(vectors.nbytes // _THREAD_BYTES, _MAX_THREADS), 1)
+                self._memory[turn] = pinned_empty((max(num_bytes, min(2 * num_bytes, _STAGED_BYTES)),), np.uint8)
+        memory = self._memory[turn][:num_bytes]
+        for part, (keys, vectors) in zip(parts, offsets.tolist(), strict=True):
+            np.copyto(_at(memory, keys, part.keys, np.int64), part.keys)
+            self._copy(_at(memory, vectors, part.vectors, np.float32), part.vectors)
+        return memory
+
+    def _copy(self, copies: NDArray[np.float32], vectors: NDArray[Any]) -> None:
+        """By several threads, where there are many."""
+        num_parts = max(min(copies.nbytes // _THREAD_BYTES, _MAX_THREADS), 1)
         if num_parts == 1:
-            _copy((copies, vectors))
-        else:
-            parts = list(zip(np.array_split(copies, num_parts), np.array_split(vectors, num_parts), strict=True))
-            run_parts(lambda part: _copy(parts[part]), num_parts, self._threads)
-        return copied_keys, copies
+            np.copyto(copies, vectors, casting="same_kind")
+            return
+        pairs = list(zip(np.array_split(copies, num_parts), np.array_split(vectors, num_parts), strict=True))
+        run_parts(lambda part: np.copyto(*pairs[part], casting="same_kind"), num_parts, self._threads)
 
 
 def as_array(values: ArrayLike, device: CudaDevice) -> NDArray[Any]:
@@ -185,14 +238,24 @@ def as_array(values: ArrayLike, device: CudaDevice) -> NDArray[Any]:
     return array  # type: ignore[no-any-return]
 
 
-def _cut(given: GivenRows, num_bytes: int) -> Iterator[slice]:
-    """Pieces of about the same size, of at most this many bytes, or of one row."""
-    num_pieces = -(-len(given) // max(num_bytes // given.row_bytes, 1))
-    return (slice(i * len(given) // num_pieces, (i + 1) * len(given) // num_pieces) for i in range(num_pieces))
+def _grouped(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
+    """Parts that make up a piece: rows of different tables, of at most _STAGED_BYTES."""
+    group: list[_Part] = []
+    num_bytes = 0
+    for part in parts:
+        if group and (num_bytes + part.num_bytes > _STAGED_BYTES or part.table == group[-1].table):
+            yield group
+            group, num_bytes = [], 0
+        group.append(part)
+        num_bytes += part.num_bytes
+    if group:
+        yield group
 
 
-def _copy(pair: tuple[NDArray[np.float32], NDArray[Any]]) -> None:
-    np.copyto(*pair, casting="same_kind")
+def _at(memory: NDArray[np.uint8], offset: int, like: NDArray[Any], dtype: Any) -> NDArray[Any]:
+    """An array in memory, of the shape of another one."""
+    array: NDArray[Any] = memory[offset : offset + like.size * np.dtype(dtype).itemsize].view(dtype)
+    return array.reshape(like.shape)
 
 
 def _on_device(array: Any, dtype: Any) -> Any:

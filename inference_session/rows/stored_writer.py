@@ -23,7 +23,11 @@ from inference_session.tables.row_numbers import stored_keys
 
 _KEYS_PER_REFRESH = 256
 """Few enough that a request waits only briefly for them in a store, or for the interpreter."""
+_BYTES_PER_INSERT = 1 << 20
+"""Of rows of several tables that are inserted at once: few enough that updates wait only briefly for them."""
 _CLOSE_S = 10.0
+_Fetched = tuple[TableRows, int]
+"""Rows, and the moment before they were fetched."""
 
 _log = logging.getLogger(__name__)
 
@@ -103,15 +107,24 @@ class StoredWriter(RowWriter):
 
     def keep(self, cache: EmbeddingCache, missing: Sequence[MissingRows]) -> None:
         """Insert rows that were fetched into one of the caches, except those that were written since."""
-        for number, table in enumerate(self._specs):
-            if not any(number in rows.parts for rows in missing):
-                continue
+        for tables in self._grouped(missing):
             with self._caching:
-                parts = [
-                    self._current(table, rows.parts[number], rows.moment) for rows in missing if number in rows.parts
-                ]
-                keys, vectors = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
-                cache.insert(table, keys, vectors)
+                cache.insert_tables({table: self._current(table, parts) for table, parts in tables.items()})
+
+    def _grouped(self, missing: Sequence[MissingRows]) -> Iterator[dict[str, list[_Fetched]]]:
+        """Rows of several look-ups by table, of as many tables as are best inserted at once."""
+        group: dict[str, list[_Fetched]] = {}
+        num_bytes = 0
+        for number, table in enumerate(self._specs):
+            parts = [(rows.parts[number], rows.moment) for rows in missing if number in rows.parts]
+            if parts:
+                group[table] = parts
+                num_bytes += sum(part.vectors.nbytes for part, _ in parts)
+            if num_bytes > _BYTES_PER_INSERT:
+                yield group
+                group, num_bytes = {}, 0
+        if group:
+            yield group
 
     def bring_in(self, cache: EmbeddingCache, table: str, keys: NDArray[np.int64]) -> None:
         """Fetch the rows of these keys into one of the caches, except those that are written meanwhile."""
@@ -213,10 +226,17 @@ class StoredWriter(RowWriter):
             for cache in reversed(self._caches):
                 changes.callback(change, cache)
 
-    def _current(self, table: str, part: TableRows, moment: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The rows that were found, and not written since `moment`, when the fetch began. Must be called while holding
-        `_caching`.
+    def _current(self, table: str, parts: Sequence[_Fetched]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The rows that were found, and not written since the moment when their fetch began. Must be called while
+        holding `_caching`.
         """
+        current = [self._current_part(table, *part) for part in parts]
+        if len(current) == 1:
+            return current[0]
+        keys, vectors = map(np.concatenate, zip(*current, strict=True))
+        return keys, vectors
+
+    def _current_part(self, table: str, part: TableRows, moment: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         keys = stored_keys(self._specs[table], part.keys)
         current = part.found & ~self.log.written(table, keys, moment)
         # Usually these are all rows, and then nothing is copied.

@@ -25,6 +25,7 @@ from inference_session.kernels.cuda.records import (
     index_bytes,
     rows_record,
     table_record,
+    target_record,
 )
 from inference_session.kernels.records import VectorCode
 
@@ -113,14 +114,10 @@ class CudaTable:
         tags_address = self._memory.data.ptr
         keys_address = tags_address + index_bytes(num_buckets, marks=False, numbers=False) - 8 * SLOTS * num_buckets
         self.numbers_address = keys_address + 8 * SLOTS * num_buckets
-        numbers = cupy.ndarray(
-            SLOTS * num_buckets, np.uint32, self._memory.data + (self.numbers_address - tags_address)
-        )
         self.index = np.array((tags_address, keys_address, 0, num_buckets), INDEX)
         self.num_bytes = self._memory.nbytes
-        writer = gpu.Writer(self.index, events.data.ptr)
         for begin in range(0, self.num_rows, _CHUNK_KEYS):
             chunk = cupy.asarray(np.ascontiguousarray(keys[begin : begin + _CHUNK_KEYS], np.int64))
-            claims = writer.claim(chunk, may_insert=True, may_evict=False)
-            writer.write_numbers(numbers, chunk, begin, claims)
+            target = target_record(self.index, events.data.ptr, chunk)
+            gpu.write_numbers(target, self.numbers_address, begin)
         return int(events[EVENTS.index("refused")]) == 0

@@ -18,6 +18,7 @@ from inference_session.kernels.cuda.records import (
     buckets_for_all,
     rows_by_slot,
     table_bytes,
+    target_record,
 )
 from inference_session.tables.base import UpdatedRows
 
@@ -49,11 +50,11 @@ class CudaUpdatedTable:
     def _put(self, updated: UpdatedRows) -> bool:
         """Rows that are all deleted, or all not."""
         with self._request(len(updated.keys)):
-            writer = gpu.Writer(self.index, self._events.data.ptr)
             keys, vectors = cupy.asarray(updated.keys), cupy.asarray(updated.vectors)
-            writer.write_rows(self.rows, keys, vectors, writer.claim(keys, may_insert=True, may_evict=False))
+            target = target_record(self.index, self._events.data.ptr, keys, self.rows, vectors)
+            gpu.write_rows(target, may_insert=True, may_evict=False)
             if updated.deleted.any():
-                writer.mark_deleted(keys)
+                gpu.mark_deleted(self.index, keys)
             return not int(self._events[_REFUSED])  # waits for the writes
 
     @contextlib.contextmanager

@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 from inference_session.device.cuda import CudaDevice
 from inference_session.errors import UnavailableError
 from inference_session.kernels.cuda import launch as gpu
-from inference_session.kernels.cuda.records import BUCKET_BYTES, EVENTS, SAMPLES, SLOTS, rows_by_slot, table_bytes
+from inference_session.kernels.cuda.records import (
+    BUCKET_BYTES,
+    EVENTS,
+    SAMPLES,
+    SLOTS,
+    rows_by_slot,
+    table_bytes,
+    target_record,
+)
 from inference_session.tables.hot_rows import LEAST_SAMPLED, Copies, hot_keys
 
 _FEWEST_SAMPLES, _MOST_SAMPLES = 1 << 17, 1 << 20
@@ -114,8 +122,8 @@ class LocalCopies:
             self._memory[: 2 * BUCKET_BYTES * self._num_buckets].fill(0)
             address = self._memory.data.ptr
             self.index, self.rows = rows_by_slot(address, self._num_buckets, self._dim)
-        writer = gpu.Writer(self.index, self._events.data.ptr)
-        writer.write_rows(self.rows, keys, vectors, writer.claim(keys, may_insert=True, may_evict=True))
+        target = target_record(self.index, self._events.data.ptr, keys, self.rows, vectors)
+        gpu.write_rows(target, may_insert=True, may_evict=True)
 
 
 class CopyingThread:

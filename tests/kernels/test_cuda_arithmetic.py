@@ -40,6 +40,8 @@ RECORDS = {
     "Table": gpu_layout.GPU_TABLE,
     "Segment": SEGMENT,
     "Request": gpu_layout.REQUEST,
+    "Target": gpu_layout.TARGET,
+    "Batch": gpu_layout.BATCH,
 }
 
 
@@ -197,6 +199,8 @@ def test_sources_are_ascii(file: Path) -> None:
         ("BUCKET_BYTES", gpu_layout.BUCKET_BYTES),
         ("MAX_INLINE_SEGMENTS", gpu_layout.MAX_INLINE_SEGMENTS),
         ("MAX_SHARDS", gpu_layout.MAX_SHARDS),
+        ("MAX_TARGETS", gpu_layout.MAX_TARGETS),
+        ("LANES", gpu_layout.WARP),
         ("COUNT_STRIDE", gpu_layout.COUNT_STRIDE),
         ("SUM_BLOCK", SUM_BLOCK),
     ],
@@ -217,6 +221,7 @@ def test_records_are_the_same_in_cuda(name: str) -> None:
         "MAX_INLINE_SEGMENTS": most,
         "MAX_INLINE_SEGMENTS + 1": most + 1,
         "MAX_SHARDS": gpu_layout.MAX_SHARDS,
+        "MAX_TARGETS": gpu_layout.MAX_TARGETS,
     }
     text = (CUDA / "layout.cuh").read_text()
     body = re.search(rf"struct (?:alignas\(16\) )?{name} {{(.*?)\n}};", text, re.DOTALL)

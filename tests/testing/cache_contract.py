@@ -101,6 +101,29 @@ class EmbeddingCacheContract:
             assert result.vectors["narrow"].tolist() == [[2.0], [1.0], [0.0]]
             assert {t: m.tolist() for t, m in result.missing.items()} == {"wide": [1], "narrow": [2]}
 
+    @SHARED
+    @given(sizes=st.lists(st.integers(0, 90), min_size=1, max_size=70), seed=st.integers(0, 2**32 - 1))
+    def test_rows_of_several_tables_are_inserted_at_once(self, sizes: list[int], seed: int) -> None:
+        """As one table after the other: of equal keys of a table the last wins, and tables do not mix."""
+        generator = np.random.default_rng(seed)
+        dims = {f"t{i}": int(generator.integers(1, 20)) for i in range(len(sizes))}
+        keys = {t: generator.integers(-30, 30, size) for t, size in zip(dims, sizes, strict=True)}
+        rows = {t: (asked, generator.random((len(asked), dims[t]), np.float32)) for t, asked in keys.items()}
+        with self.create(dims, 1 << 25) as cache:
+            for t in list(dims)[::2]:
+                cache.insert(t, np.arange(20), np.zeros((20, dims[t]), np.float32))
+            cache.insert_tables(rows)
+            for t, (asked, vectors) in rows.items():
+                last = dict(zip(asked.tolist(), vectors, strict=True))
+                found = look_up(cache, {t: np.array([*last], np.int64)})
+                if self.holds_rows:
+                    assert not len(found.missing[t])
+                    assert np.array_equal(found.vectors[t], np.array([*last.values()]).reshape(-1, dims[t]))
+                    zeros = set(range(20)) if t in list(dims)[::2] else set()
+                    assert set(cache.dump(t).tolist()) == zeros | set(last)
+            with pytest.raises(TableNotFoundError, match="no table 'other'"):
+                cache.insert_tables({"other": ([1], [[1.0]])})
+
     def test_the_outputs_of_missing_keys_stay_as_they_are(self) -> None:
         """Only vectors that are cached are written."""
         with self.create(DIMS) as cache:

@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 
 from inference_session.kernels.cuda.records import (
     MAX_INLINE_SEGMENTS,
+    MAX_TARGETS,
     REQUEST,
-    SLOTS,
     Regions,
     Tiles,
+    batch_of,
     divide,
     offset_of,
     request_of,
@@ -31,21 +32,24 @@ from inference_session.kernels.cuda.records import (
 from inference_session.kernels.records import Lookup, VectorCode
 
 THREADS = 256
-_WARPS = THREADS // 32
 _LOOKUP_THREADS, _SCAN_THREADS = 128, 1024
 _ORDERED_WARPS = 128
 """Warps that take keys in order: enough to keep the bus to host memory busy."""
 _TURN_BYTES = 16
 """Of a key, before it is in order and after."""
+_CLAIM_BYTES = 8
+"""Of the slot that a key takes."""
 _MANY_TILES, _FEW_THREADS = 2048, 64
 _ADDRESSES, _SEED_AND_FILL = struct.Struct("<qqqq"), struct.Struct("<II")
+_SCRATCH_ADDRESSES = struct.Struct("<qqq")
+"""The first fields of a BATCH."""
 _SEGMENTS_OFFSET = offset_of(REQUEST, "few_segments")
 _ADDRESSES_OFFSET, _SEED_OFFSET = offset_of(REQUEST, "missing_bits_address"), offset_of(REQUEST, "seed")
 _SOURCES = ("layout.cuh", "index.cuh", "vectors.cuh", "lookup.cu", "order.cu", "columns.cu", "write.cu")
 _LOOK_UPS = ("look_up", "look_up_and_pool")
 _WRITES = ("note_last", "claim", "write_rows", "write_numbers", "erase", "mark_deleted")
 _ORDERING = ("note_regions", "begin_regions", "order_keys")
-_KERNELS = (*_LOOK_UPS, *_ORDERING, "write_columns", *_WRITES, "dump")
+_KERNELS = (*_LOOK_UPS, *_ORDERING, "write_columns", *_WRITES)
 
 
 def source() -> str:
@@ -172,7 +176,7 @@ class Launch:
             request["order_address"], request["few_begins"][: len(segments)] = order.address, order.regions.begins
         for field, address in addresses.items():
             request[field] = address
-        self.num_tiles, self._num_segments = int(tiles.first[-1]), len(segments)
+        self.tiles, self.num_tiles, self._num_segments = tiles, int(tiles.first[-1]), len(segments)
         self.takes_segments = few = len(segments) <= MAX_INLINE_SEGMENTS
         """Whether `run` may be given other segments."""
         narrow_outputs = bool((segments["output_code"] == VectorCode.FLOAT16).any())
@@ -298,13 +302,15 @@ def prepare(
     variant: Variant = _PLAIN,
     regions: Regions | None = None,
     scratch: Scratch | None = None,
+    tiles: Tiles | None = None,
 ) -> Launch:
     """A look-up of SEGMENT records in GPU_TABLE records.
 
-    `regions`: by which keys are put in order, in memory of `scratch`.
+    `regions`: by which keys are put in order, in memory of `scratch`. `tiles`: those of a launch of the same shapes.
     """
     order = None if regions is None or scratch is None else _KeyOrder(regions, scratch)
-    return Launch(segments, divide(segments), variant=variant, order=order, tables_address=tables_address)
+    tiles = divide(segments) if tiles is None else tiles
+    return Launch(segments, tiles, variant=variant, order=order, tables_address=tables_address)
 
 
 def start(
@@ -319,53 +325,47 @@ def start(
         lookup.prepared.run(lookup.segments, num_unknown_address=num_unknown_address, seed=seed)
 
 
-class Writer:
-    """Puts batches of keys into one index. One batch at a time, on a held device: no other thread uses the index."""
+def write_rows(targets: NDArray[np.void], *, may_insert: bool, may_evict: bool) -> None:
+    """Put rows into indexes, on a held device: no other thread uses them. Of equal keys, the last counts.
 
-    def __init__(self, index: NDArray[np.void], events_address: int) -> None:
-        """`index`: an INDEX record, as an array of one."""
-        self._num_slots = int(index["num_buckets"]) * SLOTS
-        self._index = _raw(index)
-        self._events = np.uint64(events_address)
+    Args:
+        targets: TARGET records, each of another index, complete but for `first`; fewer than 2**30 keys in all.
+        may_insert: whether keys that are not there take a slot.
+        may_evict: whether also where that costs another row its slot.
+    """
+    targets = targets[(targets["num_keys"] > 0) & (targets["index"]["num_buckets"] > 0)]
+    for begin in range(0, len(targets), MAX_TARGETS):
+        batch = batch_of(targets[begin : begin + MAX_TARGETS], may_insert=may_insert, may_evict=may_evict)
+        _write("write_rows", batch)
 
-    def claim(self, keys: Any, *, may_insert: bool, may_evict: bool) -> Any:
-        """Take slots for keys, int64 [n] on the device; returns who got which, for one of the functions below."""
-        n = len(keys)
-        num_places = 1 << (2 * n - 1).bit_length()
-        seen, places = cupy.zeros(num_places, np.uint32), cupy.empty(n, np.uint32)
-        claims = cupy.empty((n, 2), np.uint32)
-        _run("note_last", n, keys, np.uint32(n), seen, np.uint32(num_places - 1), places)
-        flags = np.uint32(may_insert), np.uint32(may_evict)
-        _run("claim", n, self._index, self._events, keys, np.uint32(n), seen, places, claims, *flags)
-        return claims
 
-    def write_rows(self, rows: NDArray[np.void], keys: Any, vectors: Any, claims: Any) -> None:
-        """Fill claimed slots and publish them; `rows`: a ROWS record, vectors: float32 [n, embedding_dim]."""
-        n, dim = vectors.shape
-        sizes = np.uint32(n), np.uint32(dim)
-        grid = (-(-n // (32 * _WARPS)),)
-        arguments = self._index, _raw(rows), self._events, keys, vectors, *sizes, claims
-        _kernel("write_rows")(grid, (THREADS,), arguments)
+def write_numbers(target: NDArray[np.void], numbers_address: int, first: int) -> None:
+    """Put keys into an index over rows elsewhere: keys[i] is row first + i. `numbers_address`: uint32, one per slot."""
+    _write("write_numbers", batch_of(target.reshape(1), may_insert=True, may_evict=False), numbers_address, first)
 
-    def write_numbers(self, numbers: Any, keys: Any, first: int, claims: Any) -> None:
-        """Publish slots of an index over rows elsewhere: keys[i] is row first + i. `numbers`: uint32, one per slot."""
-        n = len(keys)
-        _run("write_numbers", n, self._index, numbers, keys, np.uint32(n), np.uint32(first), self._events, claims)
 
-    def erase(self, keys: Any) -> None:
-        """Drop keys, int64 [n] on the device."""
-        _run("erase", len(keys), self._index, self._events, keys, np.uint32(len(keys)))
+def _write(name: str, batch: NDArray[np.void], *numbers: int) -> None:
+    """Claim slots for the keys of a batch, then fill and publish them by a kernel, which is given these numbers too."""
+    num_places, num_positions = int(batch["seen_mask"]) + 1, int(batch["num_positions"])
+    scratch = cupy.empty(4 * num_places + (_CLAIM_BYTES + 4) * num_positions, np.uint8)
+    seen, stream = scratch.data.ptr, cupy.cuda.get_current_stream().ptr
+    _make_known()
+    runtime.memsetAsync(seen, 0, 4 * num_places, stream)
+    claims = seen + 4 * num_places
+    arguments = _Arguments(batch.tobytes(), *numbers)
+    _SCRATCH_ADDRESSES.pack_into(arguments.record, 0, seen, claims, claims + _CLAIM_BYTES * num_positions)
+    for kernel in ("note_last", "claim", name):
+        _start(_kernel(kernel).kernel, -(-num_positions // THREADS), THREADS, arguments, stream)
 
-    def mark_deleted(self, keys: Any) -> None:
-        """Of an index over rows that change: its keys, int64 [n] on the device, were deleted."""
-        _run("mark_deleted", len(keys), self._index, keys, np.uint32(len(keys)))
 
-    def dump(self) -> Any:
-        """All keys, int64 on the device. Waits for their number."""
-        keys, num_keys = cupy.empty(self._num_slots, np.int64), cupy.zeros(1, np.uint64)
-        if self._num_slots:
-            _run("dump", self._num_slots, self._index, keys, num_keys)
-        return keys[: int(num_keys[0])].copy()
+def erase(index: NDArray[np.void], events_address: int, keys: Any) -> None:
+    """Drop keys, int64 [n] on the device, from an index, an INDEX record."""
+    _run("erase", len(keys), _raw(index), np.uint64(events_address), keys, np.uint32(len(keys)))
+
+
+def mark_deleted(index: NDArray[np.void], keys: Any) -> None:
+    """Of an index over rows that change: its keys, int64 [n] on the device, were deleted."""
+    _run("mark_deleted", len(keys), _raw(index), keys, np.uint32(len(keys)))
 
 
 def _make_known() -> None:

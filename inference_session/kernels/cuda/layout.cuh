@@ -9,6 +9,7 @@ constexpr int LANES = 32;
 constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr int MAX_INLINE_SEGMENTS = 32;
 constexpr int MAX_BAGS_PER_TILE = 8;
+constexpr int MAX_TARGETS = 32;
 constexpr int MAX_SHARDS = 8;
 constexpr int COUNT_STRIDE = 16;  // from one count in host memory to the next: so each has a line of its own
 constexpr u32 NOT_ORDERED = 0xffffffffu;
@@ -120,4 +121,33 @@ struct Request {
   u32 few_tiles[MAX_INLINE_SEGMENTS + 1];
   u32 few_begins[MAX_INLINE_SEGMENTS];  // where each segment's keys begin in `order`; NOT_ORDERED: as they come
   Segment few_segments[MAX_INLINE_SEGMENTS];
+};
+
+// The slot that a key takes.
+struct Claim {
+  u32 slot;  // plus 1; 0: none
+  u32 old;   // plus 1; slot that gives way when the new one is published; 0: none
+};
+
+// Rows to write into one index. The keys of all targets have positions, from 0 on.
+struct alignas(16) Target {
+  Index index;
+  Rows rows;  // one for each slot, float32
+  u64* events;
+  const i64* keys;
+  const float* vectors;  // [num_keys, dim of the rows], contiguous
+  u32 num_keys;
+  u32 first;  // position of the first key: a multiple of LANES, so that no warp has keys of two targets
+};
+
+struct Batch {
+  u32* seen;  // a hash set of positions (plus 1), cleared, of a power of two of places, above num_positions
+  Claim* claims;  // [num_positions]
+  u32* places;    // [num_positions], of each key in `seen`
+  u32 seen_mask;
+  u32 num_targets;
+  u32 num_positions;  // a multiple of LANES
+  u32 may_insert;  // 1: keys that are not there take a slot
+  u32 may_evict;   // 1: also where that costs another row its slot
+  Target targets[MAX_TARGETS];
 };

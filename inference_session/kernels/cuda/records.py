@@ -27,6 +27,9 @@ COUNT_STRIDE = 16
 """From one count in host memory to the next, in elements: atomic operations in one line wait for each other."""
 MAX_SHARDS = 8
 """GPUs that the rows of one table may be divided among."""
+MAX_TARGETS = 32
+"""Indexes that are written to at once: they travel as a kernel's parameter."""
+WARP = 32
 _ALIGNMENT = 256
 EVENTS = ("inserts", "updates", "evictions", "erases", "misses", "unknown", "refused")
 
@@ -69,6 +72,33 @@ REQUEST = np.dtype(
         ("few_tiles", np.uint32, (MAX_INLINE_SEGMENTS + 1,)),
         ("few_begins", np.uint32, (MAX_INLINE_SEGMENTS,)),
         ("few_segments", SEGMENT, (MAX_INLINE_SEGMENTS,)),
+    ],
+    align=True,
+)
+
+TARGET = np.dtype(
+    [
+        ("index", INDEX),
+        ("rows", ROWS),
+        ("events_address", np.int64),
+        ("keys_address", np.int64),
+        ("vectors_address", np.int64),
+        ("num_keys", np.uint32),
+        ("first", np.uint32),
+    ],
+    align=True,
+)
+BATCH = np.dtype(
+    [
+        ("seen_address", np.int64),
+        ("claims_address", np.int64),
+        ("places_address", np.int64),
+        ("seen_mask", np.uint32),
+        ("num_targets", np.uint32),
+        ("num_positions", np.uint32),
+        ("may_insert", np.uint32),
+        ("may_evict", np.uint32),
+        ("targets", TARGET, (MAX_TARGETS,)),
     ],
     align=True,
 )
@@ -171,6 +201,36 @@ def request_of(segments: NDArray[np.void], tiles: Tiles) -> NDArray[np.void]:
         request["few_tiles"][: len(tiles.first)] = tiles.first
         request["few_segments"][: len(segments)] = segments
     return request
+
+
+def batch_of(targets: NDArray[np.void], *, may_insert: bool, may_evict: bool) -> NDArray[np.void]:
+    """A BATCH record for these TARGET records, one to MAX_TARGETS, complete but for addresses."""
+    batch = np.zeros((), BATCH)
+    positions = (targets["num_keys"] + (WARP - 1)) // WARP * WARP
+    ends = np.cumsum(positions)
+    num_positions = int(ends[-1])
+    batch["seen_mask"] = (1 << (2 * num_positions - 1).bit_length()) - 1
+    batch["num_targets"], batch["num_positions"] = len(targets), num_positions
+    batch["may_insert"], batch["may_evict"] = may_insert, may_evict
+    few = batch["targets"][: len(targets)]
+    few[:], few["first"] = targets, ends - positions
+    return batch
+
+
+def target_record(
+    index: NDArray[np.void],
+    events_address: int,
+    keys: Any,
+    rows: NDArray[np.void] | None = None,
+    vectors: Any = None,
+) -> NDArray[np.void]:
+    """A TARGET record, as an array of one: keys int64 [n] and, for `rows`, vectors float32 [n, dim], on the device."""
+    target = np.zeros(1, TARGET)
+    target["index"], target["events_address"] = index, events_address
+    target["keys_address"], target["num_keys"] = keys.data.ptr, len(keys)
+    if rows is not None:
+        target["rows"], target["vectors_address"] = rows, vectors.data.ptr
+    return target
 
 
 def index_bytes(num_buckets: int, *, marks: bool, numbers: bool) -> int:

@@ -1,6 +1,7 @@
-// How rows are put in, in three kernels on one stream, one batch at a time over all streams, while no look-up runs:
+// How rows are put into one or more indexes (targets), in three kernels on one stream, one batch at a time over all streams,
+// while no look-up runs; each index is the target of a batch once at most:
 //
-//   note_last   of equal keys in the batch, the last is the one that counts
+//   note_last   of equal keys of a target, the last is the one that counts
 //   claim       each key takes a slot: a free one, or where there is none, that of the row that was hit least
 //   write_rows  fill the slots, then publish them: the tag comes last
 //
@@ -10,30 +11,37 @@
 
 constexpr u8 FIRST_MARK = 1;
 
-struct Claim {
-  u32 slot;  // plus 1; 0: none
-  u32 old;   // plus 1; slot that gives way when the new one is published; 0: none
-};
+// The target whose keys the warp has, of which one is at this position. All lanes must take part.
+__device__ __forceinline__ Target target_of(const Batch& batch, u32 position) {
+  if (batch.num_targets == 1) return batch.targets[0];
+  const u32 lane = threadIdx.x % LANES;
+  const bool begun = lane < batch.num_targets && batch.targets[lane].first <= position;
+  return batch.targets[LANES - 1 - __clz(__ballot_sync(ALL_LANES, begun))];
+}
 
-// seen: a hash set of positions (plus 1) in the batch, cleared, of a power of two of places, above n.
-extern "C" __global__ void note_last(const i64* keys, u32 n, u32* seen, u32 mask, u32* places) {
-  const u32 i = n - 1 - (blockIdx.x * blockDim.x + threadIdx.x);
-  if (i >= n) return;
-  const i64 key = keys[i];
-  u32 place = (u32)(hash_key(key) >> 16) & mask;
+extern "C" __global__ void note_last(const __grid_constant__ Batch batch) {
+  // From the last position on: what is noted first then rarely has to be replaced.
+  const u32 position = batch.num_positions - 1 - (blockIdx.x * blockDim.x + threadIdx.x);
+  if (position >= batch.num_positions) return;
+  const Target target = target_of(batch, position);
+  const u32 i = position - target.first;
+  if (i >= target.num_keys) return;
+  const i64 key = target.keys[i];
+  u32 place = ((u32)(hash_key(key) >> 16) + target.first) & batch.seen_mask;
   for (;;) {
-    u32 found = *(volatile u32*)(seen + place);
+    u32 found = *(volatile u32*)(batch.seen + place);
     if (found == 0) {
-      found = atomicCAS(seen + place, 0, i + 1);
+      found = atomicCAS(batch.seen + place, 0, position + 1);
       if (found == 0) break;
     }
-    if (keys[found - 1] == key) {
-      if (found < i + 1) atomicMax(seen + place, i + 1);
+    const u32 other = found - 1 - target.first;
+    if (other < target.num_keys && target.keys[other] == key) {
+      if (found < position + 1) atomicMax(batch.seen + place, position + 1);
       break;
     }
-    place = (place + 1) & mask;
+    place = (place + 1) & batch.seen_mask;
   }
-  places[i] = place;
+  batch.places[position] = place;
 }
 
 __device__ __forceinline__ bool swap_tag(u8* bucket, int slot, u32 expected, u32 wanted) {
@@ -95,16 +103,18 @@ __device__ __forceinline__ void count(u64* events, Event event, bool happened) {
   if (those != 0 && threadIdx.x % LANES == __ffs(active) - 1) atomicAdd(events + event, (u64)__popc(those));
 }
 
-// may_insert: keys that are not there take a slot; may_evict: also where that costs another row its.
-extern "C" __global__ void claim(Index index, u64* events, const i64* keys, u32 n, const u32* seen, const u32* places,
-                                 Claim* claims, u32 may_insert, u32 may_evict) {
-  const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+extern "C" __global__ void claim(const __grid_constant__ Batch batch) {
+  const u32 position = blockIdx.x * blockDim.x + threadIdx.x;
+  if (position >= batch.num_positions) return;
+  const Target target = target_of(batch, position);
+  const Index& index = target.index;
+  const u32 i = position - target.first;
+  if (i >= target.num_keys) return;
   Claim taken = {0, 0};
   bool inserted = false, updated = false, evicted = false, refused = false;
-  if (seen[places[i]] == i + 1) {
+  if (batch.seen[batch.places[position]] == position + 1) {
     const u64 policy = keeping_policy();
-    const i64 key = keys[i];
+    const i64 key = target.keys[i];
     const u64 hashed = hash_key(key);
     const u32 tag = tag_of(hashed), start = (u32)(hashed >> 24) % SLOTS;
     const i64 slot = find_slot(index, key, hashed, policy);
@@ -116,11 +126,11 @@ extern "C" __global__ void claim(Index index, u64* events, const i64* keys, u32 
       if (fresh >= 0) taken = {(u32)(number * SLOTS + fresh) + 1, (u32)slot + 1};
       else if (updated) taken = {(u32)slot + 1, 0};
     }
-    if (!updated && may_insert) {
+    if (!updated && batch.may_insert) {
       const i64 number = bucket_of(hashed, index.num_buckets);
       u8* bucket = index.tags + number * BUCKET_BYTES;
       int free_slot = take_free(bucket, 1, start, policy);
-      if (free_slot < 0 && may_evict) {
+      if (free_slot < 0 && batch.may_evict) {
         free_slot = take_evicted(bucket, index.marks + number * BUCKET_BYTES, start, policy);
         evicted = free_slot >= 0;
       }
@@ -129,11 +139,11 @@ extern "C" __global__ void claim(Index index, u64* events, const i64* keys, u32 
       if (inserted) taken.slot = (u32)(number * SLOTS + free_slot) + 1;
     }
   }
-  claims[i] = taken;
-  count(events, INSERTS, inserted);
-  count(events, UPDATES, updated);
-  count(events, EVICTIONS, evicted);
-  count(events, REFUSED, refused);
+  batch.claims[position] = taken;
+  count(target.events, INSERTS, inserted);
+  count(target.events, UPDATES, updated);
+  count(target.events, EVICTIONS, evicted);
+  count(target.events, REFUSED, refused);
 }
 
 // A key that was claimed is there from now on, and no longer where it was.
@@ -151,19 +161,22 @@ __device__ __forceinline__ void publish(const Index& index, u64* events, i64 key
   atomicAdd(events + UPDATES, ~0ull);
 }
 
-// vectors: float32 [n, dim], contiguous, as the rows are. A warp writes 32 rows.
-extern "C" __global__ void write_rows(Index index, Rows rows, u64* events, const i64* keys, const float* vectors, u32 n,
-                                      u32 dim, const Claim* claims) {
-  const u32 lane = threadIdx.x % LANES, begin = (blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES) * LANES;
-  if (begin >= n) return;
-  const u32 i = begin + lane, num_keys = min(n - begin, (u32)LANES);
-  const Claim claim = i < n ? claims[i] : Claim{0, 0};
-  const i64 key = i < n ? keys[i] : 0;
-  const float* vector = vectors + (u64)i * dim;
+// A warp writes 32 rows.
+extern "C" __global__ void write_rows(const __grid_constant__ Batch batch) {
+  const u32 position = blockIdx.x * blockDim.x + threadIdx.x;
+  if (position >= batch.num_positions) return;
+  const Target target = target_of(batch, position);
+  const Index& index = target.index;
+  const Rows& rows = target.rows;
+  const u32 i = position - target.first, num_keys = min(target.num_keys - (i - threadIdx.x % LANES), (u32)LANES);
+  const u32 dim = (u32)(rows.row_bytes / sizeof(float));
+  const Claim claim = i < target.num_keys ? batch.claims[position] : Claim{0, 0};
+  const u8* vector = reinterpret_cast<const u8*>(target.vectors + (u64)i * dim);
   u8* row = claim.slot != 0 ? rows.vectors + (u64)(claim.slot - 1) * rows.row_bytes : nullptr;
-  if (rows.wide && (reinterpret_cast<u64>(vectors) & 15) == 0)
-    copy_rows<FLOAT32, true>(reinterpret_cast<const u8*>(vector), {row, false}, dim, num_keys);
-  else copy_rows<FLOAT32, false>(reinterpret_cast<const u8*>(vector), {row, false}, dim, num_keys);
+  if (rows.wide && (reinterpret_cast<u64>(target.vectors) & 15) == 0)
+    copy_rows<FLOAT32, true>(vector, {row, false}, dim, num_keys);
+  else copy_rows<FLOAT32, false>(vector, {row, false}, dim, num_keys);
+  const i64 key = claim.slot != 0 ? target.keys[i] : 0;
   if (claim.slot != 0) {
     const u32 slot = claim.slot - 1;
     index.keys[slot] = key;
@@ -171,19 +184,19 @@ extern "C" __global__ void write_rows(Index index, Rows rows, u64* events, const
   }
   __threadfence();
   __syncwarp();
-  if (claim.slot != 0) publish(index, events, key, claim);
+  if (claim.slot != 0) publish(index, target.events, key, claim);
 }
 
-// For an index over rows that lie elsewhere: key i is row first + i.
-extern "C" __global__ void write_numbers(Index index, u32* numbers, const i64* keys, u32 n, u32 first, u64* events,
-                                         const Claim* claims) {
+// For one index over rows that lie elsewhere: key i is row first + i.
+extern "C" __global__ void write_numbers(const __grid_constant__ Batch batch, u32* numbers, u32 first) {
+  const Target target = batch.targets[0];
   const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n || claims[i].slot == 0) return;
-  const u32 slot = claims[i].slot - 1;
-  index.keys[slot] = keys[i];
+  if (i >= target.num_keys || batch.claims[i].slot == 0) return;
+  const u32 slot = batch.claims[i].slot - 1;
+  target.index.keys[slot] = target.keys[i];
   numbers[slot] = first + i;
   __threadfence();
-  publish(index, events, keys[i], claims[i]);
+  publish(target.index, target.events, target.keys[i], batch.claims[i]);
 }
 
 extern "C" __global__ void erase(Index index, u64* events, const i64* keys, u32 n) {
@@ -202,18 +215,4 @@ extern "C" __global__ void mark_deleted(Index index, const i64* keys, u32 n) {
   if (i >= n) return;
   const i64 slot = find_slot(index, keys[i], hash_key(keys[i]), keeping_policy());
   if (slot >= 0) index.marks[slot / SLOTS * BUCKET_BYTES + slot % SLOTS] = DELETED_MARK;
-}
-
-// The keys that are held, in any order; num_keys is zero before, and then how many there are.
-extern "C" __global__ void dump(Index index, i64* keys, u64* num_keys) {
-  const u64 slot = (u64)blockIdx.x * blockDim.x + threadIdx.x;
-  const u32 lane = threadIdx.x % LANES;
-  const bool exists = slot < (u64)index.num_buckets * SLOTS;
-  const u32 tag = exists ? index.tags[slot / SLOTS * BUCKET_BYTES + slot % SLOTS] : FREE;
-  const bool held = tag != FREE && tag != BUSY;
-  const u32 those = __ballot_sync(ALL_LANES, held);
-  u64 place = 0;
-  if (lane == 0 && those != 0) place = atomicAdd(num_keys, (u64)__popc(those));
-  place = __shfl_sync(ALL_LANES, place, 0) + __popc(those & ((1u << lane) - 1));
-  if (held) keys[place] = index.keys[slot];
 }
