@@ -17,6 +17,7 @@ from onnx import TensorProto, helper
 
 from inference_session.errors import UnsupportedModelError
 from inference_session.importers.onnx.types import ValueType
+from inference_session.importers.report import shortened
 
 Arrays = dict[str, NDArray[Any]]
 Dimensions = tuple[tuple[str, int], ...]
@@ -334,15 +335,15 @@ class Prober:
                 )
         return tuple(tuple(_common(sizes) for sizes in zip(*shapes, strict=True)) for shapes in zip(*runs, strict=True))
 
-    @staticmethod
-    def _notes(batched: bool, joinable: bool) -> tuple[str, ...]:
+    def _notes(self, batched: bool, joinable: bool) -> tuple[str, ...]:
+        fixed = [repr(name) for name, kind in self.inputs.items() if kind.dims and isinstance(kind.dims[0], int)]
+        if not batched and fixed:
+            way_out = "if it counts samples, export the model with an open one (in PyTorch by dynamic_shapes)"
+            place = f"the first dimension of {shortened(fixed)}"
+            return (f"{place} has a fixed size; requests are served one by one; {way_out}",)
         if not batched:
-            return (
-                (
-                    "the first dimension of some input or output is not the number of samples; requests are "
-                    "served one by one"
-                ),
-            )
+            place = "the first dimension of some input or output"
+            return (f"{place} is not the number of samples; requests are served one by one",)
         if not joinable:
             return ("an answer depends on the other samples of its batch; requests are served one by one",)
         return ()

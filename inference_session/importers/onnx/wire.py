@@ -18,6 +18,7 @@ from inference_session.platform.regular_file import open_at_once
 from inference_session.version_directory.protobuf_wire import BYTES, Field, message_fields
 
 _MODEL_GRAPH = 7
+_ZIP = b"PK\x03\x04"
 _GRAPH_INITIALIZER = 5
 _TENSOR_RAW_DATA = 9
 _MIN_BLOB_BYTES = 4096
@@ -54,6 +55,11 @@ def read_skeleton(path: Path) -> tuple[ModelProto, dict[int, Blob]]:
 
 
 def _model_bytes(path: Path, data: mmap.mmap, blobs: dict[int, Blob]) -> bytes:
+    if data[: len(_ZIP)] == _ZIP:
+        raise ValueError(
+            "it is a ZIP archive, as torch.save writes; torch.onnx.export writes ONNX models, and `hotrow import torch` "
+            "takes what torch.export.save writes"
+        )
     parts: list[bytes] = []
     for field in message_fields(data, 0, len(data)):
         if field.number == _MODEL_GRAPH and field.kind == BYTES:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -288,6 +289,25 @@ def test_an_output_of_unknown_shape_of_a_model_that_takes_no_made_up_inputs(tmp_
 
     with pytest.raises(UnsupportedModelError, match="output 'y' has no shape, and the model cannot be run on"):
         import_model(tmp_path, model)
+
+
+def test_a_fixed_number_of_samples_is_noted(tmp_path: Path) -> None:
+    """As PyTorch exports a model without dynamic_shapes; the note names the inputs and the way out."""
+    model = model_of("g (int64[4] user, float[n, 4] x) => (float[4, 4] y) { y = Gather(w, user) }", {"w": table()})
+
+    (note,) = import_model(tmp_path, model).notes
+
+    assert note.startswith("the first dimension of 'user' has a fixed size; requests are served one by one; if it")
+    assert "dynamic_shapes" in note
+
+
+def test_a_file_of_pytorch_is_named(tmp_path: Path) -> None:
+    """It was reported as damaged protobuf."""
+    with zipfile.ZipFile(tmp_path / "model.onnx", "w") as archive:
+        archive.writestr("model/data.pkl", b"")
+
+    with pytest.raises(ModelFormatError, match=r"it is a ZIP archive, as torch\.save writes"):
+        import_onnx(tmp_path / "model.onnx", tmp_path / "repository", "m")
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", ".hidden", "a b", "a;b", "ä"])
