@@ -57,7 +57,7 @@ def read_skeleton(path: Path) -> tuple[ModelProto, dict[int, Blob]]:
 def _model_bytes(path: Path, data: mmap.mmap, blobs: dict[int, Blob]) -> bytes:
     if data[: len(_ZIP)] == _ZIP:
         raise ValueError(
-            "it is a ZIP archive, as torch.save writes; torch.onnx.export writes ONNX models, and `hotrow import torch` "
+            "it is a ZIP archive, as torch.save writes; torch.onnx.export writes ONNX, and `hotrow import torch` "
             "takes what torch.export.save writes"
         )
     parts: list[bytes] = []
