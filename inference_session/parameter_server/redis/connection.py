@@ -237,6 +237,8 @@ class RedisConnection:
             raise UnavailableError(f"Redis at {self.name} cannot be reached: no answer in time") from error
         except OSError as error:
             raise DisconnectedError(f"Redis at {self.name} cannot be reached: {error.strerror or error}") from error
+        except UnicodeError as error:  # of the name of a host that a node or a sentinel has told
+            raise DisconnectedError(f"Redis at {self.name} cannot be reached: not the name of a host") from error
 
     def _log_in(self, login: Login, deadline: Deadline) -> None:
         commands = []

@@ -15,6 +15,8 @@ from inference_session.urls.store_url import StoreUrl
 
 _MIN_REFRESH_S = 0.1
 _NUM_SLOTS = 16_384
+_MALFORMED = (TypeError, ValueError, IndexError, AttributeError)
+"""What taking a reply apart raises that no Redis gives."""
 
 Answer = TypeVar("Answer")
 Ask = Callable[[Address, tuple[str, ...], Deadline], Reply]
@@ -144,7 +146,10 @@ class Sentinel(Topology):
         if reply is None:
             where = f"{sentinel[0]}:{sentinel[1]}"
             raise UnavailableError(f"store {str(self._url)!r}: the sentinel at {where} knows no master {name!r}")
-        return _address(reply, sentinel)
+        try:
+            return _address(reply, sentinel)
+        except _MALFORMED as error:
+            raise UnavailableError(f"the sentinel at {sentinel[0]}:{sentinel[1]} sent an invalid reply") from error
 
 
 def ask_one_of(
@@ -174,10 +179,19 @@ def _slot_ranges(reply: Any, asked: Address) -> list[tuple[int, int, list[Addres
     """First and last slot, and the nodes that have them, the master first. A node without a host is the one asked."""
     try:
         return [
-            (int(first), int(last), [_address(node, asked) for node in nodes]) for first, last, *nodes in reply if nodes
+            (*_slot_range(first, last), [_address(node, asked) for node in nodes])
+            for first, last, *nodes in reply
+            if nodes
         ]
-    except (TypeError, ValueError) as error:
+    except _MALFORMED as error:
         raise UnavailableError(f"Redis at {asked[0]}:{asked[1]} sent an invalid reply to CLUSTER SLOTS") from error
+
+
+def _slot_range(first: Any, last: Any) -> tuple[int, int]:
+    """The numbers of slots; ValueError where there are no such slots."""
+    if not 0 <= int(first) <= int(last) < _NUM_SLOTS:
+        raise ValueError(f"slots {first} to {last}")
+    return int(first), int(last)
 
 
 def _address(node: Any, asked: Address) -> Address:

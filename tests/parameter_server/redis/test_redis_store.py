@@ -469,6 +469,13 @@ class TestOutages:
             b"\x00" * 5000,
             b"\r\n" * 100,
             b":\r\n",
+            b"*1\r\n*3\r\n:0\r\n:100000000000000000\r\n*2\r\n$1\r\na\r\n:1\r\n",
+            b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$4\r\na..b\r\n:1\r\n",
+            b"*1\r\n*3\r\n:0\r\n:16383\r\n*1\r\n:5\r\n",
+            b"*2\r\n$4\r\na..b\r\n$1\r\n1\r\n",
+            b"*2\r\n$1\r\na\r\n$1\r\nx\r\n",
+            b"*2\r\n:5\r\n:5\r\n",
+            b":5\r\n",
             b"+OK\r\n",
             b"$5\r\nhello\r\n",
         ],
@@ -477,9 +484,11 @@ class TestOutages:
     def test_whatever_is_answered_is_one_of_our_errors(self, reply: bytes) -> None:
         """Replies that no Redis gives, and those that do not fit the call, end in an error of the store, or in none."""
         with answering(reply) as port:
-            for url in (f"redis://127.0.0.1:{port}", f"redis+cluster://127.0.0.1:{port}"):
+            address = f"127.0.0.1:{port}"
+            for url in (f"redis://{address}", f"redis+cluster://{address}", f"redis+sentinel://{address}/master"):
                 for call in (
                     lambda s: s.check(),
+                    lambda s: s.refresh(),
                     lambda s: s.incarnation(),
                     lambda s: fetch(s, "user", keys_of(1)),
                     lambda s: s.insert("user", keys_of(1), random_vectors(1, 4)),
