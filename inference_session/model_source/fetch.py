@@ -27,7 +27,8 @@ from inference_session.model_source.copy import Copy
 from inference_session.model_source.create import create_source, is_url, split_place
 from inference_session.model_source.inventory import Inventory
 from inference_session.platform.progress import Progress
-from inference_session.platform.user_cache import lock_file, user_cache_folder
+from inference_session.platform.staging import working_folder
+from inference_session.platform.user_cache import cache_folder, lock_file, make_private
 from inference_session.version_directory import manifest
 
 NUM_KEPT = 2
@@ -37,11 +38,17 @@ NUM_KEPT = 2
 _log = logging.getLogger(__name__)
 
 
-def cache_folder() -> Path:
-    """`HOTROW_CACHE_DIR`, else `hotrow` in the user's cache folder; there `sources`."""
-    if chosen := os.environ.get("HOTROW_CACHE_DIR"):
-        return Path(chosen) / "sources"
-    return user_cache_folder() / "sources"
+def _sources_folder() -> Path:
+    return cache_folder() / "sources"
+
+
+@contextmanager
+def folder_for_links(prefix: str) -> Iterator[Path]:
+    """Yield a new folder of the file system that copies are on, named by a prefix, and removed at the end; see
+    `working_folder`.
+    """
+    with working_folder(make_private(_sources_folder()), f"{prefix}-") as folder:
+        yield folder
 
 
 def fetch(place: str | Path, progress: Progress | None = None) -> Path:
@@ -97,7 +104,7 @@ def _is_whole(copy: Path) -> bool:
 
 
 def _folder_of(url: str) -> Path:
-    return cache_folder() / _hash(url)
+    return _sources_folder() / _hash(url)
 
 
 def _hash(text: str) -> str:

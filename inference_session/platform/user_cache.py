@@ -16,16 +16,22 @@ def user_cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hotrow"
 
 
+def cache_folder() -> Path:
+    """`HOTROW_CACHE_DIR`, else `hotrow` in the user's cache folder."""
+    chosen = os.environ.get("HOTROW_CACHE_DIR")
+    return Path(chosen) if chosen else user_cache_folder()
+
+
 def state_folder(repository: Path) -> Path:
-    """What processes that serve a model repository leave for each other: below `HOTROW_CACHE_DIR`, else the user's
-    cache folder. RuntimeError where neither is set and the user has no home.
+    """What processes that serve a model repository leave for each other, below `cache_folder()`.
+
+    RuntimeError where no variable names a folder, and the user has no home.
     """
     folder = repository.resolve()
-    chosen = os.environ.get("HOTROW_CACHE_DIR")
     # As bytes: Triton's Python processes cannot decode other characters than ASCII.
     readable = os.fsencode(folder.name).decode("ascii", errors="ignore")
     name = f"{readable}-{hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]}"
-    return (Path(chosen) if chosen else user_cache_folder()) / "state" / name
+    return cache_folder() / "state" / name
 
 
 def make_private(folder: Path) -> Path:

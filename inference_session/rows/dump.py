@@ -9,7 +9,6 @@ have no row. Keys that look-ups answer with a default vector are left out.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,12 +20,11 @@ from numpy.typing import NDArray
 from inference_session.errors import ConfigurationError
 from inference_session.model_source import Copy, create_source, is_url
 from inference_session.model_source.create import split_place
-from inference_session.model_source.fetch import cache_folder
+from inference_session.model_source.fetch import folder_for_links
 from inference_session.model_spec import KEY_FILE, VECTOR_FILE, ModelSpec
 from inference_session.platform.large_pages import open_for_writing
 from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_folder
-from inference_session.platform.user_cache import make_private
 from inference_session.rows.base import Rows
 
 _ROWS_PER_CHUNK = 1 << 16
@@ -80,8 +78,8 @@ def _written_locally(target: str | Path) -> Iterator[Path]:
         with stage_folder(Path(target).absolute()) as staging:
             yield staging
         return
-    with tempfile.TemporaryDirectory(dir=make_private(cache_folder()), prefix="dump-") as folder:
-        yield Path(folder)
+    with folder_for_links("dump") as folder:
+        yield folder
         with Copy(folder, target) as copy:
             copy.run()
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from inference_session.errors import ConfigurationError
 from inference_session.model_source import create_source, is_url
-from inference_session.model_source.fetch import cache_folder, fetch, link_tree
+from inference_session.model_source.fetch import fetch, folder_for_links, link_tree
 from inference_session.platform.progress import Progress
-from inference_session.platform.user_cache import make_private
 
 
 @contextmanager
@@ -30,12 +28,12 @@ def local_repository(place: str | Path, models: Sequence[str] = (), progress: Pr
         return
     url = str(place).rstrip("/")
     parts = _parts(url, models)
-    with tempfile.TemporaryDirectory(dir=make_private(cache_folder()), prefix="repository-") as folder:
+    with folder_for_links("repository") as folder:
         for part in parts:
-            target = Path(folder) / part
+            target = folder / part
             target.parent.mkdir(exist_ok=True)
             link_tree(fetch(f"{url}/{part}", progress), target)
-        yield Path(folder)
+        yield folder
 
 
 def _parts(url: str, models: Sequence[str]) -> list[str]:

@@ -30,7 +30,7 @@ from inference_session.importers.hugectr.remote_files import with_local_files
 from inference_session.model_spec import KEY_FILE, VECTOR_FILE
 from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_version
-from inference_session.platform.user_cache import lock_file, user_cache_folder
+from inference_session.platform.user_cache import cache_folder, lock_file
 from inference_session.version_directory import manifest, session_file
 from inference_session.version_directory.manifest import sha256_of
 
@@ -42,9 +42,7 @@ _SERVED = ".served"
 
 def default_cache_folder() -> Path:
     """`HOTROW_CACHE_DIR`, else `hotrow/imports` in the user's cache folder."""
-    if chosen := os.environ.get("HOTROW_CACHE_DIR"):
-        return Path(chosen)
-    return user_cache_folder() / "imports"
+    return cache_folder() if os.environ.get("HOTROW_CACHE_DIR") else cache_folder() / "imports"
 
 
 @contextmanager

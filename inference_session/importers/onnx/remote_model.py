@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import posixpath
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +14,8 @@ from inference_session.errors import ModelFormatError
 from inference_session.importers.onnx.wire import read_skeleton
 from inference_session.model_source import is_url
 from inference_session.model_source.create import split_place
-from inference_session.model_source.fetch import cache_folder, fetch, forget, link_tree
+from inference_session.model_source.fetch import fetch, folder_for_links, forget, link_tree
 from inference_session.platform.progress import Progress
-from inference_session.platform.user_cache import make_private
 
 
 @contextmanager
@@ -33,8 +30,7 @@ def local_model(place: str | Path, progress: Progress | None = None) -> Iterator
         yield Path(place)
         return
     folder, name = split_place(place)
-    together = Path(tempfile.mkdtemp(dir=make_private(cache_folder()), prefix="onnx-"))
-    try:
+    with folder_for_links("onnx") as together:
         model = together / name
         link_tree(fetch(place, progress), model)
         urls = [f"{folder.rstrip('/')}/{location}" for location in _external_files(model, str(place))]
@@ -43,8 +39,6 @@ def local_model(place: str | Path, progress: Progress | None = None) -> Iterator
             target.parent.mkdir(parents=True, exist_ok=True)
             link_tree(fetch(url, progress), target)
         yield model
-    finally:
-        shutil.rmtree(together)
     for url in (str(place), *urls):
         forget(url)
 
