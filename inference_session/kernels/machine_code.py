@@ -37,8 +37,6 @@ SHIPPED_FOLDER = "HOTROW_SHIPPED_KERNELS"
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _CHECKSUM_BYTES = 16
-_PATIENCE_S = 120.0
-"""For another process that compiles a function: it takes a few seconds as a rule, but may have been stopped."""
 _PAUSE_S = 0.05
 
 _log = logging.getLogger(__name__)
@@ -120,7 +118,10 @@ class _MachineCode(FunctionCache):
     """
 
     _impl_class = _Overloads
-    patience_s = _PATIENCE_S
+    patience_s = 120.0
+    """How long to wait for another process that compiles a function: it takes a few seconds as a rule, but may have
+    been stopped. 0 once one has taken longer: no other function is waited for then.
+    """
     _turn: int | None = None
     """The open file that is locked while this process compiles the function."""
 
@@ -163,7 +164,7 @@ class _MachineCode(FunctionCache):
             end = time.monotonic() + _MachineCode.patience_s
             while not _is_locked(self._turn):
                 if time.monotonic() >= end:
-                    _MachineCode.patience_s = 0.0  # nor is any other function waited for
+                    _MachineCode.patience_s = 0.0
                     break
                 time.sleep(_PAUSE_S)
 
