@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from inference_session.errors import ConfigurationError, UnavailableError
+from inference_session.platform.file_locks import try_lock
 
 MAX_VERSION = 2**63 - 1
 """The highest version number that Triton can read."""
@@ -139,7 +140,7 @@ def remove_abandoned(parent: Path, pattern: str, *, abandoned_s: float = 0.0) ->
         with suppress(OSError):  # of another user, not a folder, or gone
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                if time.time() - _last_change(folder) >= abandoned_s and _lock(handle):
+                if time.time() - _last_change(folder) >= abandoned_s and try_lock(handle):
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(handle)
@@ -192,7 +193,7 @@ def hold_folder(folder: Path) -> Iterator[None]:
     """
     handle = _opened_folder(folder)
     try:
-        if not _lock(handle) or not _is_same(folder, handle):
+        if not try_lock(handle) or not _is_same(folder, handle):
             raise _written_by_another(folder)
         yield
     finally:
@@ -212,14 +213,6 @@ def _opened_folder(folder: Path) -> int:
 
 def _written_by_another(folder: Path) -> UnavailableError:
     return UnavailableError(f"{folder}: another process is writing this version now")
-
-
-def _lock(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _is_same(folder: Path, handle: int) -> bool:

@@ -14,13 +14,11 @@ next build goes on from there. The same keys give the same file, byte for byte.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import mmap
 import os
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from numpy.typing import NDArray
 from inference_session.errors import ModelFormatError
 from inference_session.kernels.cpu.hash_index import BUCKET_BYTES, MAX_ROWS, count_keys, insert_rows
 from inference_session.model_spec import INDEX_FILE
+from inference_session.platform.file_locks import locked
 from inference_session.platform.large_pages import write_zeros
 from inference_session.platform.progress import Progress
 from inference_session.platform.staging import flush
@@ -145,7 +144,7 @@ def build_index(folder: Path, keys: NDArray[np.int64], progress: Progress | None
 
     The file's space is reserved beforehand: on a full disk this is an OSError, and the old index stays.
     """
-    with _locked(folder):
+    with locked(folder):
         return _write_index(folder, keys, progress).num_duplicates
 
 
@@ -167,7 +166,7 @@ def ensure_index(
             logging.WARNING if (folder / INDEX_FILE).exists() else logging.INFO, "building an index, because %s", error
         )
     try:
-        with _locked(folder):
+        with locked(folder):
             # Another process may have built it meanwhile, or the manifest be that of other keys. The keys decide.
             with contextlib.suppress(ModelFormatError):
                 return open_index(folder, keys, verify=verify)
@@ -304,14 +303,3 @@ def _create_file(path: Path, size: int) -> NDArray[np.uint8]:
     write_zeros(path, size)
     with path.open("r+b") as file:
         return np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time build in a folder; the lock ends with the process, however that ends."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -10,7 +10,6 @@ The files are in the folder of `hotrow serve`. If the server was started another
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from inference_session.platform import file_locks
 from triton_backend.backend.heartbeat import FOLDER_VARIABLE
 
 NUM_KEPT = 3
@@ -62,12 +62,8 @@ def folder() -> Path | None:
 def locked(records: Path) -> Iterator[None]:
     """Make and delete metrics while no other process does."""
     records.mkdir(exist_ok=True)
-    handle = os.open(records / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+    with file_locks.locked(records):
         yield
-    finally:
-        os.close(handle)
 
 
 def write(records: Path, model: str, version: str, metrics: Sequence[MetricKey]) -> None:

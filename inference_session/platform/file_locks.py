@@ -1,0 +1,29 @@
+"""Locks on files and folders, between processes. They end with the process, however that ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Lock a file or folder that exists, after all processes that have locked it before."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def try_lock(handle: int) -> bool:
+    """Lock an open file or folder until it is closed, unless another process has locked it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
