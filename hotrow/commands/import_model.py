@@ -235,7 +235,7 @@ def from_torch(program: Path, checkpoint: str | None, name: str, repository: Pat
       hotrow import torch ctr.pt2 --checkpoint hdfs://namenode/ckpt/ctr/10000 --name ctr --repository model_repository
     """
     try:
-        from hotrow.training.program import import_program
+        from hotrow.training.onnx_export.program import import_program
     except ModuleNotFoundError as missing:
         raise ConfigurationError(
             f"import torch needs the package `{missing.name}`: pip install 'hotrow[torch]'"

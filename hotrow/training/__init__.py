@@ -5,7 +5,13 @@
     version = training.export(model, example=batch, inputs=training.padded(max_len=20), outputs=["click"],
                               repository="model_repository", name="ctr")
 
-`export` writes a version directory. hotrow trains nothing itself; nothing else in hotrow imports this package.
+    onnx_export/       `export`: a live model, or a torch.export program, becomes a version directory
+    row_updates/       `UpdatePublisher`: rows that training changes go to the servers while it trains
+    checkpoints/       `Checkpoint`: what training needs to go on
+    hash_embeddings/   `HashEmbedding`: embeddings of any keys, which grow as they learn
+    hugectr/           HugeCTR's Python API, trained on PyTorch; hugectr2onnx/ is that of its converter
+
+The rest is shared by these. Commands import this package only where they need it: torch takes seconds to load.
 """
 
 from __future__ import annotations
@@ -16,31 +22,31 @@ from typing import TYPE_CHECKING, Any
 from inference_session.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from hotrow.training.checkpoint import Checkpoint
-    from hotrow.training.export import export
-    from hotrow.training.hash_embedding import HashEmbedding, HashEmbeddingBag
-    from hotrow.training.hash_rows import Rows
-    from hotrow.training.inputs import Lengths, Padded, lengths, padded
+    from hotrow.training.checkpoints.checkpoint import Checkpoint
+    from hotrow.training.hash_embeddings.embedding import HashEmbedding, HashEmbeddingBag
+    from hotrow.training.hash_embeddings.optimizers import SGD, Adagrad, Adam, RowOptimizer
+    from hotrow.training.hash_embeddings.rows import Rows
     from hotrow.training.keras_callback import KerasCallback
-    from hotrow.training.row_optimizers import SGD, Adagrad, Adam, RowOptimizer
-    from hotrow.training.updates import UpdatePublisher
+    from hotrow.training.onnx_export.export import export
+    from hotrow.training.onnx_export.inputs import Lengths, Padded, lengths, padded
+    from hotrow.training.row_updates.publisher import UpdatePublisher
 
 _PLACES = {
-    "Adagrad": "row_optimizers",
-    "Adam": "row_optimizers",
-    "Checkpoint": "checkpoint",
-    "export": "export",
-    "HashEmbedding": "hash_embedding",
-    "HashEmbeddingBag": "hash_embedding",
-    "RowOptimizer": "row_optimizers",
-    "Rows": "hash_rows",
-    "SGD": "row_optimizers",
-    "padded": "inputs",
-    "lengths": "inputs",
-    "Padded": "inputs",
-    "Lengths": "inputs",
+    "Adagrad": "hash_embeddings.optimizers",
+    "Adam": "hash_embeddings.optimizers",
+    "Checkpoint": "checkpoints.checkpoint",
+    "export": "onnx_export.export",
+    "HashEmbedding": "hash_embeddings.embedding",
+    "HashEmbeddingBag": "hash_embeddings.embedding",
+    "RowOptimizer": "hash_embeddings.optimizers",
+    "Rows": "hash_embeddings.rows",
+    "SGD": "hash_embeddings.optimizers",
+    "padded": "onnx_export.inputs",
+    "lengths": "onnx_export.inputs",
+    "Padded": "onnx_export.inputs",
+    "Lengths": "onnx_export.inputs",
     "KerasCallback": "keras_callback",
-    "UpdatePublisher": "updates",
+    "UpdatePublisher": "row_updates.publisher",
 }
 """The module of each public name, loaded when the name is first used."""
 
@@ -81,7 +87,7 @@ def __getattr__(name: str) -> Any:
         raise ConfigurationError(
             f"training.{name} needs the package `{missing.name}`: {_PACKAGES[missing.name.partition('.')[0]]}"
         ) from missing
-    globals()[name] = value  # also where a submodule of the same name was just loaded
+    globals()[name] = value
     return value
 
 

@@ -15,7 +15,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
-from hotrow.training.outbox import Changes, Outbox
+from hotrow.training.row_updates.outbox import Changes, Outbox
 from inference_session.errors import ConfigurationError, UnsupportedModelError
 from inference_session.importers.onnx import import_onnx
 from inference_session.model_source import local_folder

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hotrow.training import peer_memory
-from hotrow.training.key_index import Distinct, requested, requests_by_owner
+from hotrow.training.hash_embeddings import peer_memory
+from hotrow.training.hash_embeddings.key_index import Distinct, requested, requests_by_owner
 
 
 def install(folder: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hotrow.training.key_index import owners
+from hotrow.training.hash_embeddings.key_index import owners
 from inference_session.errors import ConfigurationError
 
 _ROWS_AT_ONCE = 1 << 20

@@ -387,7 +387,7 @@ extern "C" __global__ void join(const i64* rows, i64 n, const u32* place_of_row,
   for (i64 d = 4 * threadIdx.x; d < dim; d += 4 * blockDim.x) add_four(sum + d, *(const float4*)(added + d));
 }
 
-// Optimizers, element by element; hotrow/training/row_optimizers.py has their formulas. Row 0 belongs to no key.
+// Optimizers, element by element; hash_embeddings/optimizers.py has their formulas. Row 0 belongs to no key.
 
 struct Settings {
   float rate, first, second, fresh, eps;  // of Adam: 1 - beta1, beta2, 1 - beta2, which float32 cannot subtract exactly

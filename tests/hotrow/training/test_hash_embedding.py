@@ -18,9 +18,8 @@ from torch import autograd, nn  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
 from hotrow import training  # noqa: E402
-from hotrow.training import hash_table  # noqa: E402
-from hotrow.training.hash_rows import INITIAL_ROWS, HashRows  # noqa: E402
-from hotrow.training.key_index import (  # noqa: E402
+from hotrow.training.hash_embeddings import table as hash_table  # noqa: E402
+from hotrow.training.hash_embeddings.key_index import (  # noqa: E402
     HEADER,
     DeviceIndex,
     HashIndex,
@@ -31,6 +30,7 @@ from hotrow.training.key_index import (  # noqa: E402
     requested,
     requests_by_owner,
 )
+from hotrow.training.hash_embeddings.rows import INITIAL_ROWS, HashRows  # noqa: E402
 from hotrow.training.row_access import gather  # noqa: E402
 from inference_session.errors import ConfigurationError  # noqa: E402
 

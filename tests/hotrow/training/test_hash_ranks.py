@@ -15,7 +15,7 @@ from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from hotrow import training  # noqa: E402
-from hotrow.training import peer_memory  # noqa: E402
+from hotrow.training.hash_embeddings import peer_memory  # noqa: E402
 from hotrow.training.kernels import device_rows  # noqa: E402
 from tests.testing import peer_files  # noqa: E402
 from tests.testing import training_jobs as jobs  # noqa: E402

@@ -18,7 +18,7 @@ from torch import nn  # noqa: E402
 
 from hotrow import training  # noqa: E402
 from hotrow.command_line import cli  # noqa: E402
-from hotrow.training.program import import_program  # noqa: E402
+from hotrow.training.onnx_export.program import import_program  # noqa: E402
 from inference_session import InferenceSession  # noqa: E402
 from inference_session.errors import ConfigurationError, ModelFormatError, UnsupportedModelError  # noqa: E402
 from tests.testing import training_models as models  # noqa: E402

@@ -14,7 +14,7 @@ from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from hotrow import training  # noqa: E402
-from hotrow.training.outbox import Changes, merge  # noqa: E402
+from hotrow.training.row_updates.outbox import Changes, merge  # noqa: E402
 from inference_session import InferenceSession  # noqa: E402
 from inference_session.errors import ConfigurationError, SessionClosedError, UnavailableError  # noqa: E402
 from inference_session.update_stream.announcements import Announcements  # noqa: E402

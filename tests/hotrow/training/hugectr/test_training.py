@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from hotrow.training import hugectr
+from hotrow.training.hash_embeddings.key_index import SortedIndex, create_index
 from hotrow.training.hugectr import (
     DataReaderType_t,
     DenseLayer,
@@ -36,7 +37,6 @@ from hotrow.training.hugectr.metrics import Metrics, auc
 from hotrow.training.hugectr.optimizers import dense_rule
 from hotrow.training.hugectr.processes import Processes
 from hotrow.training.hugectr.readers.block import Bags, Block
-from hotrow.training.key_index import SortedIndex, create_index
 from hotrow.training.row_access import add_up
 from inference_session.errors import ConfigurationError, ModelFormatError, UnsupportedModelError
 from tests.testing.hugectr_training_samples import SAMPLES, Sample, binary, layer, losses, make_data, make_model

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hotrow.training.hash_embeddings.key_exchange import MessageExchange
+from hotrow.training.hash_embeddings.key_index import number_by_owner
 from hotrow.training.kernels import device_rows
-from hotrow.training.key_exchange import MessageExchange
-from hotrow.training.key_index import number_by_owner
 from hotrow.training.ranks import Ranks
 
 _ALIGNMENT = 64

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from hotrow.training.hash_arguments import (
+from hotrow.training.hash_embeddings.arguments import (
     MAX_UINT32,
     check_of_torch,
     initial_rows,
@@ -26,14 +26,21 @@ from hotrow.training.hash_arguments import (
     row_optimizer,
     whole,
 )
-from hotrow.training.hash_look_up import LookupResult
-from hotrow.training.hash_rows import HashRows, Rows
-from hotrow.training.key_exchange import KeyExchange, MessageExchange
-from hotrow.training.key_index import HEADER, awaited_most, distinct, distinct_by_owner, message_size_for, owners
-from hotrow.training.peer_memory import PeerExchange, peer_memory
+from hotrow.training.hash_embeddings.key_exchange import KeyExchange, MessageExchange
+from hotrow.training.hash_embeddings.key_index import (
+    HEADER,
+    awaited_most,
+    distinct,
+    distinct_by_owner,
+    message_size_for,
+    owners,
+)
+from hotrow.training.hash_embeddings.look_up import LookupResult
+from hotrow.training.hash_embeddings.optimizers import SGD, RowOptimizer
+from hotrow.training.hash_embeddings.peer_memory import PeerExchange, peer_memory
+from hotrow.training.hash_embeddings.rows import HashRows, Rows
 from hotrow.training.ranks import place_in_group
 from hotrow.training.row_access import gather
-from hotrow.training.row_optimizers import SGD, RowOptimizer
 from inference_session.errors import ConfigurationError
 
 _OPTIMIZER = "optimizer."

@@ -18,10 +18,17 @@ from numpy.typing import NDArray
 from onnx import ModelProto
 from torch import Tensor, nn
 
-from hotrow.training.assembly import assemble, folder_of
-from hotrow.training.cutting import Cut, find_cuts
-from hotrow.training.dense_network import ExportedTable, first_lines, flat_outputs, table_names, trace, unwrapped
-from hotrow.training.inputs import Form, ServedInputs
+from hotrow.training.onnx_export.assembly import assemble, folder_of
+from hotrow.training.onnx_export.cutting import Cut, find_cuts
+from hotrow.training.onnx_export.dense_network import (
+    ExportedTable,
+    first_lines,
+    flat_outputs,
+    table_names,
+    trace,
+    unwrapped,
+)
+from hotrow.training.onnx_export.inputs import Form, ServedInputs
 from hotrow.training.ranks import Ranks
 from hotrow.training.state import exporting
 from hotrow.training.tables import FileWriter, Table, as_vectors, create_file, write_table

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hotrow.training.hash_arguments import one_of
-from hotrow.training.hash_look_up import Bags, Pooled, Vectors
-from hotrow.training.hash_table import HashTable, eagerly
+from hotrow.training.hash_embeddings.arguments import one_of
+from hotrow.training.hash_embeddings.look_up import Bags, Pooled, Vectors
+from hotrow.training.hash_embeddings.table import HashTable, eagerly
 from inference_session.errors import ConfigurationError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from onnx import ModelProto
 
-from hotrow.training.dense_network import ExportedTable
+from hotrow.training.onnx_export.dense_network import ExportedTable
 from inference_session.errors import UnsupportedModelError
 from inference_session.importers.onnx import TablePlace, import_staged
 from inference_session.importers.onnx.carve import CONSTANT_KEYS_ONLY

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotrow.training.kernels import device_rows
-from hotrow.training.key_index import (
+from hotrow.training.hash_embeddings.key_index import (
     DeviceIndex,
     add_some,
     create_index,
@@ -20,8 +19,9 @@ from hotrow.training.key_index import (
     most_requested,
     requested,
 )
+from hotrow.training.hash_embeddings.optimizers import RowOptimizer, kernel_of
+from hotrow.training.kernels import device_rows
 from hotrow.training.row_access import add_up, gather, scatter
-from hotrow.training.row_optimizers import RowOptimizer, kernel_of
 
 INITIAL_ROWS = 4096
 """Vectors that an initializer fills. Each element of a new row is that of the same column in one of them."""

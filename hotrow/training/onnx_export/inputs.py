@@ -227,7 +227,7 @@ def _take_apart(value: Any, name: str, found: _FoundInputs) -> Rebuild:
 
 
 def _take_features(features: Any, found: _FoundInputs) -> Rebuild:
-    from hotrow.training.served_features import ServedFeatures
+    from hotrow.training.onnx_export.served_features import ServedFeatures
 
     if features.variable_stride_per_key():
         raise ConfigurationError(

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hotrow.training.collisions import check_supported, known_ids, num_shards, preprocess, shards_of
-from hotrow.training.hash_embedding import HashEmbedding, HashEmbeddingBag
-from hotrow.training.hash_table import HashTable
+from hotrow.training.hash_embeddings.embedding import HashEmbedding, HashEmbeddingBag
+from hotrow.training.hash_embeddings.table import HashTable
+from hotrow.training.onnx_export.collisions import check_supported, known_ids, num_shards, preprocess, shards_of
 from hotrow.training.tables import KnownKeys, Table, local_shards
 from inference_session.errors import UnsupportedModelError
 
@@ -375,7 +375,7 @@ class CollectionStandIn(nn.Module):
         return KeyedTensor(keys=order, length_per_key=widths, values=torch.cat([pooled[n] for n in order], dim=1))
 
     def _pooled(self, lists: Any, config: Any, table: Table) -> Tensor:
-        from hotrow.training.served_features import ServedMatrix
+        from hotrow.training.onnx_export.served_features import ServedMatrix
 
         means = config.pooling.name == "MEAN"
         if isinstance(lists, ServedMatrix) and (not table.has_keys or table.shards_of is not None):
@@ -394,7 +394,7 @@ class CollectionStandIn(nn.Module):
         return pooled / counts.clamp(min=1)[:, None] if means else pooled
 
     def _vectors(self, lists: Any, table: Table) -> Any:
-        from hotrow.training.served_features import ServedLists, ServedMatrix
+        from hotrow.training.onnx_export.served_features import ServedLists, ServedMatrix
 
         if isinstance(lists, ServedMatrix) and not table.has_keys:
             keys = torch.where(lists.present, lists.matrix, 0)

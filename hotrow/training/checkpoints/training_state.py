@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hotrow.training.dense_network import unwrapped
-from hotrow.training.hash_table import HashTable, without_rows
+from hotrow.training.hash_embeddings.table import HashTable, without_rows
+from hotrow.training.onnx_export.dense_network import unwrapped
 from hotrow.training.ranks import Ranks
 from inference_session.errors import ConfigurationError, UnsupportedModelError
 

@@ -21,9 +21,9 @@ import torch
 from onnx import ModelProto
 from torch import Tensor
 
-from hotrow.training.assembly import assemble
-from hotrow.training.checkpoint_files import CheckpointReader
-from hotrow.training.dense_network import ExportedTable, external_tensor, first_lines, forget_sources, quiet
+from hotrow.training.checkpoints.files import CheckpointReader
+from hotrow.training.onnx_export.assembly import assemble
+from hotrow.training.onnx_export.dense_network import ExportedTable, external_tensor, first_lines, forget_sources, quiet
 from hotrow.training.tables import Shard, Table, create_file, write_table
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError
 from inference_session.importers.report import ImportReport

@@ -15,8 +15,8 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hotrow.training.cutting import Cut
-from hotrow.training.inputs import (
+from hotrow.training.onnx_export.cutting import Cut
+from hotrow.training.onnx_export.inputs import (
     DenseInput,
     Form,
     JaggedInput,
@@ -142,7 +142,7 @@ def _served(inputs: ServedInputs, arrays: Mapping[str, Tensor]) -> dict[str, Any
 
 
 def _jagged(item: JaggedInput, form: Form, arrays: Mapping[str, Tensor]) -> Any:
-    from hotrow.training.served_features import ServedLists, ServedMatrix
+    from hotrow.training.onnx_export.served_features import ServedLists, ServedMatrix
 
     weights = None if item.weights is None else arrays[weights_of(item.name)]
     if isinstance(form, Lengths):

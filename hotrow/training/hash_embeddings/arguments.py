@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotrow.training.hash_rows import INITIAL_ROWS
-from hotrow.training.row_optimizers import Adagrad, RowOptimizer
+from hotrow.training.hash_embeddings.optimizers import Adagrad, RowOptimizer
+from hotrow.training.hash_embeddings.rows import INITIAL_ROWS
 from inference_session.errors import ConfigurationError
 
 _KEY_TYPES = {"int64": torch.int64, "uint32": torch.uint32}

@@ -11,14 +11,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hotrow.training.cutting import find_cuts
-from hotrow.training.dense_network import unwrapped
-from hotrow.training.outbox import Changes, Outbox, OutboxStats
-from hotrow.training.published import published_keys
+from hotrow.training.onnx_export.cutting import find_cuts
+from hotrow.training.onnx_export.dense_network import unwrapped
 from hotrow.training.ranks import Ranks
+from hotrow.training.row_updates.outbox import Changes, Outbox, OutboxStats
+from hotrow.training.row_updates.published import published_keys
+from hotrow.training.row_updates.touched_rows import TouchedRows, Watch
 from hotrow.training.state import RestoredState, note_publisher, take_restored
 from hotrow.training.tables import Shard, Table
-from hotrow.training.touched_rows import TouchedRows, Watch
 from inference_session.errors import ConfigurationError, SessionClosedError
 from inference_session.model_spec import folder_names
 from inference_session.platform.staging import MAX_VERSION

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import Tensor
 
-from hotrow.training.key_index import requests_by_owner
+from hotrow.training.hash_embeddings.key_index import requests_by_owner
 from hotrow.training.row_access import gather
 
 

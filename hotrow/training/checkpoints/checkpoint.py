@@ -22,10 +22,10 @@ from torch import nn
 from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
-from hotrow.training.checkpoint_files import METADATA_FILE, CheckpointReader
+from hotrow.training.checkpoints.files import METADATA_FILE, CheckpointReader
+from hotrow.training.checkpoints.training_state import TrainingState
 from hotrow.training.ranks import Ranks
 from hotrow.training.state import RestoredState, note_restored, publisher_of
-from hotrow.training.training_state import TrainingState
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError
 from inference_session.model_source import Copy, create_source, is_url
 from inference_session.model_source.base import ModelSource

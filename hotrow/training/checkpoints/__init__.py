@@ -1,0 +1,1 @@
+"""What training needs to go on, saved and brought back."""

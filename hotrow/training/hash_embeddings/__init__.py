@@ -1,0 +1,1 @@
+"""Embeddings of any keys, without a vocabulary, that grow as they learn."""

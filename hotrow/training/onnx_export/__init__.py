@@ -1,0 +1,1 @@
+"""A live model, or a torch.export program, becomes a version directory."""

@@ -1,0 +1,1 @@
+"""Rows that training changes, sent to the servers while it trains."""
