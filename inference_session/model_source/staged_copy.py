@@ -12,6 +12,7 @@ from typing import Any
 
 from inference_session.model_source.base import Entry, ModelSource
 from inference_session.model_source.inventory import Inventory
+from inference_session.platform.json_records import own_fields
 
 
 class StagedCopy:
@@ -91,13 +92,9 @@ class StagedCopy:
     def _read_journal(self, source: str) -> dict[str, Any] | None:
         """The states of the files that an earlier run copied from this source; None where there was none."""
         entry = self.place.stat(self._journal)
-        try:
-            journal = json.loads(self.place.read(entry.path, 0, entry.num_bytes)) if entry else None
-        except ValueError:  # the earlier run was killed while writing
-            return None
-        if isinstance(journal, dict) and journal.get("source") == source:
-            return dict(journal["files"])
-        return None
+        # An earlier run may have been killed while it wrote this.
+        journal = own_fields(self.place.read(entry.path, 0, entry.num_bytes) if entry else None)
+        return journal.get("files") if journal.get("source") == source else None
 
     def _write_journal(self, source: str, states: dict[str, Any]) -> None:
         text = json.dumps({"source": source, "files": states}).encode()

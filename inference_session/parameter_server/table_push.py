@@ -7,7 +7,6 @@ the note changes during a push, the store has rows of another push as well, or h
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from inference_session.errors import StoreError
 from inference_session.model_spec import TABLES_FOLDER, TableSpec
 from inference_session.parameter_server.base import ERASED_SUFFIX, EmbeddingStore
 from inference_session.parameter_server.table_source import noted_source, push_note, source_of
+from inference_session.platform.json_records import own_fields
 from inference_session.platform.progress import Progress
 from inference_session.tables.table_file import TableFile
 from inference_session.version_directory.manifest import read_manifest
@@ -124,12 +124,9 @@ class TablePush:
             )
 
     def _rows_done(self) -> int:
-        try:
-            note = json.loads(self._store.note(self.spec.folder) or "{}")
-            rows = int(note["rows"]) if note.get("source") == self.source else 0
-        except (ValueError, KeyError, TypeError, AttributeError):  # not our note: no push to resume
-            return 0
-        return rows if 0 < rows < self.spec.num_rows else 0
+        note = own_fields(self._store.note(self.spec.folder))
+        rows = note.get("rows") if note.get("source") == self.source else None
+        return rows if type(rows) is int and 0 < rows < self.spec.num_rows else 0
 
     def _note(self, num_rows: int) -> None:
         if self._noted is not None:

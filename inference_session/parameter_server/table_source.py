@@ -15,6 +15,7 @@ from itertools import islice
 from inference_session.errors import ConfigurationError, HotrowError, StoreError
 from inference_session.model_spec import TABLES_FOLDER, TableSpec
 from inference_session.parameter_server.base import EmbeddingStore
+from inference_session.platform.json_records import own_fields
 from inference_session.version_directory import manifest
 from inference_session.version_directory.version import VersionDirectory
 
@@ -77,8 +78,5 @@ class TableSources:
 
 def noted_source(store: EmbeddingStore, table: TableSpec) -> str | None:
     """The files that a table was filled from; None where that is not known."""
-    try:
-        noted = json.loads(store.note(table.folder) or "{}").get("source")
-    except (ValueError, AttributeError):  # not our note
-        return None
+    noted = own_fields(store.note(table.folder)).get("source")
     return noted if isinstance(noted, str) else None

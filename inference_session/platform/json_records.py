@@ -34,6 +34,15 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("values are nested too deeply") from error
 
 
+def own_fields(text: str | bytes | None) -> dict[str, Any]:
+    """The fields of a JSON object that hotrow has written for itself; {} where the text is something else."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def read_record(kind: Callable[..., Record], value: object, place: str = "") -> Record:
     """A dataclass from a parsed JSON object; `place` is where the object stands in its document, empty for the top.
 

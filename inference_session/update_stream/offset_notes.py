@@ -13,12 +13,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from inference_session.platform.json_records import own_fields
 from inference_session.update_stream.positions import AppliedPosition, LastMessage, Partition
 
 
 def read_applied(note: str | None, topic: str) -> dict[int, AppliedPosition]:
     """How far a note says that each partition of a topic is applied; {} if it says nothing."""
-    parsed = _parse(note)
+    parsed = own_fields(note)
     offsets, identities = (_dict(_dict(parsed.get(name)).get(topic)) for name in ("offsets", "topics"))
     return {
         int(name): _applied(offset, _dict(identities.get(name)))
@@ -29,19 +30,19 @@ def read_applied(note: str | None, topic: str) -> dict[int, AppliedPosition]:
 
 def is_of_a_push(note: str | None) -> bool:
     """Whether a push has written the note since updates were noted in it, so that the table's rows are the push's."""
-    return not {"offsets", "topics"} & _parse(note).keys()
+    return not {"offsets", "topics"} & own_fields(note).keys()
 
 
 def is_push_unfinished(note: str | None) -> bool:
     """Whether a push is running or was interrupted: the rest of it will overwrite what updates write now."""
-    parsed = _parse(note)
+    parsed = own_fields(note)
     rows, of = parsed.get("rows"), parsed.get("of")
     return isinstance(rows, int) and isinstance(of, int) and rows < of
 
 
 def with_applied(note: str | None, applied: Mapping[Partition, AppliedPosition | None]) -> str:
     """The note, changed to say how far these partitions are applied (None: nothing is)."""
-    parsed = _parse(note)
+    parsed = own_fields(note)
     offsets, identities = ({**_dict(parsed.get(name))} for name in ("offsets", "topics"))
     for (topic, partition), one in applied.items():
         name = str(partition)
@@ -69,11 +70,3 @@ def _is_offset(value: object) -> bool:
 
 def _dict(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _parse(note: str | None) -> dict[str, Any]:
-    """{} where the note is not ours."""
-    try:
-        return _dict(json.loads(note or "{}"))
-    except (ValueError, RecursionError):
-        return {}

@@ -14,6 +14,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from inference_session.platform.json_records import own_fields
 from inference_session.platform.state_file import read_state, write_state
 
 MAX_FILES = 4096
@@ -45,9 +46,7 @@ class VerifiedFiles:
     def __init__(self, path: Path) -> None:
         """`path`: the file that keeps them; nothing is known where it does not exist, or is damaged."""
         self._path = path
-        self._checksums: dict[str, str] = {}
-        with suppress(ValueError, TypeError):  # an undamaged file with other content
-            self._checksums.update(json.loads(read_state(self._path) or b"{}"))
+        self._checksums: dict[str, str] = own_fields(read_state(self._path))
         self._has_changed = False
 
     @property

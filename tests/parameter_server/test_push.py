@@ -219,7 +219,19 @@ def test_a_store_that_is_emptied_during_a_push_is_an_error(version_dir: Path, mo
     assert push.verify() == NUM_ROWS
 
 
-@pytest.mark.parametrize("note", ["", "{}", "[]", "null", "}", '{"rows": 5}', '{"source": "other", "rows": 5}'])
+@pytest.mark.parametrize(
+    "note",
+    [
+        "",
+        "{}",
+        "[]",
+        "null",
+        "}",
+        '{"rows": 5}',
+        '{"source": "other", "rows": 5}',
+        pytest.param("[" * 100_000, id="nested"),
+    ],
+)
 def test_a_note_of_other_files_is_no_reason_to_skip_rows(version_dir: Path, note: str) -> None:
     """Only a push of exactly the same files is continued."""
     memory = MemoryStore(DIMS)
