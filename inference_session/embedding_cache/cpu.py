@@ -1,6 +1,6 @@
 """CpuEmbeddingCache: rows in host memory, read by the look-up kernel without a lock while others write.
 
-A look-up enters a set (`Readers`) while it runs. A writer never changes a row that the index leads to. It retires the
+A look-up enters a set (`Readers`) while it runs. A writer never changes a row that the index points to. It retires the
 row and writes to a free one (kernels/cpu/cache.py). When it has used up the free rows, it waits until the look-ups that
 were running have ended. So a look-up never waits for a writer, and a writer waits for one look-up at most.
 """

@@ -91,7 +91,7 @@ class FreshPlan(ExecutionPlan):
         return Lookup(segments, num_keys, self._device.counts(len(segments)), self._prepared_lookup)
 
     def _take_vectors(self) -> tuple[NDArray[np.void], Vectors]:
-        """Allocate memory for the vectors; returns segments that lead there, and its arrays by the network's inputs."""
+        """Allocate memory for the vectors; returns segments that point there, and its arrays by network input."""
         geometry, dtypes = self._geometry, [each.dtype for each in self._lookups.vector_inputs]
         arrays = [self._device.empty(*each) for each in zip(geometry.shapes, dtypes, strict=True)]
         segments = geometry.segments.copy()
@@ -228,7 +228,7 @@ class RaggedPlan(BoundPlan):
         Args:
             device: of the rows.
             plan: stages the keys.
-            lookup: its segments lead to the vectors that the network reads.
+            lookup: its segments point to the vectors that the network reads.
             network: the bound network.
             copies: see JoinedBatch.
             staged: the memory of the inputs that the network reads.

@@ -38,7 +38,7 @@ class StagedBatch:
     """Launches or answers the look-up, and copies what only the network reads, if `fill` has not."""
     run: BoundRun
     counts: NDArray[np.int64]
-    """The number of samples of each request. The next batch overwrites it, and what the look-up leads to."""
+    """The number of samples of each request. The next batch overwrites it, and what the look-up points to."""
     num_samples: int
     """The samples of all requests."""
     num_contexts: int

@@ -47,7 +47,7 @@ class _Files(IndexDataCacheFile):
 
     Numba numbers these files one after the other. Two processes that compile a function for different types at once
     would give both the same number, and a third would then run the machine code of the wrong types. Here the number
-    follows from the signature, and the file is there before the index leads to it.
+    follows from the signature, and the file is there before the index points to it.
 
     Numba would also run machine code with a changed bit. Here each file ends with its checksum, which unpickling does
     not read.

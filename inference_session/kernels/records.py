@@ -93,7 +93,7 @@ class PreparedLookup(Protocol):
 
 @dataclass(slots=True)
 class Lookup:
-    """One look-up in all tables of a model. The code that fills it keeps alive what its segments lead to."""
+    """One look-up in all tables of a model. The code that fills it keeps alive what its segments point to."""
 
     segments: NDArray[np.void]
     """SEGMENT records."""
@@ -110,7 +110,7 @@ class Lookup:
     places: tuple[int, int, int, int, int] | None = None
     """What `find_places` returns, where the arrays stay for many look-ups; None: they do not."""
     copied_keys: NDArray[np.int64] | None = None
-    """Kept alive here: keys that segments lead to, and that had to be copied."""
+    """Kept alive here: keys that segments point to, and that had to be copied."""
 
     def find_places(self) -> tuple[int, int, int, int, int]:
         """Where the arrays are, for compiled code: addresses of segments, num_keys and num_unknown, bytes from one of

@@ -77,7 +77,7 @@ class ModelSource(ABC):
         return nullcontext()
 
     def close(self) -> None:  # noqa: B027
-        """Give up connections. May be called more than once."""
+        """Close connections. May be called more than once."""
 
     def __enter__(self: Source) -> Source:
         return self

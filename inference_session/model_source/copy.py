@@ -98,7 +98,7 @@ class Copy:
         raise UnavailableError(f"{self._origin.name_of('')}: its files changed while they were copied")
 
     def close(self) -> None:
-        """Give up connections."""
+        """Close connections."""
         self._origin.close()
         self._place.close()
 

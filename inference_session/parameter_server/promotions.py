@@ -125,7 +125,7 @@ class PendingPromotions:
         self._queue.join()
 
     def discard(self) -> None:
-        """Give up all that wait."""
+        """Drop all that wait."""
         while promotions := self.take():
             self.finish(len(promotions))
 

@@ -1,7 +1,7 @@
-"""Open files that processes of one user pass to each other by a name, so that what they lead to exists once.
+"""Open files that processes of one user pass to each other by a name, so that what they point to exists once.
 
 Who comes first makes the files, while others wait. Each process that has them passes them to those that come later:
-what they lead to lives until the last process has closed them, also if the one that made it has died.
+what they point to lives until the last process has closed them, also if the one that made it has died.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ class CudaTables(DeviceTables):
         self._close_shared()
 
     def _describe(self, files: Sequence[TableFile]) -> NDArray[np.void]:
-        """GPU_TABLE records; the default vectors that they lead to are on the device."""
+        """GPU_TABLE records; the default vectors that they point to are on the device."""
         dims = np.array([file.spec.embedding_dim for file in files], np.int64)
         begins = np.cumsum(-(-dims // 4) * 4) - -(-dims // 4) * 4
         self._defaults = cupy.zeros(int(begins[-1] + dims[-1]) if len(dims) else 0, np.float32)

@@ -47,6 +47,6 @@ class RowNumbers:
         num_copies = np.empty(len(lookup.segments), np.int64)
         num_keys = count_copies(lookup.segments, self._num_rows, num_copies)
         if num_keys:
-            lookup.segments = lookup.segments.copy()  # those of the plan lead to other requests' keys as well
+            lookup.segments = lookup.segments.copy()  # those of the plan point to other requests' keys as well
             lookup.copied_keys = np.empty(num_keys, np.int64)
             copy_from_start(lookup.segments, self._num_rows, num_copies, lookup.copied_keys)

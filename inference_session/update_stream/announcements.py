@@ -81,7 +81,7 @@ class Announcements:
         return found.version
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connections."""
         self._consumer.close()
 
     def __enter__(self) -> Announcements:

@@ -57,7 +57,7 @@ class OutputTensors:
         self._elements = _elements()
         self._max_bytes = _MAX_BYTES if knows_numpy() else _ANY_SIZE
         self._all_records: list[NDArray[np.void]] = []
-        """Kept for good: tensors that were sent and not destroyed yet may still lead to any of them."""
+        """Kept for good: tensors that were sent and not destroyed yet may still point to any of them."""
         self._values = np.empty(_VALUE_BYTES, np.uint8)
         self._answer: JoinedAnswer | None = None
         """The last one that had no room there."""
@@ -90,7 +90,7 @@ class OutputTensors:
         arguments = Arguments(_ARRAY_TYPE, self._max_bytes, self._elements, records, self._values)
         describe = arguments.bound_to(of_ints(describe_rows))
         self._all_records.append(records)
-        # Both of them together: after a MemoryError, capsules still lead to the records that are written.
+        # Both of them together: after a MemoryError, capsules still point to the records that are written.
         self._describe, self._capsules = describe, capsules
 
 

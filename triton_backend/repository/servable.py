@@ -20,7 +20,7 @@ IN_PLACE_BACKENDS = frozenset({"hugectr", "hps"})
 VIEW_FOLDER = "adapted"
 """Name of the folder of links that Triton sees in place of a repository (view.py)."""
 SOURCE_LINK = ".source"
-"""In a model folder of the view: leads to the user's own."""
+"""In a model folder of the view: points to the user's own."""
 PS_VARIABLE = "HOTROW_PS_CONFIG"
 """Environment variable that names ps.json."""
 _PS_FLAG = re.compile(r"^--backend-config[=\n](hugectr|hps),ps=(.+)$", re.MULTILINE)

@@ -1,6 +1,6 @@
 """Vectors of a table by their rows: read, written, added up.
 
-Tables and vectors are contiguous arrays. Not their addresses: a caller could free what these lead to.
+Tables and vectors are contiguous arrays. Not their addresses: a caller could free what these point to.
 """
 
 from __future__ import annotations

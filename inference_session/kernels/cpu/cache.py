@@ -7,7 +7,7 @@ Every row is in one of four lists, doubly linked by row number:
     SMALL     cached, and not hit often enough to stay
     MAIN      cached, and meant to stay
 
-A row that the index leads to is never written to. New contents of a key go to a free row, then the index is changed by
+A row that the index points to is never written to. New contents of a key go to a free row, then the index is changed by
 one aligned store, then the old row is retired; the caller frees retired rows when all look-ups that began before have
 ended. So a look-up sees a row whole, old or new, without a lock, a version or a second try.
 
@@ -160,7 +160,7 @@ def replay_keys(cache: Any, capacity: int, keys: Any) -> int:
 
 @kernel
 def _enter_row(cache: Any, capacity: int, bucket: int, hashed: Any, row: int) -> None:
-    """Lead the index to a row whose key is new to it."""
+    """Point the index at a row whose key is new to it."""
     while cache.counts[SMALL] + cache.counts[MAIN] >= capacity:
         _evict(cache, capacity)
     empty = match_bytes(bucket, np.uint8(0)) & ALL_SLOTS
@@ -177,7 +177,7 @@ def _enter_row(cache: Any, capacity: int, bucket: int, hashed: Any, row: int) ->
 
 @kernel
 def _replace_row(cache: Any, bucket: int, slot: int, row: int) -> None:
-    """Lead the index to a row with new contents of the key in that slot; it takes the old one's place in its list."""
+    """Point the index at a row with new contents of the key in that slot; it takes the old one's place in its list."""
     old = np.int64(load(bucket + ROWS_AT, np.uint32, slot))
     cache.marks[row] = cache.marks[old]
     _unlink(cache, row)

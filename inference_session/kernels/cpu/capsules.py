@@ -1,4 +1,4 @@
-"""Arrays over the tensors that DLPack capsules lead to, without Python per tensor.
+"""Arrays over the tensors that DLPack capsules point to, without Python per tensor.
 
 `np.from_dlpack` asks the owner of each tensor twice, by methods in Python, which takes most of its time. Here compiled
 code holds the GIL, and calls functions of Python's and NumPy's C interfaces by their addresses.
@@ -95,7 +95,7 @@ def call(_context: Any, _function: Any, arguments: Any) -> Any:
 def wrap_capsules(arguments: int, items: int, num_capsules: int) -> int:
     """Replace the capsules in a list by read-only arrays, which keep them alive; returns how many were replaced.
 
-    It stops at the first that leads to no contiguous tensor of a known type in host memory.
+    It stops at the first that points to no contiguous tensor of a known type in host memory.
 
     Args:
         arguments: address of Arguments: an INTERFACE record, and NUMBER records.

@@ -42,7 +42,7 @@ MANAGED_TENSOR = np.dtype(
         ("byte_offset", np.int64),
         ("context", np.int64),
         ("deleter", np.int64),
-        ("shape", np.int64, MAX_RANK),  # ours: where `shape_address` leads to
+        ("shape", np.int64, MAX_RANK),  # ours: where `shape_address` points to
     ],
     align=True,
 )

@@ -136,7 +136,7 @@ def replace_row(bucket: int, slot: int, row: int) -> Any:
 def lead_to(
     index_address: int, num_buckets: int, keys_address: int, num_rows: int, key: int, hashed: Any, row: int
 ) -> Any:
-    """Lead the index to a row of the key, which must be whole; returns the row that it led to before, -1: none."""
+    """Point the index at a row of the key, which must be whole; returns the row that it pointed to before, -1: none."""
     position, tag = home_bucket(hashed, num_buckets), tag_of(hashed)
     for _ in range(num_buckets):
         bucket = index_address + BUCKET_BYTES * position

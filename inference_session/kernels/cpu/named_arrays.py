@@ -1,8 +1,8 @@
 """What another library's objects own: items of certain names, and the arrays of these, without Python per item.
 
-An object of pybind11 leads to a C++ object, here an owner of items and of the names that it wants. To make Python
+An object of pybind11 points to a C++ object, here an owner of items and of the names that it wants. To make Python
 objects of items takes 0.3 microseconds each, and a method of one 0.1 to 0.2; in a process whose caches are cold, a
-method that gives the wanted names takes 4. So compiled code reads all of it from the memory that the owner leads to.
+method that gives the wanted names takes 4. So compiled code reads all of it from the memory that the owner points to.
 Nobody promises where it is there: `find_places` looks for what some objects have, and the memory is not read where that
 is not found.
 """
@@ -170,7 +170,7 @@ def array_taker(
 
 
 def _name_records(names: Sequence[str]) -> tuple[NDArray[np.void], NDArray[np.uint8]]:
-    """NAME records, and the characters that they lead to."""
+    """NAME records, and the characters that they point to."""
     encoded = [name.encode() for name in names]
     characters, lengths = np.array(bytearray(b"".join(encoded)), np.uint8), np.array(list(map(len, encoded)), np.int64)
     records = np.zeros(len(names), NAME)
@@ -220,7 +220,7 @@ def take_arrays(arguments: int, owners: int, num_owners: int, arrays: int) -> in
 
 @kernel
 def _has_names(root: int, names: Any) -> Any:
-    """Whether a std::set, whose root is led to from this address, has just these sorted names."""
+    """Whether a std::set, whose root is at this address, has just these sorted names."""
     if load(root, np.int64, 3) != len(names):
         return False
     node = load(root, np.int64, 1)
@@ -233,7 +233,7 @@ def _has_names(root: int, names: Any) -> Any:
 
 @kernel
 def _next_node(node: int) -> Any:
-    """The node behind another one in the order of the set; behind the last one, that which leads to the root."""
+    """The node behind another one in the order of the set; behind the last one, that which points to the root."""
     child = load(node, np.int64, 3)
     if child != 0:
         while load(child, np.int64, 2) != 0:

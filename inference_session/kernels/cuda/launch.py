@@ -155,7 +155,7 @@ class _KeyOrder:
 
 
 class Launch:
-    """A look-up that is ready to run, often: its REQUEST record, and what that leads to on the device.
+    """A look-up that is ready to run, often: its REQUEST record, and what that points to on the device.
 
     One run at a time: the thread that holds the cache, or the device, runs it.
     """
