@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -58,14 +58,16 @@ class SizingReport:
     """The full report of a version."""
 
     version_dir: Path
+    """As the user named it."""
     spec: ModelSpec
     cache_bytes: int
     items: list[MemoryItem]
-    target: float
-    tables: dict[str, TableReport]
-    """By folder; empty without a trace."""
     places: dict[str, Place]
     """By table name, where GPUs look the table up; empty if they do not."""
+    target: float = 0.0
+    """The hit rate that the cache is to reach, as a part of the best possible."""
+    tables: dict[str, TableReport] = field(default_factory=dict)
+    """By folder; empty without a trace."""
 
     @property
     def total_bytes(self) -> int:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import click
 
 from hotrow.output import print_json
 from hotrow.path_types import FOLDER
 from inference_session.errors import ConfigurationError
-from inference_session.model_spec import ModelSpec
 from inference_session.sizing.trace_file import TRACE_FORMATS
 from inference_session.version_directory.session_file import read_spec
 
 if TYPE_CHECKING:
-    from inference_session.device.placement import Place, Shard
-    from inference_session.sizing.memory import MemoryItem
+    from hotrow.sizing_report import SizingReport
+    from inference_session.device.placement import Shard
 
 _DEFAULT_TARGET = 0.95
 _SAMPLED_KEYS = 1 << 24
@@ -126,21 +126,13 @@ def command(
     """
     _check_plots(plots)
     # These imports take seconds, which --help and bad options should not.
-    from hotrow.sizing_report import SizingReport, show
+    from hotrow.sizing_report import show
     from hotrow.traced_tables import read_traces
 
-    needed = _memory(directory, cache_bytes, processes, devices, shard)
-    kept = sampled_keys or _SAMPLED_KEYS
-    tables = read_traces(needed.spec, traces, trace_format, sampled_keys=kept) if traces else {}
-    report = SizingReport(
-        version_dir=needed.version_dir,
-        spec=needed.spec,
-        cache_bytes=needed.cache_bytes,
-        items=needed.items,
-        places=needed.places,
-        target=target,
-        tables=tables,
-    )
+    report = replace(_report(directory, cache_bytes, processes, devices, shard), target=target)
+    if traces:
+        kept = sampled_keys or _SAMPLED_KEYS
+        report = replace(report, tables=read_traces(report.spec, traces, trace_format, sampled_keys=kept))
     for plot in plots:
         from hotrow.sizing_plot import write_plot  # imports Matplotlib
 
@@ -151,22 +143,12 @@ def command(
         show(report)
 
 
-class _NeededMemory(NamedTuple):
-    """What a version needs where it is deployed."""
-
-    spec: ModelSpec
-    version_dir: Path
-    """As the user named it."""
-    cache_bytes: int
-    items: list[MemoryItem]
-    places: dict[str, Place]
-    """Where GPUs have each table, by its name."""
-
-
-def _memory(
+def _report(
     directory: Path, cache_bytes: int | None, processes: int | None, devices: int, shard: Shard | None
-) -> _NeededMemory:
+) -> SizingReport:
+    """The memory that a version needs where it is deployed."""
     from hotrow.served_version import served_version
+    from hotrow.sizing_report import SizingReport
     from inference_session.device.placement import places_of
     from inference_session.sizing.memory import memory_items
     from triton_backend.repository.model_config import configured_cache_bytes, configured_instances, configured_session
@@ -195,7 +177,7 @@ def _memory(
         )
         places = places_of(spec.tables, cache_bytes, devices, shard) if rows_on_device else []
     named = {table.name: place for table, place in zip(spec.tables, places, strict=False)}
-    return _NeededMemory(spec, version.named, cache_bytes, items, named)
+    return SizingReport(version.named, spec, cache_bytes, items, named)
 
 
 def _check_plots(plots: Iterable[Path]) -> None:

@@ -133,7 +133,7 @@ def replace_row(bucket: int, slot: int, row: int) -> Any:
 
 
 @kernel
-def lead_to(
+def enter_row(
     index_address: int, num_buckets: int, keys_address: int, num_rows: int, key: int, hashed: Any, row: int
 ) -> Any:
     """Point the index at a row of the key, which must be whole; returns the row that it pointed to before, -1: none."""
@@ -166,7 +166,7 @@ def insert_rows(
             hashed = hash_key(load(keys_address, np.int64, row + _AHEAD))
             prefetch(index_address + BUCKET_BYTES * home_bucket(hashed, num_buckets))
         key = load(keys_address, np.int64, row)
-        lead_to(index_address, num_buckets, keys_address, num_rows, key, hash_key(key), row)
+        enter_row(index_address, num_buckets, keys_address, num_rows, key, hash_key(key), row)
 
 
 @kernel

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from inference_session.kernels.cpu.hash_index import hash_key, lead_to
+from inference_session.kernels.cpu.hash_index import enter_row, hash_key
 from inference_session.kernels.cpu.intrinsics import kernel, store
 from inference_session.kernels.cpu.rows import load_key, row_of
 from inference_session.kernels.cpu.vectors import copy_vector
@@ -42,7 +42,7 @@ def _row_of(table: Any, key: int) -> Any:
     if row < 0:
         row = table.num_rows
         store(table.keys_address, np.int64, row, np.int64(key))
-        lead_to(table.index_address, table.num_buckets, table.keys_address, row, key, hashed, row)
+        enter_row(table.index_address, table.num_buckets, table.keys_address, row, key, hashed, row)
         table.num_rows = row + 1
     return row
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.kernels.cpu.hash_index import hash_key, lead_to
+from inference_session.kernels.cpu.hash_index import enter_row, hash_key
 from inference_session.kernels.cpu.intrinsics import kernel, load
 from inference_session.kernels.cpu.rows import bag_length, keys_of_row, load_key, row_of
 
@@ -52,7 +52,7 @@ def put_rows(table: Any, keys: Any, vectors: Any, deleted: Any, begin: int) -> i
         for d in range(vectors.shape[1]):
             table.vectors[row, d] = vectors[i, d]
         index, keys_address = table.buckets.ctypes.data, table.keys.ctypes.data
-        old = lead_to(index, len(table.buckets), keys_address, len(table.keys), keys[i], hash_key(keys[i]), row)
+        old = enter_row(index, len(table.buckets), keys_address, len(table.keys), keys[i], hash_key(keys[i]), row)
         if old >= 0:
             table.unused[RETIRED, table.counts[RETIRED]] = old
             table.counts[RETIRED] += 1
