@@ -51,7 +51,7 @@ LEAST_SHARED_BYTES = 64 << 20
 """A container's default, enough for a few models and small requests."""
 LEAST_OPEN_FILES = 1024
 _NEWEST_PYTHON, _OLDEST_PYTHON = (3, 13), (3, 10)
-_START_S = 30
+_START_TIMEOUT_S = 30
 _ENOUGH_LARGE_PAGES = 0.5
 PACKAGES = {
     "rocksdict": ("rocksdb", "store rocksdb://", ("rocksdb://",)),
@@ -155,7 +155,7 @@ def _try_to_start(installation: Installation) -> str:
                 [str(installation.executable), "--help"],
                 env=installation.environment(Path(folder)),
                 capture_output=True,
-                timeout=_START_S,
+                timeout=_START_TIMEOUT_S,
                 check=False,
             )
         except (OSError, subprocess.TimeoutExpired) as error:

@@ -118,7 +118,7 @@ class _MachineCode(FunctionCache):
     """
 
     _impl_class = _Overloads
-    patience_s = 120.0
+    timeout_s = 120.0
     """How long to wait for another process that compiles a function: it takes a few seconds as a rule, but may have
     been stopped. 0 once one has taken longer: no other function is waited for then.
     """
@@ -161,10 +161,10 @@ class _MachineCode(FunctionCache):
         with suppress(OSError):  # a file system without locks: each process compiles
             path = Path(self.cache_path) / f"{self._impl.filename_base}.lock"
             self._turn = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            end = time.monotonic() + _MachineCode.patience_s
+            end = time.monotonic() + _MachineCode.timeout_s
             while not _is_locked(self._turn):
                 if time.monotonic() >= end:
-                    _MachineCode.patience_s = 0.0
+                    _MachineCode.timeout_s = 0.0
                     break
                 time.sleep(_PAUSE_S)
 

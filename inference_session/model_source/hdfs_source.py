@@ -34,7 +34,7 @@ TIMEOUT_S = (5.0, 20.0)
 """Timeouts of connecting, and between two pieces of an answer."""
 PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0)
 """Pauses between attempts."""
-GIVE_UP_S = 45.0
+RETRY_TIMEOUT_S = 45.0
 """No attempt begins later than this after the first."""
 MAX_DEPTH = 1000
 """HDFS's own limit."""
@@ -232,7 +232,7 @@ class HdfsSource(ModelSource):
                     return work()
             except UnavailableError:  # noqa: PERF203  it is what the loop is for
                 pause = next(pauses, None)
-                if pause is None or time.monotonic() + pause - begin > GIVE_UP_S:
+                if pause is None or time.monotonic() + pause - begin > RETRY_TIMEOUT_S:
                     raise
                 time.sleep(pause)
 

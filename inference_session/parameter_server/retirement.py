@@ -11,7 +11,7 @@ from inference_session.parameter_server.base import EmbeddingStore
 
 DELAY_S = 10.0
 """Time between opening a version and removing older ones: until then the new version may still fail to serve."""
-_CLOSE_S = 5.0
+_CLOSE_TIMEOUT_S = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Retirement:
     def close(self) -> None:
         """Remove no further versions. May be called twice."""
         self._closing.set()
-        self._thread.join(_CLOSE_S)
+        self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _work(self) -> None:
         if self._closing.wait(DELAY_S):

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from inference_session.errors import ConfigurationError
 
 _log = logging.getLogger(__name__)
-_PATIENCE_S = 10.0
+_TIMEOUT_S = 10.0
 """For a process that has the files: it passes them at once, unless it has been stopped."""
 _MAX_FILES = 64
 _LENGTH_BYTES = 8
@@ -112,7 +112,7 @@ class FileOffer:
                 self._closing.wait(_PAUSE_S)  # if it is not closing, the process has too many open files
                 continue
             with connection, contextlib.suppress(OSError):
-                connection.settimeout(_PATIENCE_S)
+                connection.settimeout(_TIMEOUT_S)
                 length = len(self._files.description).to_bytes(_LENGTH_BYTES, "little")
                 socket.send_fds(connection, [length], list(self._files.descriptors))
                 connection.sendall(self._files.description)
@@ -132,7 +132,7 @@ def _asked(path: Path) -> OpenFiles | None:
 def _received(path: Path) -> OpenFiles:
     """OSError where nobody passes them; TimeoutError where nobody does in time."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(_PATIENCE_S)
+        connection.settimeout(_TIMEOUT_S)
         with _opened(path.parent) as folder:
             connection.connect(_address(folder, path.name))
         found, descriptors, flags, _ = socket.recv_fds(connection, _LENGTH_BYTES, _MAX_FILES)

@@ -25,7 +25,7 @@ _KEYS_PER_REFRESH = 256
 """Few enough that a request waits only briefly for them in a store, or for the interpreter."""
 _BYTES_PER_INSERT = 1 << 20
 """Of rows of several tables that are inserted at once: few enough that updates wait only briefly for them."""
-_CLOSE_S = 10.0
+_CLOSE_TIMEOUT_S = 10.0
 _Fetched = tuple[TableRows, int]
 """Rows, and the moment before they were fetched."""
 
@@ -140,7 +140,7 @@ class StoredWriter(RowWriter):
         """End the refreshing. May be called more than once."""
         self._closing.set()
         if self._refresher is not None:
-            self._refresher.join(_CLOSE_S)
+            self._refresher.join(_CLOSE_TIMEOUT_S)
 
     def _refresh_often(self, interval_s: float) -> None:
         """A round takes half of the interval, or longer where it must; the other half is idle."""

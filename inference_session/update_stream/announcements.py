@@ -28,7 +28,7 @@ from inference_session.update_stream.topics import announcement_topic
 from inference_session.urls.kafka_url import KafkaUrl
 
 KEY = b"version"
-BROKER_S = 10.0
+BROKER_TIMEOUT_S = 10.0
 _POLL_S = 0.05
 
 _log = logging.getLogger(__name__)
@@ -96,12 +96,12 @@ class Announcements:
 
     def _find(self) -> _Announcement | None:
         """The last announcement that is a version; None: none was ever announced. Then follow new messages."""
-        topic = interruptible(lambda: self._consumer.list_topics(timeout=BROKER_S)).topics.get(self.topic)
+        topic = interruptible(lambda: self._consumer.list_topics(timeout=BROKER_TIMEOUT_S)).topics.get(self.topic)
         if topic is None or topic.error is not None:
             assign(self._consumer, [])
             return None
         partition = TopicPartition(self.topic, 0)
-        low, high = interruptible(lambda: self._consumer.get_watermark_offsets(partition, timeout=BROKER_S))
+        low, high = interruptible(lambda: self._consumer.get_watermark_offsets(partition, timeout=BROKER_TIMEOUT_S))
         found, refused = None, None
         for begin in _begins(low, high):
             found, refused = self._read_from(begin)
@@ -124,7 +124,7 @@ class Announcements:
         """From an offset to the end, the last message that is a version, and the last that is not."""
         assign(self._consumer, [TopicPartition(self.topic, 0, begin)])
         found, refused = None, None
-        deadline = time.monotonic() + BROKER_S
+        deadline = time.monotonic() + BROKER_TIMEOUT_S
         while (message := self._next(deadline)) is not None:
             error = message.error()
             if error is not None and error.code() == KafkaError._PARTITION_EOF:
@@ -133,7 +133,7 @@ class Announcements:
                 raise UnavailableError(f"topic {self.topic!r} at {self._url} cannot be read: {error.str()}")
             read = _Announcement(message.offset(), message.timestamp()[1], _version(message))
             found, refused = (found, read) if read.version is None else (read, refused)
-        raise UnavailableError(f"topic {self.topic!r} at {self._url} cannot be read within {BROKER_S:g} s")
+        raise UnavailableError(f"topic {self.topic!r} at {self._url} cannot be read within {BROKER_TIMEOUT_S:g} s")
 
     def _wait(self, timeout_s: float) -> bool:
         """Wait for a message; returns whether one came. With nothing assigned, the consumer waits as well."""

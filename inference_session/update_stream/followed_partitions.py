@@ -39,7 +39,7 @@ from inference_session.update_stream.topics import table_of
 from inference_session.update_stream.update_applier import UpdateApplier
 from inference_session.urls.kafka_url import KafkaUrl
 
-BROKER_S = 2.0
+BROKER_TIMEOUT_S = 2.0
 """How long a question to the brokers may take."""
 _BEGINNING: int = OFFSET_BEGINNING
 
@@ -94,7 +94,7 @@ class FollowedPartitions:
     def discover(self) -> None:
         """Follow the topics that there are now."""
         try:
-            listed = self._consumer.list_topics(timeout=BROKER_S).topics
+            listed = self._consumer.list_topics(timeout=BROKER_TIMEOUT_S).topics
             topics = {name: listed[name] for name in listed if self._is_ours(name)}
             changed = self._identify(topics)
         except KafkaException as error:
@@ -175,7 +175,7 @@ class FollowedPartitions:
     def _identify(self, topics: Collection[str]) -> set[str]:
         """Learn the ids of topics; returns those whose id has changed. An id that is not given now stays as it was."""
         known = self.positions.topic_ids
-        found = topic_ids(self._admin, topics, BROKER_S)
+        found = topic_ids(self._admin, topics, BROKER_TIMEOUT_S)
         self.positions.topic_ids = {**known, **found}
         return {topic for topic in found.keys() & known.keys() if found[topic] != known[topic]}
 
@@ -242,7 +242,7 @@ class FollowedPartitions:
         """Read unreadable partitions again, from where the brokers have messages."""
         for one in sorted(self._unreadable.intersection(partitions)):
             try:
-                low, high = self._consumer.get_watermark_offsets(TopicPartition(*one), timeout=BROKER_S)
+                low, high = self._consumer.get_watermark_offsets(TopicPartition(*one), timeout=BROKER_TIMEOUT_S)
             except KafkaException:  # where it is read is soon found to be unreadable again
                 self._suspect([one])
                 continue

@@ -45,7 +45,7 @@ __all__ = [
     "topic_ids",
 ]
 
-_LEARN_S = 1.0
+_LEADERS_TIMEOUT_S = 1.0
 """How long the brokers may take to name leaders: after this time, a client asks for them by itself."""
 
 Client = TypeVar("Client")
@@ -102,7 +102,7 @@ def learn_leaders(client: Consumer | Producer, topics: Iterable[str]) -> None:
     A connected client that first uses a topic asks for it only in its next look through its topics, once a second.
     Until then it sends and reads no message of that topic. Errors are ignored, since the client asks again.
     """
-    end = time.monotonic() + _LEARN_S
+    end = time.monotonic() + _LEADERS_TIMEOUT_S
     with contextlib.suppress(KafkaException):
         for topic in topics:
             if (left_s := end - time.monotonic()) > 0:

@@ -56,9 +56,9 @@ TAKES = 8
 _POLL_S = 0.05
 _SAVE_S = 1.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
-_CLOSE_S = 10.0
+_CLOSE_TIMEOUT_S = 10.0
 _HELD_POLL_S = 0.005
-_HOLD_S = 10.0
+_HOLD_TIMEOUT_S = 10.0
 """How long `held` waits for what is being applied: as long as a call of a store may take."""
 
 _log = logging.getLogger(__name__)
@@ -143,12 +143,12 @@ class KafkaUpdateStream:
         """Apply nothing until the context ends; yields how far the followed partitions are applied.
 
         Raises:
-            UnavailableError: the thread is still applying messages after `_HOLD_S`.
+            UnavailableError: the thread is still applying messages after `_HOLD_TIMEOUT_S`.
         """
         self._hold = hold = threading.Event()
         try:
-            if not hold.wait(_HOLD_S):
-                raise UnavailableError(f"{self!r} is still applying messages after {_HOLD_S:g} s; try again")
+            if not hold.wait(_HOLD_TIMEOUT_S):
+                raise UnavailableError(f"{self!r} is still applying messages after {_HOLD_TIMEOUT_S:g} s; try again")
             yield self._followed.positions.followed_applied()
         finally:
             self._hold = None
@@ -170,7 +170,7 @@ class KafkaUpdateStream:
     def close(self) -> None:
         """Stop applying updates, and save how far they were applied. May be called more than once."""
         self._closing.set()
-        self._thread.join(_CLOSE_S)
+        self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             _log.warning("%r is still applying its last messages; they are read again at the next start", self)
 

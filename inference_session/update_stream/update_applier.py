@@ -21,7 +21,7 @@ from inference_session.update_stream.stream_stats import StreamStats
 from inference_session.update_stream.topics import table_of
 
 _ROWS_AT_ONCE = 1024
-FOLLOW_S = 5.0
+FOLLOW_TIMEOUT_S = 5.0
 """How long the store's one writer may take to write what this process has read before an error is logged."""
 _POLL_S = 0.05
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
@@ -160,7 +160,7 @@ class UpdateApplier:
 
     def _await_writer(self, table: str, reached: Mapping[Partition, AppliedPosition]) -> bool:
         """Whether the other process, the store's writer, has saved as much within some seconds."""
-        deadline = time.monotonic() + FOLLOW_S
+        deadline = time.monotonic() + FOLLOW_TIMEOUT_S
         while time.monotonic() < deadline and not self._closing.wait(_POLL_S):
             note = self._rows.note(table)
             if all(wanted.is_within(read_applied(note, topic).get(p)) for (topic, p), wanted in reached.items()):

@@ -201,7 +201,7 @@ def test_processes_that_compile_for_different_types_at_once_keep_both_apart(
         return done.stdout
 
     other = (  # it does not wait, as on a file system without locks
-        "import outer; files = outer.outer._cache.files; type(files).patience_s = 0\n"
+        "import outer; files = outer.outer._cache.files; type(files).timeout_s = 0\n"
         "files._cache_file._load_index = dict; outer.outer(3)"
     )
     run_program(

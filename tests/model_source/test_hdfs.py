@@ -33,7 +33,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try as long as processes take to start on a busy machine."""
     monkeypatch.setattr(hdfs_source, "PAUSES_S", (0.1,) * 10 * PATIENCE_S)
-    monkeypatch.setattr(hdfs_source, "GIVE_UP_S", float(PATIENCE_S))
+    monkeypatch.setattr(hdfs_source, "RETRY_TIMEOUT_S", float(PATIENCE_S))
 
 
 def test_urls_have_a_port_if_none_is_given() -> None:
@@ -71,7 +71,7 @@ def test_nobody_at_the_port(impatient: None) -> None:
 def test_no_attempt_begins_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A DataNode that times out each time would make one more take another 20 seconds."""
     monkeypatch.setattr(hdfs_source, "PAUSES_S", (0.01, 0.01))
-    monkeypatch.setattr(hdfs_source, "GIVE_UP_S", 0.0)
+    monkeypatch.setattr(hdfs_source, "RETRY_TIMEOUT_S", 0.0)
     accepted: list[socket.socket] = []
     with serving(accepted.append) as port, pytest.raises(UnavailableError, match="closed the connection"):
         create_source(f"hdfs://127.0.0.1:{port}/a").stat("")

@@ -153,7 +153,7 @@ def test_a_process_that_stands_still_holds_nobody_up(
     os.kill(holders[0].pid, signal.SIGSTOP)
     os.waitid(os.P_PID, holders[0].pid, os.WSTOPPED | os.WNOWAIT)
     with monkeypatch.context() as patch:
-        patch.setattr(open_files, "_PATIENCE_S", 0.001)
+        patch.setattr(open_files, "_TIMEOUT_S", 0.001)
         for _ in range(200):  # more than wait for a socket
             assert found() is None
     os.kill(holders[0].pid, signal.SIGCONT)
@@ -189,7 +189,7 @@ def test_a_process_with_too_many_open_files_passes_its_own_later(
     tell(holders[0], "open no files")
     assert found() == "one"  # Linux takes a descriptor before it waits for a connection
     with monkeypatch.context() as patch:
-        patch.setattr(open_files, "_PATIENCE_S", 0.2)
+        patch.setattr(open_files, "_TIMEOUT_S", 0.2)
         assert found() is None
     tell(holders[0], "open files")
     assert found() == "one"

@@ -128,7 +128,7 @@ def test_a_topic_made_anew_hides_no_announcement(broker: Broker, small: SmallVer
 
 def test_brokers_that_do_not_answer_are_an_error(small: SmallVersion, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which names them."""
-    monkeypatch.setattr("inference_session.update_stream.announcements.BROKER_S", 1.0)
+    monkeypatch.setattr("inference_session.update_stream.announcements.BROKER_TIMEOUT_S", 1.0)
     broker = Broker()
     with follow(broker, small) as announcements, pytest.raises(UnavailableError, match=str(broker.port)):
         announcements.newest(0.1)

@@ -40,7 +40,7 @@ import socket, sys, threading, time, traceback
 from inference_session.update_stream import announcements
 from inference_session.update_stream.publisher import Publisher
 from tests.testing.ctrl_c import CtrlC
-patience_s = announcements.BROKER_S = float(sys.argv[2])
+timeout_s = announcements.BROKER_TIMEOUT_S = float(sys.argv[2])
 
 def waits():
     # a function without a name calls the client library
@@ -54,7 +54,7 @@ def interrupt():
 
 def ask():
     if sys.argv[1] == "publisher":
-        Publisher(url, "ctr", timeout_s=patience_s)
+        Publisher(url, "ctr", timeout_s=timeout_s)
     else:
         with announcements.Announcements(announcements.KafkaUrl.parse(url), "ctr") as announced:
             announced.newest(0.0)

@@ -124,8 +124,8 @@ def test_updates_never_tear_or_hide_rows(broker: Broker, small: SmallVersion) ->
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Brokers, and other writers of a store, may take as long as a busy machine needs."""
-    monkeypatch.setattr(followed_partitions, "BROKER_S", PATIENCE_S / 2)
-    monkeypatch.setattr(update_applier, "FOLLOW_S", PATIENCE_S / 2)
+    monkeypatch.setattr(followed_partitions, "BROKER_TIMEOUT_S", PATIENCE_S / 2)
+    monkeypatch.setattr(update_applier, "FOLLOW_TIMEOUT_S", PATIENCE_S / 2)
 
 
 def test_the_stream_is_replayed_where_nothing_is_durable(broker: Broker, small: SmallVersion, patience: None) -> None:

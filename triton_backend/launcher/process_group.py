@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 
-_PATIENCE_S = 5.0
+_TIMEOUT_S = 5.0
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -23,7 +23,7 @@ def adopt_orphans() -> None:
 
 def end_group(leader: subprocess.Popen[bytes]) -> None:
     """Kill the rest of the group that a child leads, and wait until it is gone."""
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + _TIMEOUT_S
     with contextlib.suppress(ProcessLookupError):
         while time.monotonic() < deadline:
             os.killpg(leader.pid, signal.SIGKILL)

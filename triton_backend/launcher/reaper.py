@@ -20,7 +20,7 @@ from pathlib import Path
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where the Python backend keeps its tensors
 FRONT_FOLDER = "front"
 """Where nginx works, in the launcher's folder."""
-_PATIENCE_S = 10.0
+_TIMEOUT_S = 10.0
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
 
 def end_processes(memory_prefix: str, front: Path) -> None:
     """Kill the processes of one server, and wait until they are gone."""
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + _TIMEOUT_S
     while (found := _processes(memory_prefix, front)) and time.monotonic() < deadline:
         for pid in found:
             with suppress(ProcessLookupError, PermissionError):

@@ -65,8 +65,8 @@ __all__ = ["ServerError", "ServerOptions", "TritonServer"]
 
 UNLOAD_TIMEOUT_S = 12.0
 """How long a stop waits for requests in flight and for models to close."""
-HANG_UP_TIMEOUT_S = 2.0
-"""How long a server without models may take to end. One that waits for clients to hang up, or has failed to load a
+EMPTY_EXIT_TIMEOUT_S = 2.0
+"""How long a server without models may take to end. One that waits for clients to disconnect, or has failed to load a
 model, would take all of EXIT_TIMEOUT_S, and then give up."""
 LOAD_TIMEOUT_S = 3600.0
 MAX_RESTARTS = 5
@@ -213,13 +213,13 @@ class TritonServer:
             if self._has_ended():
                 return
             # If its HTTP endpoint is off, it unloads on SIGTERM.
-            patience_s = EXIT_TIMEOUT_S + 2.0
+            timeout_s = EXIT_TIMEOUT_S + 2.0
             with contextlib.suppress(OSError, HTTPException):
                 if self._unload_models():
-                    patience_s = HANG_UP_TIMEOUT_S
+                    timeout_s = EMPTY_EXIT_TIMEOUT_S
             self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(patience_s)
+                self._process.wait(timeout_s)
 
     def __enter__(self) -> TritonServer:
         return self

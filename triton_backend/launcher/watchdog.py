@@ -48,7 +48,7 @@ STOPPED_S = 2.0
 SUSPICIOUS_S = 4.0
 """A silence of this length is logged."""
 SILENT_S = 15.0
-PROBE_S = 10.0
+PROBE_TIMEOUT_S = 10.0
 RETRY_S = (1.0, 2.0, 5.0, 15.0, 30.0)
 RECENT_S = 60.0
 """A server crash this soon after the loss of a backend process is attributed to the loss."""
@@ -184,7 +184,7 @@ class Watchdog:
             metadata = json.loads(self._server.request("GET", path))
             headers, body = encode_probe(metadata["inputs"], self._server.probe_key)
             try:
-                self._server.request("POST", f"{path}/infer", body, headers=headers, timeout=PROBE_S)
+                self._server.request("POST", f"{path}/infer", body, headers=headers, timeout=PROBE_TIMEOUT_S)
             except HTTPError:
                 pass  # an error is an answer
             except OSError:
@@ -195,7 +195,7 @@ class Watchdog:
         self._lost.add(stub.pid)
         self._lost_at = time.monotonic()
         _say(f"{stub} {how}")
-        self._observe(PROBE_S)  # what a busy server has swapped in meanwhile must not be undone
+        self._observe(PROBE_TIMEOUT_S)  # what a busy server has swapped in meanwhile must not be undone
         loaded = self._loaded.get(stub.model)
         if loaded and stub.version in loaded.versions:
             self._replaced[stub.model].append(stub)
@@ -262,7 +262,7 @@ class Watchdog:
             time.sleep(POLL_S)
             self._observe()
 
-    def _observe(self, patience_s: float = OBSERVE_S) -> None:
+    def _observe(self, timeout_s: float = OBSERVE_S) -> None:
         """Record what is served. What cannot be queried now keeps its recorded value."""
         self._observed_at = time.monotonic()
         with suppress(OSError, HTTPException):
@@ -270,7 +270,7 @@ class Watchdog:
             # Before the query: its answer lacks what is loaded meanwhile.
             missing = self._missing.copy()
             healing = {model for model, thread in list(self._healing.items()) if thread.is_alive()}
-            index = json.loads(self._server.request("POST", "v2/repository/index", timeout=patience_s))
+            index = json.loads(self._server.request("POST", "v2/repository/index", timeout=timeout_s))
             self._loading = {entry["name"] for entry in index if entry.get("state") == "LOADING"}
             for entry in index:
                 if entry.get("state") == "READY":
@@ -279,7 +279,7 @@ class Watchdog:
                 self._loaded.pop(model, None)
             for model, versions in ready.items():
                 path = f"v2/models/{in_url(model)}/config"
-                config = json.loads(self._server.request("GET", path, timeout=patience_s))
+                config = json.loads(self._server.request("GET", path, timeout=timeout_s))
                 self._loaded[model] = LoadedVersions(tuple(sorted(versions)), config)
 
     def _end(self, stub: Stub) -> None:

@@ -60,7 +60,7 @@ class PeerMemory:
         self.is_read = False
         """Whether other ranks may still read the sums."""
         self._stream: int | None = None
-        self._patience_ms = int(_patience(whole.device).total_seconds() * 1000)
+        self._timeout_ms = int(_timeout(whole.device).total_seconds() * 1000)
         self.barrier()  # fails here, not in a look-up, where torch has another one
 
     def follow(self) -> None:
@@ -75,7 +75,7 @@ class PeerMemory:
 
         If a rank does not come within the timeout of the job's process group, kernels of the others fail.
         """
-        self._handle.barrier(channel=0, timeout_ms=self._patience_ms)
+        self._handle.barrier(channel=0, timeout_ms=self._timeout_ms)
         self.is_read = False
 
 
@@ -192,7 +192,7 @@ def _on_all_ranks(make: Callable[[], _Made]) -> _Made | None:
     return made if all(Ranks().gather(made is not None)) else None
 
 
-def _patience(device: torch.device) -> timedelta:
+def _timeout(device: torch.device) -> timedelta:
     """How long the job's collectives wait."""
     group: Any = dist.group.WORLD
     options = getattr(group._get_backend(device), "options", None)

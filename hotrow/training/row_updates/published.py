@@ -14,7 +14,7 @@ from inference_session.update_stream.kafka_client import Consumer, KafkaExceptio
 from inference_session.update_stream.topics import PREFIXES, topic_name
 from inference_session.urls.kafka_url import KafkaUrl
 
-_BROKER_S = 15.0
+_BROKER_TIMEOUT_S = 15.0
 
 
 def published_keys(url: str, model: str, folder: str, embedding_dim: int, since: datetime) -> NDArray[np.int64]:
@@ -28,7 +28,7 @@ def published_keys(url: str, model: str, folder: str, embedding_dim: int, since:
         Consumer, KafkaUrl.parse(url), {"group.id": f"hotrow.{topic}", "enable.auto.commit": False}
     )
     try:
-        found = consumer.list_topics(timeout=_BROKER_S).topics.get(topic)
+        found = consumer.list_topics(timeout=_BROKER_TIMEOUT_S).topics.get(topic)
         partitions = [] if found is None else list(found.partitions)
         since_ms = int(since.timestamp() * 1000)
         keys = [
@@ -42,14 +42,14 @@ def published_keys(url: str, model: str, folder: str, embedding_dim: int, since:
 
 
 def _keys_of(consumer: Consumer, partition: TopicPartition, embedding_dim: int, since_ms: int) -> NDArray[np.int64]:
-    low, high = consumer.get_watermark_offsets(partition, timeout=_BROKER_S)
+    low, high = consumer.get_watermark_offsets(partition, timeout=_BROKER_TIMEOUT_S)
     assign(consumer, [TopicPartition(partition.topic, partition.partition, low)])
     keys = [np.empty(0, np.int64)]
-    end = time.monotonic() + _BROKER_S
+    end = time.monotonic() + _BROKER_TIMEOUT_S
     while low < high:
         messages = [message for message in consumer.consume(10_000, 0.5) if message.error() is None]
         if messages:
-            low, end = messages[-1].offset() + 1, time.monotonic() + _BROKER_S
+            low, end = messages[-1].offset() + 1, time.monotonic() + _BROKER_TIMEOUT_S
         elif time.monotonic() > end:
             raise UnavailableError(f"{partition.topic!r} stops at offset {low}, though it has messages up to {high}")
         recent = [message for message in messages if message.timestamp()[1] >= since_ms]

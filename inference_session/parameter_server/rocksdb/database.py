@@ -55,7 +55,7 @@ _LOCKS = Path("/proc/locks")
 _MAX_OPENED = 50
 """Times that a reader opens a database whose writer moves rows from its log to data files meanwhile."""
 
-_CLOSE_S, _CLOSE_PAUSE_S = 10.0, 0.001
+_CLOSE_TIMEOUT_S, _CLOSE_PAUSE_S = 10.0, 0.001
 _IN_USE, _IN_CLOSING = "Already borrowed", "Already mutably borrowed"
 """What rocksdict says where a thread reads by a handle that is to be closed, and where one closes it meanwhile."""
 
@@ -214,7 +214,7 @@ class OpenDatabase:
         if not self.let_go():
             return
         with self._lock:
-            end = time.monotonic() + _CLOSE_S
+            end = time.monotonic() + _CLOSE_TIMEOUT_S
             families, self._families = self._families, {}  # none is given out from now on
             for family in families.values():
                 self._close_handle(family, end, flush=self.is_writer)
@@ -236,7 +236,7 @@ def _close_unused(handle: Any, end: float) -> None:
     """Close a handle once no thread reads by it; UnavailableError if one does at `end`, of the monotonic clock."""
     while _is_in_use(handle.close):
         if time.monotonic() > end:
-            raise UnavailableError(f"a thread still reads from it after {_CLOSE_S:g} s")
+            raise UnavailableError(f"a thread still reads from it after {_CLOSE_TIMEOUT_S:g} s")
         time.sleep(_CLOSE_PAUSE_S)
 
 

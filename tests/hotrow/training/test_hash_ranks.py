@@ -233,7 +233,7 @@ def _job_without_memory(rank: int) -> None:
     replaced: Any = peer_memory
     replaced.device_rows = SimpleNamespace(can_run=lambda device: True)
     place = torch.device("cpu")
-    assert peer_memory._patience(place).total_seconds() == jobs.PATIENCE_S
+    assert peer_memory._timeout(place).total_seconds() == jobs.PATIENCE_S
     replaced._is_linked = lambda device: rank == 0
     assert peer_memory.peer_memory(10, 10, place) is None
     peer_memory._MEMORY.clear()
