@@ -21,6 +21,12 @@ _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Without proxies: watched servers are near, and the environment's proxies are for remote hosts."""
 
 
+def page_url(text: str) -> str:
+    """The URL of a server's page, where `http://` and `/metrics` may have been left out."""
+    url = (text if "://" in text else f"http://{text}").rstrip("/")
+    return url if "/" in url.partition("://")[2] else f"{url}/metrics"
+
+
 @dataclass(frozen=True)
 class MetricsPage:
     """All samples at one moment."""
@@ -43,6 +49,8 @@ class MetricsPage:
         except urllib.error.HTTPError as error:
             error.close()
             raise
+        except urllib.error.URLError as error:
+            raise ConnectionError(getattr(error.reason, "strerror", None) or str(error.reason)) from error
         except http.client.HTTPException as error:
             raise ValueError(f"no HTTP answer: {error!r}") from error
         return cls.parse(text, time.monotonic())

@@ -6,13 +6,12 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
-from urllib.error import URLError
 
 import click
 from rich.console import Console
 from rich.live import Live
 
-from hotrow.metrics_page import MetricsPage
+from hotrow.metrics_page import MetricsPage, page_url
 from hotrow.server_options import ServerAddress, access_options
 from hotrow.top_view import IndexEntry, TopView
 from inference_session.errors import HotrowError, UnavailableError
@@ -23,7 +22,13 @@ _TIMEOUT_S = 5.0
 
 
 @click.command()
-@click.option("--metrics-url", default="http://localhost:8002/metrics", show_default=True, help="The server's metrics.")
+@click.option(
+    "--metrics-url",
+    default="http://localhost:8002/metrics",
+    show_default=True,
+    callback=lambda ctx, parameter, value: page_url(value),
+    help="The server's metrics.",
+)
 @click.option(
     "--url",
     metavar="HOST:PORT",
@@ -45,8 +50,6 @@ def command(metrics_url: str, address: ServerAddress | None, interval: float, on
       hotrow top
       hotrow top --metrics-url http://recommender-3:8002/metrics --url recommender-3:8001 --once
     """
-    if "://" not in metrics_url:
-        metrics_url = f"http://{metrics_url}"
     view = TopView(metrics_url)
     # The user leaves with Ctrl-C; a reader of a pipe closes it.
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError), _index(address) as index:
@@ -115,8 +118,7 @@ def _print_once(view: TopView, metrics_url: str, index: _RepositoryIndex, interv
         time.sleep(interval)
         view.add(MetricsPage.fetch(metrics_url, timeout_s=_TIMEOUT_S), index.states())
     except (OSError, ValueError) as error:
-        reason = error.reason if type(error) is URLError else error
-        raise UnavailableError(f"{metrics_url}: cannot read the metrics of a server: {reason}") from error
+        raise UnavailableError(f"{metrics_url}: cannot read the metrics of a server: {error}") from error
     console = _plain_console()
     console.print(view.render(console.width))
 

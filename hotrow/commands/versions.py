@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from hotrow.formatting import counted
-from hotrow.metrics_page import MetricsPage
+from hotrow.metrics_page import MetricsPage, page_url
 from hotrow.output import print_json
 from hotrow.server_options import ServerAddress, server_options
 from inference_session.errors import UnavailableError
@@ -57,6 +57,7 @@ def _requests(server: RemoteServer, model: str) -> Mapping[int, Mapping[str, Any
 
 
 def _metrics(url: str) -> MetricsPage:
+    url = page_url(url)
     try:
         return MetricsPage.fetch(url)
     except (OSError, ValueError) as error:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from hotrow.commands.top import command
-from hotrow.metrics_page import MetricsPage, Window
+from hotrow.metrics_page import MetricsPage, Window, page_url
 from hotrow.top_view import IndexEntry, TopView
 from inference_session.errors import UnavailableError
 from tests.testing.servers import free_port
@@ -278,6 +278,22 @@ def test_once_fails_where_no_server_answers(failing_server: str) -> None:
 
     assert isinstance(result.exception, UnavailableError)
     assert "cannot read the metrics of a server: HTTP Error 503" in str(result.exception)
+
+
+@pytest.mark.parametrize("address", ["h:8002", "http://h:8002", "http://h:8002/", "h:8002/metrics"])
+def test_the_page_follows_from_the_address_of_its_server(address: str) -> None:
+    """The server answers an empty page at `/`, which looked like a server without models."""
+    assert page_url(address) == "http://h:8002/metrics"
+    assert page_url("https://proxy/triton") == "https://proxy/triton"
+
+
+def test_the_reason_is_in_words() -> None:
+    """Not as Python writes it."""
+    address = f"127.0.0.1:{free_port()}"
+    result = CliRunner().invoke(command, ["--metrics-url", address, "--once"])
+    assert str(result.exception) == (
+        f"http://{address}/metrics: cannot read the metrics of a server: Connection refused"
+    )
 
 
 def test_a_pipe_learns_that_no_server_answers() -> None:

@@ -280,6 +280,14 @@ def test_bad_versions_are_named_and_the_old_one_serves(server: Served, model: st
     assert serves(server, model, 2)
 
 
+def test_a_folder_without_versions_is_named(server: Served, model: str) -> None:
+    """No version was asked for, so none is called missing."""
+    for version in (1, 2):
+        shutil.rmtree(server.repository / model / str(version))
+
+    assert f"the folder of model {model!r} has no version, or none" in fail("load", model, "--url", server.grpc)
+
+
 def test_a_published_version_is_loaded(server: Served, model: str, tmp_path: Path) -> None:
     """From a folder anywhere into the repository, then live."""
     write_ctr(tmp_path / "trained" / "1", scale=SCALES[3])

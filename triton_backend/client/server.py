@@ -235,7 +235,8 @@ class RemoteServer:
             self._call("load_model", model, config=text, timeout_s=None)
         except RemoteError as error:
             if _NO_SUCH_VERSION in str(error):
-                raise NoSuchVersionError(f"the folder of model {model!r} has no such version") from error
+                found = "no such version" if config else "no version, or none that version_policy in config.pbtxt names"
+                raise NoSuchVersionError(f"the folder of model {model!r} has {found}") from error
             if _NOT_POLLED in str(error):
                 raise RemoteError(
                     f"model {model!r}: the server does not find this folder in its repository or cannot read its "

@@ -55,7 +55,7 @@ def read_json(path: Path, error: type[HotrowError]) -> JsonFile:
     try:
         text = read_regular_file(path, max_bytes=MAX_FILE_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as cause:
-        raise error(f"{path}: cannot be read as text: {cause}") from cause
+        raise error(f"{path}: cannot be read as text: {getattr(cause, 'strerror', None) or cause}") from cause
     try:
         document = json.loads(text, parse_constant=_reject_constant)
     except json.JSONDecodeError as cause:
