@@ -127,7 +127,7 @@ class GpuMisses(Misses):
         """For each position, segment after segment, the missing row, or one beyond all where nothing is missing."""
         numbers = self._device.pinned((int(self._num_keys.sum()),), np.int64)
         numbers[:] = _BEYOND_ALL_ROWS
-        numbers[np.repeat(_begins(self._num_keys), self.rows.counts) + self.rows.positions] = self.rows.rows
+        numbers[np.repeat(_begins(self._num_keys), self.rows.counts) + self.rows.positions] = self.rows.row_numbers
         return numbers
 
     def _tables(self) -> Any:

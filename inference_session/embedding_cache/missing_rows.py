@@ -57,14 +57,14 @@ class MissingRows:
         self._buckets = zeros_at_line(int(num_buckets.sum()), BUCKET_BYTES)
         self._keys = np.empty(len(positions), np.int64)
         self._found = np.zeros(len(positions), np.bool_)
-        self.rows = np.empty(len(positions), np.int64)
+        self.row_numbers = np.empty(len(positions), np.int64)
         """For each position, the row of its key among those of its table."""
         self.records = empty_tables(dims)
         self.records["num_buckets"] = num_buckets
         self.records["index_address"] = address_of(self._buckets) + BUCKET_BYTES * buckets_before
         self.records["keys_address"] = address_of(self._keys) + 8 * self._begins
-        collect_keys(segments, counts, positions, self.records, self.rows)
-        self.parts = self._allocate(dims)
+        collect_keys(segments, counts, positions, self.records, self.row_numbers)
+        self.by_table = self._allocate(dims)
         self.moment = -1
         """The write log's moment before the vectors were fetched; -1: not fetched yet."""
 
@@ -76,12 +76,12 @@ class MissingRows:
     def write(self, num_unknown: NDArray[np.int64]) -> None:
         """Copy the vectors to the outputs that are not pooled; num_unknown[s] receives the keys not found."""
         missing = (self.segments, self.counts, self.positions)
-        write_vectors(*missing, self.records, self.rows, self._found, self._begins, num_unknown)
+        write_vectors(*missing, self.records, self.row_numbers, self._found, self._begins, num_unknown)
 
     def num_unknown(self) -> NDArray[np.int64]:
         """Per segment, the keys that were not found."""
         segments = np.repeat(np.arange(len(self.counts)), self.counts)
-        rows = self._begins[self.segments["table"][segments]] + self.rows
+        rows = self._begins[self.segments["table"][segments]] + self.row_numbers
         return np.bincount(segments, ~self._found[rows], len(self.counts)).astype(np.int64)
 
     def _allocate(self, dims: NDArray[np.int64]) -> dict[int, TableRows]:

@@ -11,9 +11,8 @@ import logging
 import time
 from pathlib import Path
 
-from inference_session.platform.regular_file import read_regular_file
+from inference_session.platform.small_files import read_regular_file, write_whole
 from inference_session.platform.user_cache import make_private
-from inference_session.platform.whole_file import write_whole
 
 _MAGIC = b"hotrow state 1\n"
 _DIGEST_BYTES = 32

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import CanaryError, ConfigurationError, InvalidRequestError
-from inference_session.platform.whole_file import write_whole
+from inference_session.platform.small_files import write_whole
 
 BROKEN = (
     *(ValueError, TypeError, EOFError, MemoryError, RuntimeError, KeyError),

@@ -159,13 +159,13 @@ class StoredReader(RowReader):
             with misses.paused():
                 self._fetch(rows)
         else:
-            for t, part in rows.parts.items():
+            for t, part in rows.by_table.items():
                 part.vectors[:] = self._defaults[t]
         still_missing = misses.complete()
         if still_missing is not None:
             self._fetch(still_missing.rows)
             still_missing.complete()
-        if not rows.parts:  # other threads have cached all of these rows since the miss
+        if not rows.by_table:  # other threads have cached all of these rows since the miss
             return
         if self._late is not None and (self._cache.inserts_at_once or not waits):
             self._late.put(rows)
@@ -185,9 +185,9 @@ class StoredReader(RowReader):
         rows.moment = self._writer.log.moment
         requests = [
             FetchRequest(self._specs[t].folder, stored_keys(self._specs[t], part.keys), part.vectors)
-            for t, part in rows.parts.items()
+            for t, part in rows.by_table.items()
         ]
-        for (t, part), found in zip(rows.parts.items(), self._server.fetch(requests), strict=True):
+        for (t, part), found in zip(rows.by_table.items(), self._server.fetch(requests), strict=True):
             part.found[:] = found
             if not found.all():
                 part.vectors[~found] = self._defaults[t]

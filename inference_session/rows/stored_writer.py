@@ -116,7 +116,7 @@ class StoredWriter(RowWriter):
         group: dict[str, list[_Fetched]] = {}
         num_bytes = 0
         for number, table in enumerate(self._specs):
-            parts = [(rows.parts[number], rows.moment) for rows in missing if number in rows.parts]
+            parts = [(rows.by_table[number], rows.moment) for rows in missing if number in rows.by_table]
             if parts:
                 group[table] = parts
                 num_bytes += sum(part.vectors.nbytes for part, _ in parts)

@@ -20,7 +20,7 @@ from inference_session.model_spec import (
     is_folder_name,
 )
 from inference_session.platform.json_records import LARGEST_INTEGER, MAX_JSON_BYTES, parse_json, read_record
-from inference_session.platform.regular_file import read_regular_file
+from inference_session.platform.small_files import read_regular_file
 
 FORMAT = 1
 _USUAL_TYPES = frozenset(

@@ -49,7 +49,7 @@ def missed(writer: StoredWriter, keys: NDArray[np.int64]) -> MissingRows:
     segments["num_rows"], segments["keys_per_row"] = len(keys), 1
     rows = MissingRows(np.array([DIM]), segments, np.array([len(keys)]), np.arange(len(keys)))
     rows.moment = writer.log.moment
-    part = rows.parts[0]
+    part = rows.by_table[0]
     part.vectors[:], part.found[:] = OLD[part.keys], True
     return rows
 

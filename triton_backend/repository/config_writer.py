@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from inference_session.model_spec import ModelSpec
-from inference_session.platform.whole_file import write_whole
+from inference_session.platform.small_files import write_whole
 from triton_backend.repository.config_checks import check_fits
 from triton_backend.repository.model_config import CONFIG_FILE, ModelConfig, TensorConfig
 from triton_backend.repository.model_description import describe, most_samples

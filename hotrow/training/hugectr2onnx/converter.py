@@ -16,7 +16,7 @@ from inference_session.errors import ConfigurationError, UnsupportedModelError
 from inference_session.importers.hugectr.graph import Embedding, Graph, read_graph
 from inference_session.importers.hugectr.onnx_graph import build_dense_network
 from inference_session.importers.hugectr.sparse_folder import SparseFolder
-from inference_session.platform.whole_file import write_whole
+from inference_session.platform.small_files import write_whole
 
 _MAX_BYTES = 0x70000000
 """An ONNX file holds at most 2 GiB."""

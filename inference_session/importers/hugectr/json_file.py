@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from inference_session.errors import HotrowError
-from inference_session.platform.regular_file import read_regular_file
+from inference_session.platform.small_files import read_regular_file
 
 MAX_FILE_BYTES = 64 << 20
 

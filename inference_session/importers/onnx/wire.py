@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
 from inference_session.errors import ModelFormatError
-from inference_session.platform.regular_file import open_at_once
+from inference_session.platform.small_files import open_at_once
 from inference_session.version_directory.protobuf_wire import BYTES, Field, message_fields
 
 _MODEL_GRAPH = 7
