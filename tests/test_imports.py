@@ -31,7 +31,7 @@ LIBRARY = {
     "version_directory": "config dense_engine errors model_spec platform tables",
     "model_source": "errors platform version_directory",
     "parameter_server": "config errors kernels model_spec platform stats tables urls version_directory",
-    "update_stream": "errors model_spec platform requests stats tables urls version_directory",
+    "update_stream": "errors model_spec platform requests rows stats tables urls version_directory",
     "rows": "config device embedding_cache errors kernels model_source model_spec parameter_server platform stats"
     " tables version_directory",
     "sizing": "config device embedding_cache errors kernels model_spec tables version_directory",

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 from inference_session.errors import StoreError, UnavailableError
 from inference_session.model_spec import TableSpec
 from inference_session.platform.pacing import Rests
+from inference_session.rows.base import RowWriter
 from inference_session.update_stream.followed_partitions import FollowedPartitions
 from inference_session.update_stream.kafka_client import (
     Consumer,
@@ -43,7 +44,7 @@ from inference_session.update_stream.kafka_client import (
 from inference_session.update_stream.message_batch import MessageBatch
 from inference_session.update_stream.positions import AppliedPartitions, Partition, partition_of
 from inference_session.update_stream.stream_stats import StreamSnapshot, StreamStats
-from inference_session.update_stream.update_applier import UpdateApplier, WritableRows
+from inference_session.update_stream.update_applier import UpdateApplier
 from inference_session.urls.kafka_url import KafkaUrl
 
 DISCOVERY_S = 1.0
@@ -90,7 +91,7 @@ class KafkaUpdateStream:
         model: str,
         version: str,
         tables: Sequence[TableSpec],
-        rows: WritableRows,
+        rows: RowWriter,
         *,
         topic_filter: str = ".+",
         since: datetime | None = None,

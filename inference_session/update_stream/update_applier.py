@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from inference_session.errors import StoreError, UnavailableError
 from inference_session.model_spec import TableSpec
 from inference_session.platform.pacing import Rests
+from inference_session.rows.base import RowWriter
 from inference_session.update_stream.encodings import Refusal, Updates, decode
 from inference_session.update_stream.message_batch import MessageBatch
 from inference_session.update_stream.offset_notes import is_of_a_push, is_push_unfinished, read_applied, with_applied
@@ -29,19 +29,6 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 Result = TypeVar("Result")
 
 
-class WritableRows(Protocol):
-    """What updates are applied to: the RowWriter of a session's rows."""
-
-    @property
-    def is_durable(self) -> bool: ...
-    def update(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None: ...
-    def erase(self, table: str, keys: NDArray[np.int64]) -> None: ...
-    def forget(self, table: str, keys: NDArray[np.int64]) -> None: ...
-    def renew(self) -> None: ...
-    def note(self, table: str) -> str | None: ...
-    def save_note(self, table: str, text: str) -> None: ...
-
-
 class UpdateApplier:
     """Writes the rows of one model that its update stream changes. Used by the stream's thread alone."""
 
@@ -49,7 +36,7 @@ class UpdateApplier:
         self,
         model: str,
         tables: Sequence[TableSpec],
-        rows: WritableRows,
+        rows: RowWriter,
         stats: StreamStats,
         rests: Rests,
         *,
