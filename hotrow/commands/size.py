@@ -19,7 +19,7 @@ from inference_session.sizing.trace_file import TRACE_FORMATS
 from inference_session.version_directory.session_file import read_spec
 
 if TYPE_CHECKING:
-    from hotrow.sizing_report import SizingReport
+    from hotrow.sizing.report import SizingReport
     from inference_session.device.placement import Shard
 
 _DEFAULT_TARGET = 0.95
@@ -126,15 +126,15 @@ def command(
     """
     _check_plots(plots)
     # These imports take seconds, which --help and bad options should not.
-    from hotrow.sizing_report import show
-    from hotrow.traced_tables import read_traces
+    from hotrow.sizing.report import show
+    from hotrow.sizing.traced_tables import read_traces
 
     report = replace(_report(directory, cache_bytes, processes, devices, shard), target=target)
     if traces:
         kept = sampled_keys or _SAMPLED_KEYS
         report = replace(report, tables=read_traces(report.spec, traces, trace_format, sampled_keys=kept))
     for plot in plots:
-        from hotrow.sizing_plot import write_plot  # imports Matplotlib
+        from hotrow.sizing.plot import write_plot  # imports Matplotlib
 
         write_plot(report, plot)
     if as_json:
@@ -147,8 +147,8 @@ def _report(
     directory: Path, cache_bytes: int | None, processes: int | None, devices: int, shard: Shard | None
 ) -> SizingReport:
     """The memory that a version needs where it is deployed."""
-    from hotrow.served_version import served_version
-    from hotrow.sizing_report import SizingReport
+    from hotrow.sizing.report import SizingReport
+    from hotrow.sizing.served_version import served_version
     from inference_session.device.placement import places_of
     from inference_session.sizing.memory import memory_items
     from triton_backend.repository.model_config import configured_cache_bytes, configured_instances, configured_session

@@ -17,8 +17,8 @@ from inference_session.requests.outputs import Answer, JoinedAnswer
 from inference_session.session import InferenceSession
 from inference_session.versions import VersionManager
 from triton_backend.backend.errors import triton_error
+from triton_backend.backend.hugectr_answers import hugectr_array, hugectr_response, response_with_parameters
 from triton_backend.backend.output_tensors import ThreadTensors
-from triton_backend.backend.packed import packed_array, packed_response, response_with_parameters
 from triton_backend.backend.request_reader import RequestReader
 from triton_backend.backend.tensors import read_array, write_tensor
 from triton_backend.backend.tracing import RequestTracer
@@ -98,7 +98,7 @@ class RequestHandler:
     def _responses(self, joined: JoinedAnswer) -> list[TritonResponse]:
         """The responses to plain requests, with copies of their outputs."""
         if not self._has_own_inputs:
-            joined = joined._replace(arrays=list(map(packed_array, joined.arrays)))
+            joined = joined._replace(arrays=list(map(hugectr_array, joined.arrays)))
         maker = self._thread.tensors
         tensors = None if maker is None else maker.of(joined)
         if tensors is None:
@@ -147,7 +147,7 @@ class RequestHandler:
         if isinstance(answer, HotrowError):
             return _failure(answer)
         if not self._has_own_inputs:
-            return packed_response(answer, spec, self._device_id)
+            return hugectr_response(answer, spec, self._device_id)
         # Triton has no scalars: they are sent in shape [1].
         arrays = {name: array if array.ndim else array.reshape(1) for name, array in answer.items()}
         return pb_utils.InferenceResponse([write_tensor(name, array) for name, array in arrays.items()])

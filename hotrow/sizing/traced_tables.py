@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.progress import key_progress
-from hotrow.sizing_report import TableReport
+from hotrow.sizing.report import TableReport
 from inference_session.errors import ConfigurationError, TraceFormatError
 from inference_session.model_spec import ModelSpec, TableSpec
 from inference_session.sizing.hit_rate import LruCurve, SamplingError, SimulatedCurve, num_simulated_keys

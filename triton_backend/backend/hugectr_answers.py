@@ -13,14 +13,14 @@ from inference_session.requests.outputs import Answer
 from triton_backend.backend.tensors import write_tensor
 
 
-def packed_response(answer: Answer, spec: ModelSpec, device_id: int) -> Any:
-    """Each output as `packed_array` has it; HPS's vectors as they are."""
-    tensors = [write_tensor(name, packed_array(array)) for name, array in answer.items()]
+def hugectr_response(answer: Answer, spec: ModelSpec, device_id: int) -> Any:
+    """Each output as `hugectr_array` has it; HPS's vectors as they are."""
+    tensors = [write_tensor(name, hugectr_array(array)) for name, array in answer.items()]
     num_samples = len(next(iter(answer.values()))) if answer and spec.takes_hugectr_requests else None
     return response_with_parameters(tensors, device_id, num_samples)
 
 
-def packed_array(array: NDArray[Any]) -> NDArray[Any]:
+def hugectr_array(array: NDArray[Any]) -> NDArray[Any]:
     """[num_samples] for one label, [num_samples, labels] for more."""
     return array.reshape(-1) if array.ndim == 2 and array.shape[1] == 1 else array
 
