@@ -84,7 +84,7 @@ class ConcatRun(BoundRun):
 
 
 def _as_columns(array: Any, given: GivenColumns, num_samples: int) -> Any:
-    """A given input as a matrix; InvalidRequestError where it does not fit next to vectors of so many samples."""
+    """A given input as a matrix; InvalidRequestError where it does not fit next to vectors of this many samples."""
     if array.shape[:1] != (num_samples,) or array.size != num_samples * given.width or array.dtype != np.float32:
         raise InvalidRequestError(
             f"the network cannot compute these values: {given.name!r} is {array.dtype} {list(array.shape)}, expected"

@@ -81,7 +81,7 @@ class Device(ABC):
 
     @abstractmethod
     def columns(self, matrix: Any, first: int, widths: Sequence[int]) -> Columns:
-        """The columns from `first` on of a matrix that `empty` made: so many for each array, then zeros."""
+        """The columns from `first` on of a matrix that `empty` made: this many for each array, then zeros."""
 
     @abstractmethod
     def column_copy(self, source: Any, matrix: Any, first: int) -> Callable[[], object]:

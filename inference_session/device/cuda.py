@@ -134,7 +134,7 @@ class CudaDevice(Device):
         if self._broken is not None:
             raise UnavailableError(self._broken)
         current: int = runtime.getDevice()
-        if current == self.device_id:  # as a rule: setting it takes as long as a launch
+        if current == self.device_id:  # it usually is; setting it takes as long as a launch
             return None
         runtime.setDevice(self.device_id)
         return current

@@ -70,7 +70,7 @@ class HostColumns(Columns):
 
 
 def adjacent_columns(matrix: NDArray[np.float32], widths: Iterable[int]) -> list[NDArray[np.float32]]:
-    """Parts of a matrix of so many columns each, and all that are behind them."""
+    """Parts of a matrix of this many columns each, and all that are behind them."""
     ends = itertools.accumulate(widths, initial=0)
     return [matrix[:, begin:end] for begin, end in itertools.pairwise((*ends, matrix.shape[1]))]
 

@@ -34,7 +34,7 @@ _POLL_S = 20e-6
 _THREAD_BYTES, _MAX_THREADS = 1 << 21, 4
 _KEY_BYTES, _FLOAT_BYTES = 8, 4
 _ALIGNMENT = 128
-"""Of arrays on the device: it reads so many bytes at once."""
+"""Of arrays on the device: bytes that it reads at once."""
 _NO_OFFSETS = np.empty((0, 2), np.int64)
 
 

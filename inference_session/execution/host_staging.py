@@ -60,8 +60,8 @@ class _RequestRecords(NamedTuple):
 class HostStaging:
     """The memory that batches use. For one thread.
 
-    Three dictionaries keep what many batches have in common: `_records` the look-up of so many requests, `_runs` the
-    network bound to certain shapes, and `_batches` both of them for a case.
+    Three dictionaries keep what many batches have in common: `_records` the look-up of a number of requests, `_runs`
+    the network bound to certain shapes, and `_batches` both of them for a case.
     """
 
     def __init__(

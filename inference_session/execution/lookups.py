@@ -33,7 +33,7 @@ class VectorInput:
     """What it is where requests fill some of its columns; None: look-ups fill all of it."""
 
     def width(self, num_columns: int) -> int:
-        """Columns of the matrix with so many for vectors; InvalidRequestError where the network reads others."""
+        """Columns of the matrix, with these for vectors; InvalidRequestError where the network reads others."""
         if self.concat_input is None:
             return num_columns
         if num_columns != self.concat_input.first_given:

@@ -47,7 +47,7 @@ def can_read_arrays() -> bool:
 
 
 def dtype_addresses(dtype: np.dtype[Any]) -> tuple[int, int]:
-    """The dtype objects that arrays of this type have as a rule: NumPy knows two for some integers of one size."""
+    """The dtype objects that arrays of this type usually have: NumPy knows two for some integers of one size."""
     same = [np.dtype(code) for code in np.typecodes["AllInteger"] if np.dtype(code) == dtype]
     first, last = same[0] if same else dtype, same[-1] if same else dtype
     return id(first), id(last)

@@ -32,7 +32,7 @@ from numba.core.runtime.nrt import rtsys
 FOLDER = "NUMBA_CACHE_DIR"
 """Where Numba keeps machine code, which it has to be able to write to even where all is there already."""
 SHIPPED_FOLDER = "HOTROW_SHIPPED_KERNELS"
-"""What an image brings along, which that folder begins with: it lies in a volume as a rule, which is empty at first."""
+"""What an image brings along, which that folder begins with: it usually lies in a volume, which is empty at first."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -119,7 +119,7 @@ class _MachineCode(FunctionCache):
 
     _impl_class = _Overloads
     timeout_s = 120.0
-    """How long to wait for another process that compiles a function: it takes a few seconds as a rule, but may have
+    """How long to wait for another process that compiles a function: it usually takes a few seconds, but may have
     been stopped. 0 once one has taken longer: no other function is waited for then.
     """
     _turn: int | None = None

@@ -72,7 +72,7 @@ class _WantedRows:
 
     def take(self, fetched: FetchRequest, hits: NDArray[np.bool_]) -> None:
         """Record which of the missing keys a tier had."""
-        if hits.all() and fetched.out is self.vectors:  # as a rule
+        if hits.all() and fetched.out is self.vectors:  # the usual case
             self.found[:], self.left = True, self.left[:0]
             return
         positions = self.left[hits]

@@ -13,7 +13,7 @@ LEAST_SAMPLED = 1 << 14
 _SHARE_BY_CHANCE = 1 / 64
 """Of the sampled keys, those that would be taken for hot if all rows were equally hot."""
 _LARGE_MEAN, _DEVIATIONS = 100.0, 2.3
-"""So many standard deviations above the mean, less than `_SHARE_BY_CHANCE` is left."""
+"""At this many standard deviations above the mean, less than `_SHARE_BY_CHANCE` is left."""
 _LEAST_SHARE = 1 / 32
 """The least share of hot rows among sampled keys for copies to gain something."""
 _FULL = 15 / 16

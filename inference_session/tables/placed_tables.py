@@ -126,7 +126,7 @@ def _planned(
     *,
     shared: SharedShards | None = None,
 ) -> _Plan:
-    """Where tables lie that are divided in so many parts; `shared`: the parts that are there."""
+    """Where tables lie that are divided in this many parts; `shared`: the parts that are there."""
     specs = [file.spec for file in files]
     held = 0 if shared is None else shared.bytes_on_each
     budget, reason = _budget(cache_bytes, devices, held)

@@ -32,7 +32,7 @@ _MAX_BYTES = 1 << 30
 
 
 def compute_tables(whole: CanonicalModel, min_rows: int) -> None:
-    """Make weights of values that are read by rows, have so many of them, and follow from constants alone.
+    """Make weights of values that are read by rows, have enough of them, and follow from constants alone.
 
     Changes the model. Larger tables stay as they are.
     """

@@ -32,7 +32,7 @@ _TILE_BYTES, _MIN_TILE, _MAX_TILE = 32 << 10, 16, 512
 _ENOUGH_KEYS = 512
 """Segments with at most this many keys are looked up together; with more, a tile would have fewer rows."""
 _MANY_ROWS = 64
-"""Of so many rows or more, the number of segments that are looked up together does not depend on how many."""
+"""From this many rows on, the number of segments that are looked up together does not depend on how many."""
 _FEW_CELLS = 4
 """Long segments are looked up together if their vectors are short, and one by one if they have fewer cells: writing
 short vectors column by column touches every row of the matrix once for each column.

@@ -320,7 +320,7 @@ def _copy_other_inputs(arrays: int, num_requests: int, inputs: Any, vector_input
 def _copy_input(
     arrays: int, num_requests: int, inputs: Any, number: int, counts: Any, target: int, to_next_row: int
 ) -> None:
-    """Put the rows of an input of all requests behind each other, so many bytes from one to the next."""
+    """Put the rows of an input of all requests behind each other, this many bytes from one to the next."""
     record, row_bytes = inputs[number], _row_bytes(inputs[number])
     for r in range(num_requests):
         source = load(header_at(arrays, len(inputs), r, number) + DATA, np.int64, 0)
