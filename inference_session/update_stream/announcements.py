@@ -74,6 +74,8 @@ class Announcements:
             if found in (None, self._told) and self._wait(timeout_s):
                 found = self._find()
         except KafkaException as error:
+            if error.args[0].code() > 0:  # a broker's own; the client's are below 0
+                raise self._unreadable(error.args[0].str()) from error
             raise UnavailableError(f"no Kafka broker answers at {self._url}: {error.args[0].str()}") from error
         if found is None or found == self._told:
             return None
@@ -129,11 +131,16 @@ class Announcements:
             error = message.error()
             if error is not None and error.code() == KafkaError._PARTITION_EOF:
                 return found, refused
+            if error is not None and not message.topic():
+                continue  # of the group, under which nothing is committed
             if error is not None:
-                raise UnavailableError(f"topic {self.topic!r} at {self._url} cannot be read: {error.str()}")
+                raise self._unreadable(error.str())
             read = _Announcement(message.offset(), message.timestamp()[1], _version(message))
             found, refused = (found, read) if read.version is None else (read, refused)
-        raise UnavailableError(f"topic {self.topic!r} at {self._url} cannot be read within {BROKER_TIMEOUT_S:g} s")
+        raise self._unreadable(f"its last message did not come within {BROKER_TIMEOUT_S:g} s")
+
+    def _unreadable(self, why: str) -> UnavailableError:
+        return UnavailableError(f"topic {self.topic!r} at {self._url} cannot be read: {why}")
 
     def _wait(self, timeout_s: float) -> bool:
         """Wait for a message; returns whether one came. With nothing assigned, the consumer waits as well."""

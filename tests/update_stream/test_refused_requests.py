@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 from confluent_kafka import KafkaError
 
 from inference_session import InferenceSession
-from tests.testing.refusing_broker import FETCH, FIND_COORDINATOR, RefusingBroker
-from tests.testing.servers import wait_until
+from inference_session.errors import StoreError, UnavailableError
+from inference_session.update_stream import Publisher
+from inference_session.update_stream.announcements import Announcements
+from inference_session.urls.kafka_url import KafkaUrl
+from tests.testing.refusing_broker import FETCH, FIND_COORDINATOR, LIST_OFFSETS, PRODUCE, RefusingBroker
+from tests.testing.servers import PATIENCE_S, wait_until
 from tests.testing.small_version import SmallVersion
 from tests.testing.streamed_rows import await_rows, packed, vectors
 
@@ -49,3 +54,40 @@ def test_a_group_that_may_not_commit_is_no_failure(small: SmallVersion, caplog: 
             assert updates(session)["failures"] == 0
     [told] = [text for text in caplog.messages if "Group authorization failed" in text]
     assert "commit" in told
+
+
+@pytest.mark.parametrize("kind", [FETCH, LIST_OFFSETS])
+def test_announcements_that_may_not_be_read_are_named(kind: int) -> None:
+    """The brokers answer, so that is not what the error says. Once they may be read, the last one counts."""
+    with RefusingBroker() as broker, Announcements(KafkaUrl.parse(broker.url), "ctr") as announcements:
+        broker.send(announcements.topic, b"version", b"3")
+        broker.refuse(kind, KafkaError.TOPIC_AUTHORIZATION_FAILED)
+        with pytest.raises(UnavailableError, match=r"'hotrow_versions.ctr' at .* cannot be read: .*authorization"):
+            announcements.newest(PATIENCE_S)
+        broker.allow(kind)
+        wait_until(lambda: announcements.newest(0.1) == 3, "the announcement to be read")
+
+
+def test_announcements_need_no_group() -> None:
+    """Nothing is committed under its name."""
+    with RefusingBroker() as broker, Announcements(KafkaUrl.parse(broker.url), "ctr") as announcements:
+        broker.refuse(FIND_COORDINATOR, KafkaError.GROUP_AUTHORIZATION_FAILED)
+        for version in range(1, 6):
+            broker.send(announcements.topic, b"version", b"%d" % version)
+            assert announcements.newest(PATIENCE_S) == version
+
+
+@pytest.mark.parametrize("name", ["TOPIC_AUTHORIZATION_FAILED", "POLICY_VIOLATION", "MSG_SIZE_TOO_LARGE"])
+def test_what_brokers_refuse_for_good_is_no_outage(name: str) -> None:
+    """It would be refused again. The publisher stays usable."""
+    keys, rows = np.arange(3), np.ones((3, 4), np.float32)
+    with RefusingBroker() as broker, Publisher(broker.url, "ctr") as publisher:
+        broker.send("hps_et.ctr.user", packed(1)[0], b"")
+        broker.refuse(PRODUCE, getattr(KafkaError, name))
+        publisher.publish("user", keys, rows)
+        with pytest.raises(StoreError, match="was not delivered: Broker: "):
+            publisher.flush()
+        broker.allow(PRODUCE)
+        publisher.publish("user", keys, rows)
+        publisher.flush()
+        assert publisher.num_confirmed == 3
