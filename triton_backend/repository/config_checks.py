@@ -82,7 +82,11 @@ def check_fits(path: Path, wanted: ModelConfig, *, packed: bool) -> None:
         *_differences("output", there.outputs, here.outputs),
     )
     if present.backend != wanted.backend:
-        differences = (f"the backend is {present.backend!r}, but the model needs {wanted.backend!r}", *differences)
+        hint = " (`hotrow import onnx --standalone` imports for 'python')" if present.backend == "python" else ""
+        differences = (
+            f"the backend is {present.backend!r}, but the model needs {wanted.backend!r}{hint}",
+            *differences,
+        )
     if differences:
         raise ConfigurationError(
             f"{path} does not describe this model: {differences[0]}. All versions of a model share one "

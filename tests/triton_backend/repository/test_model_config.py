@@ -259,6 +259,8 @@ def test_standalone_versions_bring_one_line_of_code(version_dir: Path) -> None:
     assert "from triton_backend.model import TritonPythonModel" in (version_dir / "model.py").read_text(
         encoding="utf-8"
     )
+    with pytest.raises(ConfigurationError, match="--standalone` imports for 'python'"):
+        write_model_config(version_dir, spec_of([IDS], [CLICK]), "ctr")
 
 
 @pytest.mark.parametrize("dtype", ["int64", "float32", "object"])
