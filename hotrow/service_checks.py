@@ -46,7 +46,12 @@ def _broker(address: str) -> Finding:
 
 
 def _rocksdb(path: str) -> Finding:
-    if (Path(path) / "CURRENT").exists():  # names the files of the database
+    try:
+        is_there = (Path(path) / "CURRENT").exists()  # names the files of the database
+    except OSError as error:
+        fix = "let the user that runs the server read and write it"
+        return Finding("stores", "problem", f"the RocksDB in {path} cannot be opened: {error.strerror}", fix)
+    if is_there:
         return Finding("stores", "ok", f"RocksDB in {path}")
     fix = f"`hotrow push VERSION_DIR --to rocksdb://{path}` creates one"
     return Finding("stores", "problem", f"there is no RocksDB in {path}", fix)
@@ -67,4 +72,6 @@ def _refusal(address: str | tuple[str, int]) -> str:
                 connection.connect(address)
     except OSError as error:
         return error.strerror or str(error)
+    except UnicodeError:
+        return "not the name of a host"
     return ""

@@ -8,16 +8,21 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+import redis
 
 from inference_session import InferenceSession
+from inference_session.errors import UnavailableError
 from inference_session.parameter_server.base import LateError
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.redis import client as redis_client
+from inference_session.parameter_server.redis.connection import Deadline, DisconnectedError, Login, RedisConnection
+from inference_session.urls.store_url import StoreUrl
 from tests.testing import small_model
 from tests.testing.servers import PATIENCE_MS, PATIENCE_S, RedisServer, serving, slowed, wait_until
 from tests.testing.store_contract import assert_same_bits, fetch, random_keys, random_vectors
@@ -53,7 +58,7 @@ def test_work_may_take_longer_than_the_timeout_as_long_as_it_goes_on(monkeypatch
         url = f"redis://127.0.0.1:{port}?partitions=1"
         with create_store(server.url + "?partitions=1", namespace, dims, timeout_ms=PATIENCE_MS) as patient:
             patient.insert("user", keys, vectors)
-        with create_store(url, namespace, dims, timeout_ms=1000) as store:
+        with create_store(url, namespace, dims, timeout_ms=3000) as store:
             found, out = fetch(store, "user", keys)
             assert found.all()
             assert_same_bits(out, vectors)
@@ -142,7 +147,7 @@ def test_a_late_write_never_follows_a_newer_one() -> None:
         holding_back(server.port, held, let_go) as port,
         server.client() as client,
         create_store(server.url + "?partitions=1", namespace, dims) as other,
-        create_store(f"redis://127.0.0.1:{port}?partitions=1", namespace, dims, timeout_ms=1000) as store,
+        create_store(f"redis://127.0.0.1:{port}?partitions=1", namespace, dims, timeout_ms=3000) as store,
     ):
         store.insert("user", keys, rows[0])
         held.set()
@@ -167,7 +172,7 @@ def test_a_write_that_ended_with_its_server_takes_nobody_elses_connection() -> N
     with (
         RedisServer() as server,
         holding_back(server.port, held, let_go) as port,
-        create_store(f"redis://127.0.0.1:{port}?partitions=1", namespace, dims, timeout_ms=1000) as store,
+        create_store(f"redis://127.0.0.1:{port}?partitions=1", namespace, dims, timeout_ms=3000) as store,
     ):
         store.insert("user", keys, rows)
         held.set()
@@ -182,3 +187,35 @@ def test_a_write_that_ended_with_its_server_takes_nobody_elses_connection() -> N
             numbers = [other.client_id() for other in others]
             store.insert("user", keys, rows)
             assert [other.client_id() for other in others] == numbers
+
+
+def test_late_writes_are_not_forgotten_while_the_server_is_busy() -> None:
+    """It answers that it drops no connection now, so another one may not be used for newer writes yet."""
+    with RedisServer() as server, server.client() as client, server.client() as script:
+        client.config_set("lua-time-limit", 10)
+        login, address = Login.of(StoreUrl.parse(server.url)), ("127.0.0.1", server.port)
+        first, second = (RedisConnection(login, address, Deadline(PATIENCE_MS)) for _ in range(2))
+        with contextlib.closing(first), contextlib.closing(second), ThreadPoolExecutor(1) as pool:
+            first.expect_writes(Deadline(PATIENCE_MS))
+            second.run_id(Deadline(PATIENCE_MS))
+            assert first.writer is not None
+            running = pool.submit(script.eval, "while true do end", 0)
+            wait_until(lambda: _is_busy(client), "the script to run")
+            with pytest.raises(UnavailableError, match="BUSY"):
+                second.withdraw([first.writer], Deadline(PATIENCE_MS))
+            with pytest.raises(UnavailableError, match="BUSY"):
+                second.expect_writes(Deadline(PATIENCE_MS))
+            assert second.writer is None
+            client.script_kill()
+            assert running.exception() is not None
+            second.withdraw([first.writer], Deadline(PATIENCE_MS))
+            with pytest.raises(DisconnectedError):
+                first.call([("PING",)], Deadline(PATIENCE_MS))
+
+
+def _is_busy(client: redis.Redis) -> bool:
+    try:
+        client.get("key")
+    except redis.ResponseError as error:
+        return "BUSY" in str(error)
+    return False

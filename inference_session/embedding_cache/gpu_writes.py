@@ -131,7 +131,9 @@ class Uploads:
         self._stream: Any = None
 
     def pieces(self, given: Sequence[GivenRows]) -> Iterator[Piece]:
-        """The rows in pieces, each of which must be written, and be waited for, before the next one is taken."""
+        """The rows in pieces, each of which must be written, and be waited for, before the next one is taken: not
+        within a request of the device.
+        """
         for rows in given:
             if rows.on_device:
                 for table, *arrays in rows.parts(_DEVICE_BYTES):

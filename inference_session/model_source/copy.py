@@ -76,12 +76,13 @@ class Copy:
             UnavailableError: one of them does not answer, another process copies to the target, or the source changes
                 all the time. Run it again.
         """
-        if self._is_there:
-            self._compare(progress or _ignore)
-            self._staged.tidy_up()
-            return CopyReport(len(self._inventory.files), self.num_bytes, self.num_bytes)
-        with self._staged.hold():
-            return self._copy(progress or _ignore)
+        if not self._is_there:
+            with self._staged.hold():
+                if not self._refuse_bad_target():  # else another process has completed the copy meanwhile
+                    return self._copy(progress or _ignore)
+        self._compare(progress or _ignore)
+        self._staged.tidy_up()
+        return CopyReport(len(self._inventory.files), self.num_bytes, self.num_bytes)
 
     def _copy(self, progress: Progress) -> CopyReport:
         """See `run`."""

@@ -26,6 +26,7 @@ from inference_session.errors import ModelFormatError
 from inference_session.model_source.copy import Copy
 from inference_session.model_source.create import create_source, is_url, split_place
 from inference_session.model_source.inventory import Inventory
+from inference_session.platform.boot import boot_id
 from inference_session.platform.progress import Progress
 from inference_session.platform.staging import working_folder
 from inference_session.platform.user_cache import cache_folder, lock_file, make_private
@@ -44,10 +45,12 @@ def _sources_folder() -> Path:
 
 @contextmanager
 def folder_for_links(prefix: str) -> Iterator[Path]:
-    """Yield a new folder of the file system that copies are on, named by a prefix, and removed at the end; see
-    `working_folder`.
+    """Yield a new folder of the file system that copies are on, named by a prefix, and removed at the end.
+
+    What killed processes left of that prefix is removed first. Other machines that share the file system may not see
+    locks, so only folders of this one are.
     """
-    with working_folder(make_private(_sources_folder()), f"{prefix}-") as folder:
+    with working_folder(make_private(_sources_folder()), f"{prefix}-{_hash(boot_id())[:12]}-") as folder:
         yield folder
 
 

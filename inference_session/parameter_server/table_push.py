@@ -144,5 +144,6 @@ class TablePush:
             self._store.set_note(self.spec.folder, push_note(_SEVERAL, 0, self.spec.num_rows))
         raise StoreError(
             f"table {self.spec.name!r}: {self._store!r} has changed during the push: another push writes to the table,"
-            " or the store came back older or empty; wait until it is alone, and push again"
+            " the store came back older or empty, or it evicts rows, as a Redis with a maxmemory-policy does; wait"
+            " until the push is alone, or give the store more memory, and push again"
         )

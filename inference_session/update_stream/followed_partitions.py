@@ -192,7 +192,7 @@ class FollowedPartitions:
 
     def _warn_of_growth(self, partitions: Collection[Partition], topics: Set[str]) -> None:
         """Warn of new partitions of topics: they have rows of keys of which other partitions have earlier rows."""
-        for topic in sorted({one[0] for one in partitions if one[0] in topics and self.positions.left(one) is None}):
+        for topic in sorted({one[0] for one in partitions if one[0] in topics and not self.positions.is_known(one)}):
             _log.warning(
                 "topic %r has more partitions than before: a server that reads it from its oldest message may take an"
                 " older row of a key for its newest; delete the topic, and publish all rows again",

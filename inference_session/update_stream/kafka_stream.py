@@ -58,6 +58,7 @@ _POLL_S = 0.05
 _SAVE_S = 1.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 _CLOSE_TIMEOUT_S = 10.0
+_NOT_ALLOWED = (KafkaError.GROUP_AUTHORIZATION_FAILED, KafkaError.TOPIC_AUTHORIZATION_FAILED)
 _HELD_POLL_S = 0.005
 _HOLD_TIMEOUT_S = 10.0
 """How long `held` waits for what is being applied: as long as a call of a store may take."""
@@ -329,11 +330,26 @@ class KafkaUpdateStream:
                 self._followed.restart(one, "its table was pushed again")
 
 
+class _CommitWarnings:
+    """Says once that this user may not commit offsets: they tell others how far the stream is, and nothing else."""
+
+    def __init__(self, group: str) -> None:
+        self._group = group
+        self._has_warned = False
+
+    def __call__(self, error: KafkaError | None, partitions: Iterable[TopicPartition]) -> None:
+        refused = [e for e in (error, *(one.error for one in partitions)) if e is not None and e.code() in _NOT_ALLOWED]
+        if refused and not self._has_warned:
+            self._has_warned = True
+            _log.warning("how far updates are applied is not committed as %r: %s", self._group, refused[0].str())
+
+
 def create_consumer(url: KafkaUrl, group: str, lost_broker: threading.Event) -> Consumer:
     """`lost_broker` is set, by the thread that reads, before messages that arrive after a connection has ended."""
     settings = {
         "error_cb": lambda _: lost_broker.set(),
         "group.id": group,  # no consumer joins it: offsets are committed under its name
+        "on_commit": _CommitWarnings(group),
         "enable.auto.commit": False,
         "enable.auto.offset.store": False,
         "auto.offset.reset": "error",  # or else messages that were removed meanwhile would be missed without a word

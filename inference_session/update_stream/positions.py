@@ -100,6 +100,8 @@ class Positions:
         """Positions of the partitions followed; None: nothing is applied."""
         self._left: dict[Partition, AppliedPosition] = {}
         """Positions of partitions that the brokers do not list at present."""
+        self._known: set[Partition] = set()
+        """Partitions that are followed or have been."""
         self._unproved: set[Partition] = set()
         """Partitions that are read from the last message applied, to see whether it is still the same."""
         self._unassigned: set[Partition] = set()
@@ -130,6 +132,10 @@ class Positions:
         applied = self._applied[one]
         return 0 if applied is None else applied.offset
 
+    def is_known(self, one: Partition) -> bool:
+        """Whether a partition is followed, or has been."""
+        return one in self._known
+
     def left(self, one: Partition) -> AppliedPosition | None:
         """How far a partition was applied that is no longer followed; None: it was never applied."""
         return self._left.get(one)
@@ -140,6 +146,7 @@ class Positions:
         Returns why it is read again from its oldest message although it was applied; None: it is not.
         """
         self._left.pop(one, None)
+        self._known.add(one)
         self._applied[one] = applied
         self.topics = frozenset(topic for topic, _ in self._applied)
         return self.suspect(one)

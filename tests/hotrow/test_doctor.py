@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -233,10 +234,22 @@ def test_stores_that_listen(tmp_path: Path) -> None:
         urls = [redis.url, f"unix://{redis.socket_path}", f"rocksdb://{tmp_path}/db"]
         assert [finding.level for finding in check_services(urls)] == ["ok"] * 3
 
-    assert [finding.level for finding in check_services(["redis://h:x", "unix:///none", "not a URL"])] == [
+    wrong = ["redis://h:x", "redis://redis..internal:6379", "unix:///none", "not a URL"]
+    assert [finding.level for finding in check_services(wrong)] == ["problem", "warning", "warning"]
+
+
+def test_a_rocksdb_that_may_not_be_entered_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks the doctor wants to hear that."""
+
+    def refuse(_: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    (finding,) = check_services(["rocksdb:///closed/db"])
+    assert (finding.level, finding.message) == (
         "problem",
-        "warning",
-    ]
+        "the RocksDB in /closed/db cannot be opened: Permission denied",
+    )
 
 
 def test_what_computes_dense_networks(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.testing.servers import PATIENCE_S
 
-PRODUCE, FETCH, LIST_OFFSETS, FIND_COORDINATOR = 0, 1, 2, 10
+PRODUCE, FETCH, LIST_OFFSETS, OFFSET_COMMIT, FIND_COORDINATOR = 0, 1, 2, 8, 10
 """Kinds of requests, by their numbers in Kafka's protocol."""
 _MANY = 100_000
 _ERROR_BYTES = 512

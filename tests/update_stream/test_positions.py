@@ -180,6 +180,16 @@ def test_a_partition_that_comes_back_is_remembered() -> None:
     assert positions.left(ONE) is None
 
 
+def test_a_partition_of_which_nothing_was_applied_is_known_when_it_comes_back() -> None:
+    """Its topic has not grown."""
+    positions = Positions()
+    assert not positions.is_known(ONE)
+    positions.follow(ONE, None)
+    positions.leave(ONE)
+    assert positions.is_known(ONE)
+    assert positions.left(ONE) is None
+
+
 def test_what_another_process_has_applied_is_of_the_same_topic() -> None:
     """Or says nothing; where both know no id, an equal offset must have the same message."""
     wanted = AppliedPosition(5, "id", LastMessage(4, "x"))

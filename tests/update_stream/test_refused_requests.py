@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,17 @@ from inference_session.errors import StoreError, UnavailableError
 from inference_session.update_stream import Publisher
 from inference_session.update_stream.announcements import Announcements
 from inference_session.urls.kafka_url import KafkaUrl
-from tests.testing.refusing_broker import FETCH, FIND_COORDINATOR, LIST_OFFSETS, PRODUCE, RefusingBroker
+from tests.testing.refusing_broker import (
+    FETCH,
+    FIND_COORDINATOR,
+    LIST_OFFSETS,
+    OFFSET_COMMIT,
+    PRODUCE,
+    RefusingBroker,
+)
 from tests.testing.servers import PATIENCE_S, wait_until
 from tests.testing.small_version import SmallVersion
+from tests.testing.stored_model import push
 from tests.testing.streamed_rows import await_rows, packed, vectors
 
 
@@ -54,6 +63,24 @@ def test_a_group_that_may_not_commit_is_no_failure(small: SmallVersion, caplog: 
             assert updates(session)["failures"] == 0
     [told] = [text for text in caplog.messages if "Group authorization failed" in text]
     assert "commit" in told
+
+
+def test_offsets_that_may_not_be_committed_are_no_failure(
+    small: SmallVersion, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where a store keeps the rows, offsets are committed: one warning says that they are not."""
+    push(small.directory, database := f"rocksdb://{tmp_path}/db")
+    with RefusingBroker() as broker:
+        broker.send(small.topic("user_weight"), packed(1)[0], vectors(1).tobytes())
+        broker.refuse(OFFSET_COMMIT, KafkaError.GROUP_AUTHORIZATION_FAILED)
+        with InferenceSession.open(small.directory, persistent_store=database, update_stream=broker.url) as session:
+            for value in (1, 2):
+                broker.send(small.topic("user_weight"), packed(1)[0], vectors(value).tobytes())
+                await_rows(session, "user.weight", [1], value)
+                wait_until(lambda: any("is not committed as" in text for text in caplog.messages), "a warning")
+            assert updates(session)["failures"] == 0
+    [told] = [text for text in caplog.messages if "is not committed as" in text]
+    assert "Group authorization failed" in told
 
 
 @pytest.mark.parametrize("kind", [FETCH, LIST_OFFSETS])

@@ -70,7 +70,7 @@ class ServerLog:
         with stream:
             for raw in stream:
                 line = raw.decode(errors="replace").rstrip("\n")
-                if self._is_of_flags(line):
+                if self._is_of_flags(line) and not self._verbose:
                     continue
                 self._last_lines.append(line)
                 self._note(line)

@@ -340,7 +340,10 @@ def write_rows(targets: NDArray[np.void], *, may_insert: bool, may_evict: bool) 
 
 
 def write_numbers(target: NDArray[np.void], numbers_address: int, first: int) -> None:
-    """Put keys into an index over rows elsewhere: keys[i] is row first + i. `numbers_address`: uint32, one per slot."""
+    """Put keys, at least one, into an index over rows elsewhere: keys[i] is row first + i.
+
+    `numbers_address`: uint32, one per slot.
+    """
     _write("write_numbers", batch_of(target.reshape(1), may_insert=True, may_evict=False), numbers_address, first)
 
 

@@ -148,7 +148,8 @@ extern "C" __global__ void claim(const __grid_constant__ Batch batch) {
 
 // A key that was claimed is there from now on, and no longer where it was.
 __device__ __forceinline__ void publish(const Index& index, u64* events, i64 key, Claim claim) {
-  const u32 slot = claim.slot - 1, tag = tag_of(hash_key(key));
+  const u64 slot = claim.slot - 1;
+  const u32 tag = tag_of(hash_key(key));
   index.tags[slot / SLOTS * BUCKET_BYTES + slot % SLOTS] = (u8)tag;
   if (claim.old == 0) return;
   const u32 old = claim.old - 1;
@@ -178,7 +179,7 @@ extern "C" __global__ void write_rows(const __grid_constant__ Batch batch) {
   else copy_rows<FLOAT32, false>(vector, {row, false}, dim, num_keys);
   const i64 key = claim.slot != 0 ? target.keys[i] : 0;
   if (claim.slot != 0) {
-    const u32 slot = claim.slot - 1;
+    const u64 slot = claim.slot - 1;
     index.keys[slot] = key;
     index.marks[slot / SLOTS * BUCKET_BYTES + slot % SLOTS] = FIRST_MARK;
   }

@@ -202,21 +202,22 @@ class RedisConnection:
         return self._run_id
 
     def expect_writes(self, deadline: Deadline) -> None:
-        """Learn `writer`, by which unanswered writes can be withdrawn."""
+        """Learn `writer`, by which unanswered writes can be withdrawn; UnavailableError: not now."""
         if self.writer is None:
-            reply, info = self.call([("CLIENT", "ID"), RUN_ID_COMMAND], deadline)
+            reply, info = _answers(self.call([("CLIENT", "ID"), RUN_ID_COMMAND], deadline))
             self._run_id = run_id_in(info) or self._run_id
             number = reply if isinstance(reply, int) and self._run_id else 0
             self.writer = Writer(self._run_id or "", number)
 
     def withdraw(self, writers: Iterable[Writer], deadline: Deadline) -> None:
         """Return when the server will do nothing more of what other connections have sent it; at once where this user
-        may not ask for that. What was sent to an earlier process has ended with it.
+        may not ask for that. What was sent to an earlier process has ended with it. UnavailableError: the server does
+        not do that now.
         """
         with contextlib.suppress(StoreError):
             run_id = self.run_id(deadline)
             numbers = [writer.number for writer in writers if writer.run_id == run_id]
-            self.call([("CLIENT", "KILL", "ID", number) for number in numbers], deadline)
+            _answers(self.call([("CLIENT", "KILL", "ID", number) for number in numbers], deadline))
 
     def close(self) -> None:
         """Close the socket."""
@@ -369,6 +370,14 @@ def _connected_to_file(path: str, deadline: Deadline) -> socket.socket:
         connected.close()
         raise
     return connected
+
+
+def _answers(replies: list[Reply]) -> list[Reply]:
+    """The replies; an error that will pass is raised."""
+    passing = next((reply for reply in replies if isinstance(reply, UnavailableError)), None)
+    if passing is not None:
+        raise passing
+    return replies
 
 
 def as_argument(value: bytes | str | int) -> bytes:

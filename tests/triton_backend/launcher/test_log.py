@@ -29,6 +29,14 @@ def test_a_refused_flag_is_the_reason(before: str, behind: str) -> None:
     assert log.reason() == f"its last lines:\n{before}{behind}".rstrip()
 
 
+def test_flags_are_listed_where_all_lines_are_wanted(capsys: pytest.CaptureFixture[str]) -> None:
+    """As with `hotrow serve --verbose`."""
+    flags = "Usage: tritonserver [options]\n  --help\n\tPrint usage\n"
+    ServerLog(io.BytesIO(flags.encode()), verbose=True).finish()
+
+    assert capsys.readouterr().err == flags
+
+
 def test_a_load_that_failed_earlier_is_not_the_reason_of_a_crash() -> None:
     """The server served meanwhile, with or without that model."""
     started = ServerLog(io.BytesIO(FAILED + b"Signal (11) received.\n"), verbose=False)
