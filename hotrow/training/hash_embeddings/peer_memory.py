@@ -9,7 +9,6 @@ import logging
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +19,7 @@ from hotrow.training.hash_embeddings.key_exchange import MessageExchange
 from hotrow.training.hash_embeddings.key_index import number_by_owner
 from hotrow.training.kernels import device_rows
 from hotrow.training.ranks import Ranks
+from inference_session.platform.boot import boot_id
 
 _ALIGNMENT = 64
 """Floats."""
@@ -207,8 +207,7 @@ def _are_linked(device: torch.device) -> bool:
 
 def _host() -> tuple[str, str]:
     """The same for processes of one host, and only for those, also in containers."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text(encoding="ascii") if boot.exists() else "", socket.gethostname()
+    return boot_id(), socket.gethostname()
 
 
 def _is_linked(device: torch.device) -> bool:
