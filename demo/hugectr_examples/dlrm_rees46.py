@@ -15,7 +15,7 @@ from demo.hugectr_examples.from_movielens import read_movielens, write_rees46
 from demo.hugectr_examples.original_formats import Rows, read_rees46
 from demo.hugectr_examples.serving import ITERATIONS, serve_and_score, write_data
 from hotrow.training import hugectr
-from hotrow.training.hugectr.json_config import Configuration, read_configuration
+from hotrow.training.hugectr.graph.json_config import Configuration, read_configuration
 
 CONFIGURATION = Path(__file__).with_suffix(".json")
 

@@ -26,6 +26,6 @@ def command(config: Path) -> None:
     """
     # torchrun ends the other processes by it once one has failed. In a collective, none of them would notice.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    from hotrow.training.hugectr.json_config import read_configuration, train
+    from hotrow.training.hugectr.graph.json_config import read_configuration, train
 
     train(read_configuration(config))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from hotrow.training.hugectr import tools
-from hotrow.training.hugectr.enums import Check_t, DataReaderType_t
+from hotrow.training.hugectr.arguments.enums import Check_t, DataReaderType_t
 from inference_session.errors import HotrowError
 from tests.fuzz.target import Target
 from tests.testing.hugectr_training_records import Records, make_records, samples_of, shape, source

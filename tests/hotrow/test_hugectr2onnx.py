@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from hotrow.training import hugectr2onnx
-from hotrow.training.hugectr.enums import Layer_t
+from hotrow.training.hugectr.arguments.enums import Layer_t
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, ModelFormatError, UnsupportedModelError
 from inference_session.importers.hugectr import import_hugectr

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.training.hugectr import enums
-from hotrow.training.hugectr.parameters import DataReaderParams
+from hotrow.training.hugectr.arguments import enums
+from hotrow.training.hugectr.arguments.parameters import DataReaderParams
+from hotrow.training.hugectr.arguments.tuning import AsyncParam
 from hotrow.training.hugectr.readers.block import Bags, Block, RecordShape, SparseInput
 from hotrow.training.hugectr.readers.sources import Source
-from hotrow.training.hugectr.tuning import AsyncParam
 from inference_session.hugectr import DataSourceParams
 
 

@@ -4,6 +4,14 @@
 
 or, without a change, `python -m hotrow.training.hugectr SCRIPT.py`. docs/reference/hugectr-training.md says
 what each call does here.
+
+    model.py      `Model`: what a script builds, trains, evaluates and saves; session.py is that of releases before 3.1
+    arguments/    the classes and enumerations that a script gives to it
+    graph/        its layers, and HugeCTR's JSON of them
+    readers/      training data, batch by batch
+    trainer/      network, tables, optimizers, losses and metrics
+    snapshots/    the files that it is saved to, and goes on from
+    inference.py, tools.py    HugeCTR's modules of these names
 """
 
 from __future__ import annotations
@@ -13,14 +21,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hotrow.training.hugectr import inference, tools
-from hotrow.training.hugectr.callbacks import TrainingCallback
-from hotrow.training.hugectr.embedding_collection import (
+from hotrow.training.hugectr.arguments.callbacks import TrainingCallback
+from hotrow.training.hugectr.arguments.embedding_collection import (
     EmbeddingCollectionConfig,
     EmbeddingPlanner,
     EmbeddingTableConfig,
     EmbeddingTablePlaceHolder,
 )
-from hotrow.training.hugectr.enums import (
+from hotrow.training.hugectr.arguments.enums import (
     Activation_t,
     Alignment_t,
     AllReduceAlgo,
@@ -49,7 +57,7 @@ from hotrow.training.hugectr.enums import (
     TrainPSType_t,
     Update_t,
 )
-from hotrow.training.hugectr.parameters import (
+from hotrow.training.hugectr.arguments.parameters import (
     DataReaderParams,
     DataReaderSparseParam,
     DenseLayer,
@@ -59,9 +67,7 @@ from hotrow.training.hugectr.parameters import (
     Solver,
     SparseEmbedding,
 )
-from hotrow.training.hugectr.schedule import LearningRateScheduler
-from hotrow.training.hugectr.tools import DataGenerator, DataGeneratorParams
-from hotrow.training.hugectr.tuning import (
+from hotrow.training.hugectr.arguments.tuning import (
     AsyncParam,
     DenseLayerComputeConfig,
     DenseLayerSwitchs,
@@ -69,6 +75,8 @@ from hotrow.training.hugectr.tuning import (
     MemoryCacheConfig,
     TrainingCacheParams,
 )
+from hotrow.training.hugectr.tools import DataGenerator, DataGeneratorParams
+from hotrow.training.hugectr.trainer.schedule import LearningRateScheduler
 from inference_session.errors import ConfigurationError
 from inference_session.importers.hugectr import data_source as data
 from inference_session.importers.hugectr.data_source import DataSource, DataSourceParams, DataSourceType_t

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.training.hugectr.enums import Check_t, DataReaderType_t
-from hotrow.training.hugectr.graph_json import read_data
-from hotrow.training.hugectr.metrics import auc
-from hotrow.training.hugectr.parameters import DataReaderParams, is_whole
+from hotrow.training.hugectr.arguments.enums import Check_t, DataReaderType_t
+from hotrow.training.hugectr.arguments.parameters import DataReaderParams, is_whole
+from hotrow.training.hugectr.graph.graph_json import read_data
 from hotrow.training.hugectr.readers.batches import batches
 from hotrow.training.hugectr.readers.block import Bags, Block, RecordShape
 from hotrow.training.hugectr.readers.sources import Source
+from hotrow.training.hugectr.trainer.metrics import auc
 from inference_session import hugectr
 from inference_session.errors import ConfigurationError, ModelFormatError
 from inference_session.hugectr import (

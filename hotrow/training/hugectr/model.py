@@ -10,15 +10,9 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.training.hugectr import snapshot
-from hotrow.training.hugectr.design import Design
-from hotrow.training.hugectr.embedding_collection import EmbeddingCollectionConfig
-from hotrow.training.hugectr.enums import Tensor_t
-from hotrow.training.hugectr.fitting import Fitting
-from hotrow.training.hugectr.metrics import Metrics
-from hotrow.training.hugectr.network import TrainingNetwork
-from hotrow.training.hugectr.original_states import layout_of
-from hotrow.training.hugectr.parameters import (
+from hotrow.training.hugectr.arguments.embedding_collection import EmbeddingCollectionConfig
+from hotrow.training.hugectr.arguments.enums import Tensor_t
+from hotrow.training.hugectr.arguments.parameters import (
     DataReaderParams,
     DenseLayer,
     GroupDenseLayer,
@@ -29,15 +23,21 @@ from hotrow.training.hugectr.parameters import (
     is_from,
     member,
 )
-from hotrow.training.hugectr.processes import join_processes
+from hotrow.training.hugectr.arguments.tuning import TrainingCacheParams
+from hotrow.training.hugectr.graph.design import Design
+from hotrow.training.hugectr.graph.summary import summary_text
 from hotrow.training.hugectr.readers.batches import DataReader
 from hotrow.training.hugectr.readers.block import Block
 from hotrow.training.hugectr.readers.sources import Source
-from hotrow.training.hugectr.schedule import LearningRateScheduler
-from hotrow.training.hugectr.summary import summary_text
-from hotrow.training.hugectr.trainer import Trainer
-from hotrow.training.hugectr.training_cache import Oversubscriber, TrainingCache
-from hotrow.training.hugectr.tuning import TrainingCacheParams
+from hotrow.training.hugectr.snapshots import snapshot
+from hotrow.training.hugectr.snapshots.original_states import layout_of
+from hotrow.training.hugectr.snapshots.training_cache import Oversubscriber, TrainingCache
+from hotrow.training.hugectr.trainer.fitting import Fitting
+from hotrow.training.hugectr.trainer.metrics import Metrics
+from hotrow.training.hugectr.trainer.network import TrainingNetwork
+from hotrow.training.hugectr.trainer.processes import join_processes
+from hotrow.training.hugectr.trainer.schedule import LearningRateScheduler
+from hotrow.training.hugectr.trainer.trainer import Trainer
 from inference_session.errors import ConfigurationError, ModelFormatError, UnsupportedModelError
 from inference_session.importers.hugectr.data_source import DataSourceParams
 from inference_session.importers.hugectr.json_file import JsonFile, read_json

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hotrow.training.hugectr.fitting import evaluate_batches
-from hotrow.training.hugectr.json_config import learning_rates, read_configuration
+from hotrow.training.hugectr.arguments.parameters import Solver
+from hotrow.training.hugectr.graph.json_config import learning_rates, read_configuration
 from hotrow.training.hugectr.model import Model
-from hotrow.training.hugectr.parameters import Solver
-from hotrow.training.hugectr.schedule import LearningRateScheduler
-from hotrow.training.hugectr.training_cache import Oversubscriber
+from hotrow.training.hugectr.snapshots.training_cache import Oversubscriber
+from hotrow.training.hugectr.trainer.fitting import evaluate_batches
+from hotrow.training.hugectr.trainer.schedule import LearningRateScheduler
 from inference_session.errors import UnsupportedModelError
 
 _OF_PREVIEW = frozenset({"display", "eval_interval", "max_iter", "num_epochs", "snapshot", "snapshot_prefix"})

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.training.hugectr.enums import Check_t, DataReaderType_t, Distribution_t, PowerLaw_t
+from hotrow.training.hugectr.arguments.enums import Check_t, DataReaderType_t, Distribution_t, PowerLaw_t
 from hotrow.training.hugectr.readers.block import Bags
 from hotrow.training.hugectr.readers.norm import HEADER
 from inference_session.errors import ConfigurationError

@@ -10,8 +10,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from hotrow.training.hugectr.graph_json import read_data
-from hotrow.training.hugectr.parameters import DataReaderSparseParam
+from hotrow.training.hugectr.arguments.parameters import DataReaderSparseParam
+from hotrow.training.hugectr.graph.graph_json import read_data
 from inference_session.errors import ConfigurationError, UnsupportedModelError
 from inference_session.importers.hugectr.graph import Embedding, Graph, read_graph
 from inference_session.importers.hugectr.onnx_graph import build_dense_network

@@ -1,6 +1,6 @@
 """Names of layers, as HugeCTR's converter lists them."""
 
-from hotrow.training.hugectr.enums import Layer_t
+from hotrow.training.hugectr.arguments.enums import Layer_t
 from inference_session.importers.hugectr.graph import LOSS_LAYERS
 from inference_session.importers.hugectr.layers import supported_layers
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hotrow.training.hugectr.enums import Check_t, DataReaderType_t
-from hotrow.training.hugectr.parameters import DataReaderParams
+from hotrow.training.hugectr.arguments.enums import Check_t, DataReaderType_t
+from hotrow.training.hugectr.arguments.parameters import DataReaderParams
 from hotrow.training.hugectr.readers.block import Bags, Block, RecordShape, SparseInput
 from hotrow.training.hugectr.readers.norm import read_norm
 from hotrow.training.hugectr.readers.raw import read_raw

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hotrow.training import hugectr
+from hotrow.training.hugectr.trainer.metrics import auc
 from inference_session.errors import ConfigurationError, InvalidRequestError, ModelFormatError
 from tests.testing.hugectr_training_samples import SAMPLES, Sample, make_data, make_model
 
@@ -75,7 +76,7 @@ def test_a_data_set_is_predicted_as_the_trainer_evaluates_it(sample: Sample) -> 
 
     assert found.shape == ((600,) if width == 1 else (600, width))
     np.testing.assert_allclose(found.reshape(600, -1), expected, atol=1e-6)
-    wanted = [hugectr.metrics.auc(column, label) for column, label in zip(expected.T, labels.T, strict=True)]
+    wanted = [auc(column, label) for column, label in zip(expected.T, labels.T, strict=True)]
     assert session.evaluate(num_batches=3, **source) == pytest.approx(np.mean(wanted), abs=1e-4)
     again = session.predict(num_batches=7, **source)  # 1,000 samples, from the beginning again
     np.testing.assert_array_equal(again[1000:], again[:400])

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotrow.training.hugectr.json_config import read_configuration, train
+from hotrow.training.hugectr.graph.json_config import read_configuration, train
 from inference_session.errors import ConfigurationError
 from inference_session.importers.hugectr import import_hugectr
 from tests.testing.hugectr_configurations import dcn_configuration

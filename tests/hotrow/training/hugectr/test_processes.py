@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from hotrow.training.hugectr.processes import start_command
+from hotrow.training.hugectr.trainer.processes import start_command
 from tests.testing.hugectr_training_samples import SAMPLES, Sample, make_data, make_model
 from tests.testing.training_jobs import run_ranks
 

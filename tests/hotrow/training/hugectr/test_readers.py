@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotrow.training.hugectr import tools, tuning
-from hotrow.training.hugectr.enums import Check_t, DataReaderType_t, Distribution_t
+from hotrow.training.hugectr import tools
+from hotrow.training.hugectr.arguments import tuning
+from hotrow.training.hugectr.arguments.enums import Check_t, DataReaderType_t, Distribution_t
 from hotrow.training.hugectr.readers import batches as reading
 from hotrow.training.hugectr.readers.batches import DataReader, batches
 from hotrow.training.hugectr.readers.block import Bags, Block

@@ -13,7 +13,7 @@ import torch
 from torch import multiprocessing
 
 from hotrow.training.hugectr import DataReaderType_t, Model
-from hotrow.training.hugectr.snapshot import SnapshotNames
+from hotrow.training.hugectr.snapshots.snapshot import SnapshotNames
 from inference_session.importers.hugectr.data_source import DataSourceParams
 from inference_session.model_source import Copy
 from inference_session.model_source.create import create_source

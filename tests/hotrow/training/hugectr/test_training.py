@@ -27,16 +27,15 @@ from hotrow.training.hugectr import (
     Model,
     Optimizer_t,
     Update_t,
-    batch,
-    embedding,
 )
-from hotrow.training.hugectr.batch import Batch, DeviceBags, Staging
-from hotrow.training.hugectr.embedding import EmbeddingTable
-from hotrow.training.hugectr.graph_json import dense_document, read_dense
-from hotrow.training.hugectr.metrics import Metrics, auc
-from hotrow.training.hugectr.optimizers import dense_rule
-from hotrow.training.hugectr.processes import Processes
+from hotrow.training.hugectr.graph.graph_json import dense_document, read_dense
 from hotrow.training.hugectr.readers.block import Bags, Block
+from hotrow.training.hugectr.trainer import batch, embedding
+from hotrow.training.hugectr.trainer.batch import Batch, DeviceBags, Staging
+from hotrow.training.hugectr.trainer.embedding import EmbeddingTable
+from hotrow.training.hugectr.trainer.metrics import Metrics, auc
+from hotrow.training.hugectr.trainer.optimizers import dense_rule
+from hotrow.training.hugectr.trainer.processes import Processes
 from hotrow.training.row_access import add_up
 from inference_session.errors import ConfigurationError, ModelFormatError, UnsupportedModelError
 from tests.testing.hugectr_training_samples import SAMPLES, Sample, binary, layer, losses, make_data, make_model

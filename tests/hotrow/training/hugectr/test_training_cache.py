@@ -12,8 +12,8 @@ import torch
 
 from hotrow.training import hugectr
 from hotrow.training.hugectr import Model, Optimizer_t, Update_t
-from hotrow.training.hugectr.batch import DeviceBags
-from hotrow.training.hugectr.embedding import EmbeddingTable
+from hotrow.training.hugectr.trainer.batch import DeviceBags
+from hotrow.training.hugectr.trainer.embedding import EmbeddingTable
 from inference_session.errors import ConfigurationError, UnsupportedModelError
 from tests.testing.hugectr_training_samples import SAMPLES, add_embeddings, make_data
 

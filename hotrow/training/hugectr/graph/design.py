@@ -8,17 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hotrow.training.hugectr.embedding_collection import EmbeddingCollectionConfig
-from hotrow.training.hugectr.enums import DataReaderType_t, Embedding_t
-from hotrow.training.hugectr.graph_json import (
-    data_document,
-    dense_document,
-    embedding_document,
-    read_data,
-    read_dense,
-    read_embedding,
-)
-from hotrow.training.hugectr.parameters import (
+from hotrow.training.hugectr.arguments.embedding_collection import EmbeddingCollectionConfig
+from hotrow.training.hugectr.arguments.enums import DataReaderType_t, Embedding_t
+from hotrow.training.hugectr.arguments.parameters import (
     DataReaderParams,
     DataReaderSparseParam,
     DenseLayer,
@@ -27,6 +19,14 @@ from hotrow.training.hugectr.parameters import (
     OptParamsPy,
     Solver,
     SparseEmbedding,
+)
+from hotrow.training.hugectr.graph.graph_json import (
+    data_document,
+    dense_document,
+    embedding_document,
+    read_data,
+    read_dense,
+    read_embedding,
 )
 from hotrow.training.hugectr.readers.block import RecordShape, SparseInput
 from inference_session.errors import ConfigurationError, ModelFormatError, UnsupportedModelError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hotrow.training.hugectr.enums import Alignment_t
+from hotrow.training.hugectr.arguments.enums import Alignment_t
 from inference_session.errors import UnsupportedModelError
 
 

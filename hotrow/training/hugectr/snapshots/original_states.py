@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.training.hugectr.enums import Embedding_t
-from hotrow.training.hugectr.parameters import Solver, SparseEmbedding
+from hotrow.training.hugectr.arguments.enums import Embedding_t
+from hotrow.training.hugectr.arguments.parameters import Solver, SparseEmbedding
 from inference_session.errors import ModelFormatError, UnsupportedModelError
 
 WAY_OUT = "Or leave load_sparse_optimizer_states out: the rows train on, and their states begin anew"

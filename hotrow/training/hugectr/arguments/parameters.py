@@ -11,8 +11,8 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
-from hotrow.training.hugectr.callbacks import TrainingCallback
-from hotrow.training.hugectr.enums import (
+from hotrow.training.hugectr.arguments.callbacks import TrainingCallback
+from hotrow.training.hugectr.arguments.enums import (
     Activation_t,
     AllReduceAlgo,
     Check_t,
@@ -29,9 +29,9 @@ from hotrow.training.hugectr.enums import (
     Regularizer_t,
     Update_t,
 )
+from hotrow.training.hugectr.arguments.tuning import AsyncParam
 from hotrow.training.hugectr.readers.block import SparseInput
 from hotrow.training.hugectr.readers.raw import RawFormat
-from hotrow.training.hugectr.tuning import AsyncParam
 from inference_session.errors import ConfigurationError, UnsupportedModelError
 from inference_session.importers.hugectr.data_source import DataSourceParams
 from inference_session.importers.hugectr.graph import LOSS_LAYERS

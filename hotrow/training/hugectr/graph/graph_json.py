@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
-from hotrow.training.hugectr.enums import (
+from hotrow.training.hugectr.arguments.enums import (
     Activation_t,
     Embedding_t,
     FcPosition_t,
@@ -16,7 +16,13 @@ from hotrow.training.hugectr.enums import (
     Regularizer_t,
     Update_t,
 )
-from hotrow.training.hugectr.parameters import DataReaderSparseParam, DenseLayer, Input, OptParamsPy, SparseEmbedding
+from hotrow.training.hugectr.arguments.parameters import (
+    DataReaderSparseParam,
+    DenseLayer,
+    Input,
+    OptParamsPy,
+    SparseEmbedding,
+)
 from inference_session.errors import ConfigurationError
 
 Document = dict[str, Any]

@@ -21,10 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hotrow.training.hugectr.embedding import EmbeddingTable
-from hotrow.training.hugectr.original_states import WAY_OUT, OriginalLayout
-from hotrow.training.hugectr.processes import Processes
-from hotrow.training.hugectr.trainer import Trainer
+from hotrow.training.hugectr.snapshots.original_states import WAY_OUT, OriginalLayout
+from hotrow.training.hugectr.trainer.embedding import EmbeddingTable
+from hotrow.training.hugectr.trainer.processes import Processes
+from hotrow.training.hugectr.trainer.trainer import Trainer
 from inference_session.errors import ConfigurationError, ModelFormatError
 from inference_session.importers.hugectr.data_source import DataSourceParams
 from inference_session.importers.hugectr.json_file import read_json

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.training.hugectr.embedding import EmbeddingTable
-from hotrow.training.hugectr.processes import Processes
-from hotrow.training.hugectr.snapshot import save_table
-from hotrow.training.hugectr.tuning import TrainingCacheParams
+from hotrow.training.hugectr.arguments.tuning import TrainingCacheParams
+from hotrow.training.hugectr.snapshots.snapshot import save_table
+from hotrow.training.hugectr.trainer.embedding import EmbeddingTable
+from hotrow.training.hugectr.trainer.processes import Processes
 from inference_session.errors import ConfigurationError
 
 

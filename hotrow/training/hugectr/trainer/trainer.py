@@ -12,14 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hotrow.training.hugectr.batch import Batch, DeviceBags, Staging, joined
-from hotrow.training.hugectr.embedding import BatchRows, EmbeddingTable
-from hotrow.training.hugectr.losses import Loss, losses_of
-from hotrow.training.hugectr.network import TrainingNetwork
-from hotrow.training.hugectr.optimizers import Rule, dense_rule
-from hotrow.training.hugectr.parameters import OptParamsPy, Solver
-from hotrow.training.hugectr.processes import Processes
+from hotrow.training.hugectr.arguments.parameters import OptParamsPy, Solver
 from hotrow.training.hugectr.readers.block import Block
+from hotrow.training.hugectr.trainer.batch import Batch, DeviceBags, Staging, joined
+from hotrow.training.hugectr.trainer.embedding import BatchRows, EmbeddingTable
+from hotrow.training.hugectr.trainer.losses import Loss, losses_of
+from hotrow.training.hugectr.trainer.network import TrainingNetwork
+from hotrow.training.hugectr.trainer.optimizers import Rule, dense_rule
+from hotrow.training.hugectr.trainer.processes import Processes
 from inference_session.errors import ConfigurationError
 from inference_session.importers.hugectr.graph import Graph
 

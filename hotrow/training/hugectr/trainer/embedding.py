@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from hotrow.training.hash_embeddings.key_index import create_index, distinct, mixed_bits
-from hotrow.training.hugectr.batch import DeviceBags
-from hotrow.training.hugectr.enums import Update_t
-from hotrow.training.hugectr.optimizers import table_rule
-from hotrow.training.hugectr.parameters import OptParamsPy
-from hotrow.training.hugectr.processes import Processes
+from hotrow.training.hugectr.arguments.enums import Update_t
+from hotrow.training.hugectr.arguments.parameters import OptParamsPy
+from hotrow.training.hugectr.trainer.batch import DeviceBags
+from hotrow.training.hugectr.trainer.optimizers import table_rule
+from hotrow.training.hugectr.trainer.processes import Processes
 from hotrow.training.kernels import device_rows
 from hotrow.training.row_access import add_up, gather
 

@@ -7,8 +7,8 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from hotrow.training.hugectr.enums import CommunicationStrategy, CompressionStrategy, Embedding_t, Layer_t
-from hotrow.training.hugectr.parameters import (
+from hotrow.training.hugectr.arguments.enums import CommunicationStrategy, CompressionStrategy, Embedding_t, Layer_t
+from hotrow.training.hugectr.arguments.parameters import (
     DataReaderSparseParam,
     DenseLayer,
     Input,

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hotrow.training.hash_embeddings.key_index import distinct_in_common
-from hotrow.training.hugectr.processes import Processes
 from hotrow.training.hugectr.readers.block import Bags, Block
+from hotrow.training.hugectr.trainer.processes import Processes
 
 _ALIGNMENT = 512
 """Bytes; packed tensors begin at its multiples, as do those that torch makes on a GPU."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hotrow.training.hugectr.parameters import DenseLayer, Input, SparseEmbedding
+from hotrow.training.hugectr.arguments.parameters import DenseLayer, Input, SparseEmbedding
 from inference_session.importers.hugectr.layers import Tensor
 
 _WIDTHS = (40, 30, 30, 30)

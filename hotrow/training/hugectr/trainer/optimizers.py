@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hotrow.training.hugectr.enums import Optimizer_t, Update_t
-from hotrow.training.hugectr.parameters import OptParamsPy
+from hotrow.training.hugectr.arguments.enums import Optimizer_t, Update_t
+from hotrow.training.hugectr.arguments.parameters import OptParamsPy
 from inference_session.errors import UnsupportedModelError
 
 _TINY = 1.1920928955078125e-07

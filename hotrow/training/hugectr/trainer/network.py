@@ -13,7 +13,7 @@ from onnx import helper, numpy_helper
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hotrow.training.hugectr.operators import OPERATORS, Function, scalar
+from hotrow.training.hugectr.trainer.operators import OPERATORS, Function, scalar
 from inference_session.errors import UnsupportedModelError
 from inference_session.importers.hugectr.dense_weights import Statistics
 from inference_session.importers.hugectr.graph import Graph, Layer

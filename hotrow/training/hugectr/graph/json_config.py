@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from hotrow.training.hugectr import Model
-from hotrow.training.hugectr.enums import Check_t, DataReaderType_t, MetricsType
-from hotrow.training.hugectr.graph_json import read_optimizer
-from hotrow.training.hugectr.parameters import DataReaderParams, OptParamsPy, Solver, is_from, is_whole
+from hotrow.training.hugectr.arguments.enums import Check_t, DataReaderType_t, MetricsType
+from hotrow.training.hugectr.arguments.parameters import DataReaderParams, OptParamsPy, Solver, is_from, is_whole
+from hotrow.training.hugectr.graph.graph_json import read_optimizer
 from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.importers.hugectr.json_file import JsonFile, read_json
 

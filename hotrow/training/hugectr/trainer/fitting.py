@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from hotrow.training.hugectr.callbacks import TrainingCallback
-from hotrow.training.hugectr.enums import MetricsType
-from hotrow.training.hugectr.parameters import Solver, is_whole
+from hotrow.training.hugectr.arguments.callbacks import TrainingCallback
+from hotrow.training.hugectr.arguments.enums import MetricsType
+from hotrow.training.hugectr.arguments.parameters import Solver, is_whole
 from hotrow.training.hugectr.readers.batches import DataReader
-from hotrow.training.hugectr.schedule import LearningRateScheduler
+from hotrow.training.hugectr.trainer.schedule import LearningRateScheduler
 from inference_session.errors import ConfigurationError
 from inference_session.importers.hugectr.data_source import DataSourceParams
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import hotrow.auc
-from hotrow.training.hugectr.enums import MetricsType
+from hotrow.training.hugectr.arguments.enums import MetricsType
 
 Array = NDArray[np.float64]
 _HIT = 0.8

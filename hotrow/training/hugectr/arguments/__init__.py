@@ -1,0 +1,1 @@
+"""What training scripts give to HugeCTR's classes, by its names."""

@@ -1,0 +1,1 @@
+"""The files that training is saved to, and goes on from."""

@@ -1,0 +1,1 @@
+"""How a model trains: network, tables, optimizers, losses and metrics, batch by batch."""
