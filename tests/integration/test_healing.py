@@ -8,17 +8,24 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import tritonclient.grpc as grpc_client
 from tritonclient.utils import InferenceServerException
 
+from inference_session.version_directory.session_file import read_spec
 from tests.testing.command_line import hotrow, run_main
 from tests.testing.served import Serve, Served, is_ready, is_running
 from tests.testing.served_requests import DENSE, IDS, ask, counters
 from tests.testing.servers import wait_until
 from tests.testing.triton_models import ctr_answer, write_ctr, write_flat
 from triton_backend.backend.heartbeat import FOLDER_VARIABLE, INTERVAL_S, last_beat
+from triton_backend.launcher import watchdog
+from triton_backend.launcher.server import ServerOptions, TritonServer
+from triton_backend.repository.config_writer import write_model_config
+from triton_backend.repository.model_config import CONFIG_FILE
 
 pytestmark = pytest.mark.triton
 
@@ -98,6 +105,49 @@ def test_a_lost_backend_process_is_replaced(serve: Serve, two_models: Path, numb
     launcher = psutil.Process(served.process.pid)
     wait_until(lambda: all(is_running(child) for child in launcher.children()), "the end of the lost process's guard")
     assert served.stop() == 0
+
+
+def test_the_other_instances_of_a_lost_process_end(
+    tritonserver: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Triton does not end them where it has refused requests of the lost one; that they end is no loss."""
+    monkeypatch.setattr(watchdog, "DRAIN_S", 1.0)
+    version = tmp_path / "repository" / "ctr" / "1"
+    write_ctr(version)
+    (version.parent / CONFIG_FILE).unlink()
+    write_model_config(version, read_spec(version), "ctr", num_instances=2)
+    options = ServerOptions(tmp_path / "repository", http_port=0, grpc_port=0, metrics_port=0)
+    with (
+        TritonServer.start(options) as server,
+        grpc_client.InferenceServerClient(server.endpoints["gRPC"]) as client,
+    ):
+        lost, other = (process for process in psutil.Process(server.pid).children() if is_running(process))
+        lost.kill()
+        wait_until(lambda: not is_answered(client), "a request that is refused")
+
+        wait_until(lambda: is_gone(other, server), "the end of the other instance")
+        monkeypatch.setattr(watchdog, "DEAD_S", 0.0)
+        for _ in range(2):
+            server._watchdog.look()
+
+        assert is_answered(client)
+    losses = [line for line in capsys.readouterr().err.splitlines() if " died " in line]
+    assert losses == [f"hotrow: backend process {lost.pid} of model 'ctr' version 1 died of SIGKILL"]
+
+
+def is_answered(client: Any) -> bool:
+    """Whether a request is answered."""
+    try:
+        ask(client, "ctr", {"ids": IDS, "dense": DENSE})
+    except InferenceServerException:
+        return False
+    return True
+
+
+def is_gone(process: psutil.Process, server: TritonServer) -> bool:
+    """Whether a process has ended, after another look of the watch-dog."""
+    server._watchdog.look()
+    return not is_running(process)
 
 
 def test_a_backend_process_that_dies_before_it_is_seen_is_replaced(serve: Serve, repository: Path) -> None:

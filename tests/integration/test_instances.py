@@ -54,6 +54,6 @@ def test_instances_share_the_requests_and_the_counters(served: Served) -> None:
         expected = (turn + 1) * NUM_CLIENTS * NUM_REQUESTS
         wait_until(lambda n=expected: metric(served, line) == n, f"{expected} requests counted")
         with served.grpc_client() as client:
-            (served.repository / "ctr" / "config.pbtxt").touch()
+            (served.repository / "ctr" / "1" / "touched").touch()
             client.load_model("ctr")
         wait_until(lambda: len(served.stubs("ctr")) == NUM_INSTANCES, "the replaced processes have ended")

@@ -7,6 +7,7 @@ otherwise stays a zombie as long as the server runs: that shows that its end was
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from triton_backend.launcher.reaper import SHARED_MEMORY
 
 STUB_NAME = "triton_python_b"
 """The name of triton_python_backend_stub, truncated as the kernel does."""
+_EXIT_CODE = 49
+"""Its place among the fields of /proc/<pid>/stat that follow the name."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,16 @@ def state(pid: int) -> str:
         name, _, rest = _read(f"/proc/{pid}/stat").rpartition(")")
         return rest.split()[0] if name.endswith(f"({STUB_NAME}") else ""
     return ""
+
+
+def end_of(pid: int) -> str:
+    """How a zombie ended: `died of SIGKILL`, `died with exit status 1`; `died` where that is hidden or gone."""
+    with suppress(OSError, ValueError, IndexError):
+        status = int(_read(f"/proc/{pid}/stat").rpartition(")")[2].split()[_EXIT_CODE])
+        if os.WIFSIGNALED(status):
+            return f"died of {signal.Signals(os.WTERMSIG(status)).name}"
+        return f"died with exit status {os.WEXITSTATUS(status)}"
+    return "died"
 
 
 def identify(pid: int, heartbeats: Path) -> Stub | None:

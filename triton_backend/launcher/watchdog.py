@@ -11,6 +11,10 @@ become those of a load in progress; a version that a client unloads meanwhile st
 the highest version is loaded, as in a server that starts. A hung process is killed
 once the new one serves, which ends its requests with an error. If that takes the server down, because it shares locks
 with the process, the server is started again, on the same ports with the same versions.
+
+Triton keeps the previous load of a model for ever where a process of it died: for each request that it answers "Stub
+process is not healthy", it leaks a reference to the model. So it never ends the other instances' processes. They get
+`DRAIN_S` to finish their requests, and are killed then.
 """
 
 from __future__ import annotations
@@ -50,6 +54,8 @@ SUSPICIOUS_S = 4.0
 SILENT_S = 15.0
 PROBE_TIMEOUT_S = 10.0
 RETRY_S = (1.0, 2.0, 5.0, 15.0, 30.0)
+DRAIN_S = 30.0
+"""How long processes may stay that a load has replaced."""
 RECENT_S = 60.0
 """A server crash this soon after the loss of a backend process is attributed to the loss."""
 
@@ -101,6 +107,8 @@ class Watchdog:
         """Processes that were found dead or hung; each is handled once."""
         self._replaced: defaultdict[str, list[Stub]] = defaultdict(list)
         """By model: processes to end once the model has been loaded again."""
+        self._drained_at: dict[int, float] = {}
+        """When processes are to be gone that a load has replaced."""
         self._since: dict[int, tuple[str, float]] = {}
         """The state of each process, and when it was first seen in that state."""
         self._suspected: set[int] = set()
@@ -110,6 +118,7 @@ class Watchdog:
         """Models of which a version was being loaded at the last look."""
         self._missing: set[str] = set()
         """Models that have not been loaded since the server was started again."""
+        self._lock = threading.Lock()  # of the next two
         self._restarts: Counter[str] = Counter()
         self._healing: dict[str, threading.Thread] = {}
         self._observed_at = self._lost_at = -RECENT_S
@@ -132,6 +141,7 @@ class Watchdog:
                 self._stubs[pid] = found
             if pid not in self._lost and (stub := self._stubs.get(pid)):
                 self._judge(stub, stubs.state(pid))
+        self._end_replaced()
 
     def lost_one_lately(self) -> bool:
         """Whether a backend process was lost so recently that it may have taken the server with it."""
@@ -145,7 +155,7 @@ class Watchdog:
 
     def reload_all(self) -> None:
         """Load the previous models into a server that has been started again."""
-        for of in (self._stubs, self._since, self._lost, self._replaced, self._healing):
+        for of in (self._stubs, self._since, self._lost, self._replaced, self._drained_at, self._healing):
             of.clear()
         for model in self._missing.copy():
             self._heal(model)
@@ -153,7 +163,7 @@ class Watchdog:
     def _judge(self, stub: Stub, state: str) -> None:
         lasted_s = self._lasted_s(stub, state)
         if state == "Z" and lasted_s > DEAD_S:
-            self._lose(stub, "died")
+            self._lose(stub, stubs.end_of(stub.pid))
         elif state == "T" and lasted_s > STOPPED_S:
             self._lose(stub, "is stopped")
         elif state not in ("Z", "T") and self._is_silent(stub):
@@ -205,29 +215,46 @@ class Watchdog:
 
     def _heal(self, model: str) -> None:
         """Load a model again, in a thread, because loads may take long."""
-        self._restarts[model] += 1
-        if (thread := self._healing.get(model)) is None or not thread.is_alive():
-            self._healing[model] = threading.Thread(
-                target=self._load, args=(model,), name=f"hotrow-heal-{model}", daemon=True
-            )
-            self._healing[model].start()
+        with self._lock:
+            self._restarts[model] += 1
+            if (thread := self._healing.get(model)) is None or not thread.is_alive():
+                self._healing[model] = threading.Thread(
+                    target=self._load, args=(model,), name=f"hotrow-heal-{model}", daemon=True
+                )
+                self._healing[model].start()
 
     def _load(self, model: str) -> None:
         """Load it until that has succeeded after the last loss."""
         attempt = done = 0
-        while done < self._restarts[model]:
-            number = self._restarts[model]
-            try:
-                self._load_once(model, number, attempt)
+        while number := self._pending_restart(model, done):
+            if self._try_load(model, number, attempt):
                 done = number
-            except (HotrowError, OSError, HTTPException) as error:
-                wait_s = RETRY_S[min(attempt, len(RETRY_S) - 1)]
+            else:
                 attempt += 1
-                _say(f"model {model!r} could not be loaded again, next attempt in {wait_s:.0f} s: {error}")
-                time.sleep(wait_s)
         while self._replaced[model]:
             self._end(self._replaced[model].pop())
         _say(f"model {model!r} {'serves again' if model in self._loaded else 'was unloaded and stays unloaded'}")
+
+    def _pending_restart(self, model: str, done: int) -> int:
+        """The number of the last loss, if that came after number `done`; 0: this thread is no longer needed."""
+        with self._lock:
+            number = self._restarts[model]
+            if number > done:
+                return number
+            if self._healing.get(model) is threading.current_thread():
+                del self._healing[model]
+            return 0
+
+    def _try_load(self, model: str, number: int, attempt: int) -> bool:
+        """Load it once; False: that failed, and some time has passed since."""
+        try:
+            self._load_once(model, number, attempt)
+        except (HotrowError, OSError, HTTPException) as error:
+            wait_s = RETRY_S[min(attempt, len(RETRY_S) - 1)]
+            _say(f"model {model!r} could not be loaded again, next attempt in {wait_s:.0f} s: {error}")
+            time.sleep(wait_s)
+            return False
+        return True
 
     def _load_once(self, model: str, number: int, attempt: int) -> None:
         self._await_loads_of_others(model)
@@ -239,7 +266,9 @@ class Watchdog:
         versions = self._versions_left(model, loaded.versions) if attempt > 1 else loaded.versions
         config = with_versions(loaded.config, versions)
         config["parameters"] = {**config.get("parameters", {}), RESTARTS_PARAMETER: {"string_value": str(number)}}
+        before = [pid for pid, stub in self._stubs.copy().items() if stub.model == model]
         self._server.load(model, config)
+        self._drained_at.update(dict.fromkeys(before, time.monotonic() + DRAIN_S))
         self._missing.discard(model)
         _let_newer_versions_be_noticed(self._server.repository / model, versions)
 
@@ -281,6 +310,18 @@ class Watchdog:
                 path = f"v2/models/{in_url(model)}/config"
                 config = json.loads(self._server.request("GET", path, timeout=timeout_s))
                 self._loaded[model] = LoadedVersions(tuple(sorted(versions)), config)
+
+    def _end_replaced(self) -> None:
+        """Kill processes that the server has not ended although a load has replaced them."""
+        for pid, end in self._drained_at.copy().items():
+            stub = self._stubs.get(pid)
+            if stub is not None and time.monotonic() < end:
+                continue
+            del self._drained_at[pid]
+            if stub is not None and pid not in self._lost:
+                self._lost.add(pid)
+                _say(f"{stub} was replaced and is killed: the server does not end it")
+                self._end(stub)
 
     def _end(self, stub: Stub) -> None:
         """Kill it if it still lives, and remove its shared memory and heartbeat, which no other process removes."""

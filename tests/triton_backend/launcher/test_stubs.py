@@ -10,6 +10,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
+from tests.testing.servers import wait_until
 from triton_backend.launcher import stubs
 
 _SERVER = """
@@ -64,6 +65,18 @@ def test_a_known_child_that_moves_to_another_thread_is_not_lost(
     monkeypatch.setattr(stubs, "_listed_children", lambda _: children[:1])
 
     assert stubs.children(pid, known=[*children, pid]) == children
+
+
+@pytest.mark.parametrize(
+    ("command", "how"), [("kill -SEGV $$", "died of SIGSEGV"), ("exit 3", "died with exit status 3")]
+)
+def test_how_a_child_ended_is_told(command: str, how: str) -> None:
+    """As long as nobody has waited for it."""
+    with subprocess.Popen(["sh", "-c", command]) as child:
+        wait_until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE, "its end")
+        assert stubs.end_of(child.pid) == how
+
+    assert stubs.end_of(child.pid) == "died"
 
 
 def test_a_server_that_is_gone_has_none() -> None:
