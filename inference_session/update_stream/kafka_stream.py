@@ -126,7 +126,8 @@ class KafkaUpdateStream:
         self._lost_broker = threading.Event()
         """Set where a connection has ended: on the next one, topics may be others."""
         group = f"hotrow.{model}.{version}.{socket.gethostname()}"
-        self._consumer = create_consumer(url, group, self._lost_broker)
+        self._commit_warning = _CommitWarning(group)
+        self._consumer = create_consumer(url, group, self._lost_broker, self._commit_warning.on_commit)
         self._followed = FollowedPartitions(
             url, model, topic_filter, self._consumer, updates=self._updates, stats=self._stats
         )
@@ -268,7 +269,7 @@ class KafkaUpdateStream:
             elif error.code() == KafkaError._BAD_MSG:
                 self._stats.block(one, f"a message arrives damaged: {error.str()}")
             elif not one[0]:
-                _log.warning("%r does not commit how far it is, and goes on: %s", self, error.str())
+                self._commit_warning.give(error)
             else:
                 self._stats.block(one, error.str())
                 self._discover_at = 0.0
@@ -330,26 +331,37 @@ class KafkaUpdateStream:
                 self._followed.restart(one, "its table was pushed again")
 
 
-class _CommitWarnings:
+class _CommitWarning:
     """Says once that this user may not commit offsets: they tell others how far the stream is, and nothing else."""
 
     def __init__(self, group: str) -> None:
         self._group = group
-        self._has_warned = False
+        self._is_given = False
 
-    def __call__(self, error: KafkaError | None, partitions: Iterable[TopicPartition]) -> None:
-        refused = [e for e in (error, *(one.error for one in partitions)) if e is not None and e.code() in _NOT_ALLOWED]
-        if refused and not self._has_warned:
-            self._has_warned = True
-            _log.warning("how far updates are applied is not committed as %r: %s", self._group, refused[0].str())
+    def give(self, error: KafkaError) -> None:
+        """Log the brokers' refusal, unless one was logged before."""
+        if not self._is_given:
+            self._is_given = True
+            _log.warning("how far updates are applied is not committed as %r: %s", self._group, error.str())
+
+    def on_commit(self, error: KafkaError | None, partitions: Iterable[TopicPartition]) -> None:
+        """The client's callback, for a commit and for each of its partitions."""
+        for each in (error, *(one.error for one in partitions)):
+            if each is not None and each.code() in _NOT_ALLOWED:
+                self.give(each)
 
 
-def create_consumer(url: KafkaUrl, group: str, lost_broker: threading.Event) -> Consumer:
+def create_consumer(
+    url: KafkaUrl,
+    group: str,
+    lost_broker: threading.Event,
+    on_commit: Callable[[KafkaError | None, list[TopicPartition]], None],
+) -> Consumer:
     """`lost_broker` is set, by the thread that reads, before messages that arrive after a connection has ended."""
     settings = {
         "error_cb": lambda _: lost_broker.set(),
         "group.id": group,  # no consumer joins it: offsets are committed under its name
-        "on_commit": _CommitWarnings(group),
+        "on_commit": on_commit,
         "enable.auto.commit": False,
         "enable.auto.offset.store": False,
         "auto.offset.reset": "error",  # or else messages that were removed meanwhile would be missed without a word

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from confluent_kafka import KafkaError
+from confluent_kafka import KafkaError, TopicPartition
 
 from inference_session import InferenceSession
 from inference_session.errors import StoreError, UnavailableError
-from inference_session.update_stream import Publisher
+from inference_session.update_stream import Publisher, kafka_stream
 from inference_session.update_stream.announcements import Announcements
 from inference_session.urls.kafka_url import KafkaUrl
 from tests.testing.refusing_broker import (
@@ -81,6 +81,37 @@ def test_offsets_that_may_not_be_committed_are_no_failure(
             assert updates(session)["failures"] == 0
     [told] = [text for text in caplog.messages if "is not committed as" in text]
     assert "Group authorization failed" in told
+
+
+def test_refused_commits_are_told_of_once(
+    small: SmallVersion, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the group's coordinator may not be asked, or the offsets not be committed."""
+    create: Any = kafka_stream.create_consumer
+    refused: set[int] = set()
+
+    def create_watched(*args: Any) -> Any:
+        *others, on_commit = args
+
+        def watched(error: KafkaError | None, partitions: list[TopicPartition]) -> None:
+            on_commit(error, partitions)
+            refused.update(each.code() for each in (error, *(one.error for one in partitions)) if each is not None)
+
+        return create(*others, watched)
+
+    monkeypatch.setattr(kafka_stream, "create_consumer", create_watched)
+    push(small.directory, database := f"rocksdb://{tmp_path}/db")
+    with RefusingBroker() as broker:
+        broker.send(small.topic("user_weight"), packed(1)[0], vectors(1).tobytes())
+        broker.refuse(FIND_COORDINATOR, KafkaError.GROUP_AUTHORIZATION_FAILED)
+        with InferenceSession.open(small.directory, persistent_store=database, update_stream=broker.url) as session:
+            wait_until(lambda: any("is not committed as" in text for text in caplog.messages), "a warning")
+            broker.refuse(OFFSET_COMMIT, KafkaError.TOPIC_AUTHORIZATION_FAILED)
+            broker.allow(FIND_COORDINATOR)
+            broker.send(small.topic("user_weight"), packed(1)[0], vectors(2).tobytes())
+            await_rows(session, "user.weight", [1], 2)
+            wait_until(lambda: KafkaError.TOPIC_AUTHORIZATION_FAILED in refused, "a commit to be refused")
+    assert sum("is not committed as" in text for text in caplog.messages) == 1
 
 
 @pytest.mark.parametrize("kind", [FETCH, LIST_OFFSETS])
