@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from inference_session import InferenceSession
+from inference_session.errors import StoreError
 from tests.testing import small_model
 from tests.testing.servers import RedisServer, wait_until
 from tests.testing.stored_model import push
@@ -128,3 +129,38 @@ def test_no_answer_is_wrong_while_redis_is_away(
     said = [record.message for record in caplog.records if record.message.startswith("tier volatile")]
     num_lost, num_back = (sum(what in message for message in said) for what in ("failed", "answers again"))
     assert 2 <= num_back <= num_lost <= num_back + 1, said
+
+
+def test_a_redis_that_refuses_every_read_is_out(tmp_path: Path) -> None:
+    """Although it answers PING: else its users would not learn why they get default vectors."""
+    directory = tmp_path / "repository" / "small" / "1"
+    tables = small_model.write(directory)
+    with RedisServer() as server, server.client() as client:
+        push(directory, server.url)
+        (directory / "tables").rename(tmp_path / "tables")
+
+        def allow(*rules: str) -> None:
+            client.execute_command("ACL", "SETUSER", "reader", "on", ">word", "~*", "+@all", *rules)
+
+        allow()
+        url = server.url.replace("redis://", "redis://reader:word@")
+        with InferenceSession.open(directory, volatile_store=url, cache_bytes=0) as session:
+
+            def failure() -> str:
+                return session.stats()["tiers"]["volatile"]["failure"] or ""
+
+            def is_answered() -> bool:
+                found = session.lookup("user.weight", [1])
+                return bool((found == tables["user_weight"][1]).all())
+
+            assert is_answered()
+            allow("-hmget")
+            assert not is_answered()
+            wait_until(lambda: "NOPERM" in failure(), "the refusal to be told")
+            assert session.stats()["degraded_keys"]
+            allow()
+            wait_until(lambda: not failure(), "the tier to recover")
+            assert is_answered()
+        allow("-hmget")
+        with pytest.raises(StoreError, match="NOPERM"):
+            InferenceSession.open(directory, volatile_store=url)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -121,6 +122,12 @@ class RedisClient:
         self._topology.refresh(deadline)
         for address in self._topology.servers(deadline):
             self._ping(address, deadline)
+
+    def try_read(self, name: bytes) -> None:
+        """Raise what reading a hash raises, whichever process has it now; nothing where there is none."""
+        deadline = Deadline(self._timeout_ms)
+        with contextlib.suppress(RedirectedError, WrongTypeError):  # both come after the access list has been asked
+            self._ask(self._topology.address(name, deadline), ("HMGET", name, bytes(8)), deadline)
 
     def incarnations(self) -> str:
         """Identifies the processes that have rows, as opposed to earlier or later ones, and whose rows they have."""

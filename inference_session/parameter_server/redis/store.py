@@ -208,8 +208,22 @@ class RedisStore(EmbeddingStore):
         """See EmbeddingStore. Asks every node that has rows; others may have filled it since the last check."""
         self._refuse_if_closed()
         self.client.ping()
+        self._refuse_without_readable_table()
         self._warn_of_eviction()
         self._partitionings.doubt_all()
+
+    def _refuse_without_readable_table(self) -> None:
+        """StoreError where this user may read no table: PING needs no such permission."""
+        refusal = None
+        for table in self.tables:
+            try:
+                self.client.try_read(layout.rows_name(self.namespace.tag(table), 0))
+            except StoreError as error:  # noqa: PERF203  the next table may be readable
+                refusal = error
+            else:
+                return
+        if refusal is not None:
+            raise refusal
 
     def _warn_of_eviction(self) -> None:
         """Log once if a server may evict rows. Nothing is known of it for a user without permission for `INFO`."""
