@@ -35,7 +35,6 @@ _THREAD_BYTES, _MAX_THREADS = 1 << 21, 4
 _KEY_BYTES, _FLOAT_BYTES = 8, 4
 _ALIGNMENT = 128
 """Of arrays on the device: bytes that it reads at once."""
-_NO_OFFSETS = np.empty((0, 2), np.int64)
 
 
 class GivenKeys:
@@ -94,30 +93,47 @@ class _Part(NamedTuple):
         return self.keys.size * _KEY_BYTES + self.vectors.size * _FLOAT_BYTES
 
 
-class Piece(NamedTuple):
-    """Rows of some tables, each of them once, that are on the device or on their way there."""
+class _GivenPiece(NamedTuple):
+    """Rows of one table in arrays on the device that the caller has, of any type."""
 
-    tables: list[int]
-    num_keys: list[int]
-    num_bytes: int
+    part: _Part
     ready: Any
-    """The event after which they are on the device."""
-    memory: Any
-    """What they lie in; None: `given` is on the device."""
-    offsets: NDArray[np.int64]
-    """[tables, 2]: of the keys, int64, and of the vectors, float32, in this memory."""
-    given: tuple[Any, ...] = ()
-    """Keys and vectors of one table, of any type."""
+    """The event after which the arrays are complete."""
+
+    @property
+    def tables(self) -> list[int]:
+        """The one table."""
+        return [self.part.table]
+
+    @property
+    def num_keys(self) -> list[int]:
+        """Of the table."""
+        return [len(self.part.keys)]
 
     def arrived(self, device: CudaDevice) -> tuple[NDArray[np.int64], Any]:
         """Within a request: addresses, [tables, 2], of keys, int64, and vectors, float32, for what is launched from now
         on; and what keeps them.
         """
         device.stream.wait_event(self.ready)
-        if self.memory is not None:
-            return self.memory.data.ptr + self.offsets, self.memory
-        arrays = [_on_device(*each) for each in zip(self.given, (np.int64, np.float32), strict=True)]
+        arrays = _on_device(self.part.keys, np.int64), _on_device(self.part.vectors, np.float32)
         return np.array([[array.data.ptr for array in arrays]]), arrays
+
+
+class _UploadedPiece(NamedTuple):
+    """Rows of some tables, each of them once, in memory of ours on the device, or on their way there."""
+
+    tables: list[int]
+    num_keys: list[int]
+    memory: Any
+    offsets: NDArray[np.int64]
+    """[tables, 2]: of the keys, int64, and of the vectors, float32, in this memory."""
+    ready: Any
+    """The event after which they are on the device."""
+
+    def arrived(self, device: CudaDevice) -> tuple[NDArray[np.int64], Any]:
+        """See _GivenPiece."""
+        device.stream.wait_event(self.ready)
+        return self.memory.data.ptr + self.offsets, self.memory
 
 
 class Uploads:
@@ -130,14 +146,14 @@ class Uploads:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="hotrow-rows")
         self._stream: Any = None
 
-    def pieces(self, given: Sequence[GivenRows]) -> Iterator[Piece]:
+    def pieces(self, given: Sequence[GivenRows]) -> Iterator[_GivenPiece | _UploadedPiece]:
         """The rows in pieces, each of which must be written, and be waited for, before the next one is taken: not
         within a request of the device.
         """
         for rows in given:
             if rows.on_device:
-                for table, *arrays in rows.parts(_DEVICE_BYTES):
-                    yield Piece([table], [len(arrays[0])], 0, rows.ready, None, _NO_OFFSETS, tuple(arrays))
+                for part in rows.parts(_DEVICE_BYTES):
+                    yield _GivenPiece(part, rows.ready)
         on_host = [rows for rows in given if not rows.on_device]
         groups = _grouped(part for rows in on_host for part in rows.parts(_STAGED_BYTES))
         yield from self._uploaded(groups, is_pinned=len(on_host) == 1 and on_host[0].is_pinned)
@@ -147,7 +163,7 @@ class Uploads:
         self._threads.shutdown()
         self._free.clear()
 
-    def _uploaded(self, groups: Iterator[Sequence[_Part]], *, is_pinned: bool) -> Iterator[Piece]:
+    def _uploaded(self, groups: Iterator[Sequence[_Part]], *, is_pinned: bool) -> Iterator[_UploadedPiece]:
         """Each piece is copied while the one before it is written. `is_pinned`: each is one part, in pinned memory."""
         pinned = self._free.pop() if self._free else _PinnedBuffers(self._device, self._threads)
         try:
@@ -167,16 +183,16 @@ class Uploads:
         finally:
             self._free.append(pinned)
 
-    def _arrived(self, piece: Piece) -> Piece:
+    def _arrived(self, piece: _UploadedPiece) -> _UploadedPiece:
         """The piece once its copies have ended, if they take long. Requests can use the device meanwhile."""
-        while piece.num_bytes > _SMALL_BYTES:
+        while piece.memory.nbytes > _SMALL_BYTES:
             with self._device.request():  # no CUDA call is made while another session records a graph
                 if piece.ready.done:
                     break
             time.sleep(_POLL_S)
         return piece
 
-    def _upload(self, parts: Sequence[_Part], pinned: _PinnedBuffers | None, turn: int) -> Piece:
+    def _upload(self, parts: Sequence[_Part], pinned: _PinnedBuffers | None, turn: int) -> _UploadedPiece:
         """Launch the copies to the device, through pinned memory or from where the only part is."""
         sizes = [(part.keys.size * _KEY_BYTES, part.vectors.size * _FLOAT_BYTES) for part in parts]
         ends = np.cumsum(-(-np.array(sizes) // _ALIGNMENT) * _ALIGNMENT).reshape(-1, 2)
@@ -196,7 +212,7 @@ class Uploads:
                 runtime.memcpyAsync(place, source.ctypes.data, source.nbytes, kind, self._stream.ptr)
             ready = self._stream.record()
         tables, num_keys = [part.table for part in parts], [len(part.keys) for part in parts]
-        return Piece(tables, num_keys, num_bytes, ready, memory, offsets)
+        return _UploadedPiece(tables, num_keys, memory, offsets, ready)
 
 
 class _PinnedBuffers:
