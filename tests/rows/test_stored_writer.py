@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache
 from inference_session.embedding_cache.missing_rows import MissingRows
@@ -15,6 +15,7 @@ from inference_session.kernels.records import SEGMENT, address_of
 from inference_session.model_spec import TableSpec
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
+from inference_session.rows import stored_writer
 from inference_session.rows.stored_writer import StoredWriter
 from tests.testing.cache_lookups import look_up
 from tests.testing.faulty_stores import FaultStore
@@ -41,17 +42,46 @@ def writer(cache: CpuEmbeddingCache) -> Iterator[StoredWriter]:
     server.close()
 
 
-def missed(writer: StoredWriter, keys: NDArray[np.int64]) -> MissingRows:
-    """What a look-up of these keys has fetched, as from a GPU's cache: the keys are those that were asked for."""
-    segments = np.zeros(1, SEGMENT)
+def missed(writer: StoredWriter, keys: NDArray[np.int64], num_tables: int = 1) -> MissingRows:
+    """What a look-up of these keys in each table has fetched, as from a GPU's cache: the keys are those asked for."""
+    segments = np.zeros(num_tables, SEGMENT)
+    segments["table"] = np.arange(num_tables)
     segments["keys_address"], segments["key_bytes"] = address_of(keys), 8
     segments["row_stride"] = segments["key_stride"] = 8
     segments["num_rows"], segments["keys_per_row"] = len(keys), 1
-    rows = MissingRows(np.array([DIM]), segments, np.array([len(keys)]), np.arange(len(keys)))
+    counts, positions = np.full(num_tables, len(keys)), np.tile(np.arange(len(keys)), num_tables)
+    rows = MissingRows(np.full(num_tables, DIM), segments, counts, positions)
     rows.moment = writer.log.moment
-    part = rows.by_table[0]
-    part.vectors[:], part.found[:] = OLD[part.keys], True
+    for part in rows.by_table.values():
+        part.vectors[:], part.found[:] = OLD[part.keys], True
     return rows
+
+
+class WatchedCache(CpuEmbeddingCache):
+    """Remembers which tables were inserted together. One of them may be refused."""
+
+    def __init__(self) -> None:
+        super().__init__(dict.fromkeys("abc", DIM), 1 << 16)
+        self.groups: list[list[str]] = []
+        self.refused = ""
+
+    def insert_tables(self, rows: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> None:
+        self.groups.append(list(rows))
+        super().insert_tables(rows)
+
+    def insert(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
+        if table == self.refused:
+            raise MemoryError
+        super().insert(table, keys, vectors)
+
+
+@pytest.fixture
+def three_tables() -> Iterator[tuple[WatchedCache, StoredWriter]]:
+    """A cache of three tables, and what writes to it."""
+    cache = WatchedCache()
+    server = ParameterServer([Tier("memory", MemoryStore(cache.dims))])
+    yield cache, StoredWriter([TableSpec(name, name, NUM_ROWS, DIM) for name in "abc"], [cache], server)
+    server.close()
 
 
 def test_a_row_is_cached_under_the_number_from_the_start(cache: CpuEmbeddingCache, writer: StoredWriter) -> None:
@@ -71,6 +101,37 @@ def test_a_row_that_was_written_since_is_not_cached(cache: CpuEmbeddingCache, wr
     writer.keep(cache, [fetched])
 
     assert cache.dump("t").tolist() == [5]
+
+
+def test_many_rows_are_cached_some_tables_at_a_time(
+    three_tables: tuple[WatchedCache, StoredWriter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that updates need not wait for all of them; what several look-ups missed of a table stays together."""
+    cache, writer = three_tables
+    monkeypatch.setattr(stored_writer, "_BYTES_PER_INSERT", 5 * 4 * DIM)
+    keys, others = np.array([3, 5]), np.array([4])
+    writer.keep(cache, [missed(writer, keys, 3), missed(writer, others, 3)])
+
+    assert cache.groups == [["a", "b"], ["c"]]
+    assert [sorted(cache.dump(table).tolist()) for table in "abc"] == [[3, 4, 5]] * 3
+
+
+def test_rows_that_cannot_be_cached_harm_no_others(three_tables: tuple[WatchedCache, StoredWriter]) -> None:
+    """The tables before them are whole. Later rows are cached, and updates written, as before."""
+    cache, writer = three_tables
+    cache.refused = "b"
+    keys = np.array([3, 5])
+    with pytest.raises(MemoryError):
+        writer.keep(cache, [missed(writer, keys, 3)])
+    assert [sorted(cache.dump(table).tolist()) for table in "abc"] == [[3, 5], [], []]
+
+    cache.refused = ""
+    writer.keep(cache, [missed(writer, keys, 3)])
+    writer.update("a", np.array([3]), np.full((1, DIM), 99, np.float32))
+    found = look_up(cache, dict.fromkeys("abc", keys)).vectors
+    np.testing.assert_array_equal(found["a"], [[99] * DIM, OLD[5]])
+    for table in "bc":
+        np.testing.assert_array_equal(found[table], OLD[keys])
 
 
 def test_refreshes_go_on_after_any_error(cache: CpuEmbeddingCache) -> None:
