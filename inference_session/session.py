@@ -31,8 +31,8 @@ from inference_session.errors import (
 from inference_session.execution.fast_path import FastPath
 from inference_session.execution.full_path import FullPath
 from inference_session.execution.model import open_model
-from inference_session.execution.staged_batch import Arrays
 from inference_session.execution.stages import Mark, unmarked
+from inference_session.execution.staging.base import Arrays
 from inference_session.execution.upkeep import SessionUpkeep
 from inference_session.execution.warm_up import WarmUp
 from inference_session.kernels.cpu import lookup as cpu

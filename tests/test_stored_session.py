@@ -22,8 +22,8 @@ from inference_session.errors import (
     UnavailableError,
     UnknownKeyError,
 )
-from inference_session.execution.host_staging import stage_on_host
 from inference_session.execution.network import Network
+from inference_session.execution.staging.host import stage_on_host
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer

@@ -1,6 +1,6 @@
 """The fast path: requests whose arrays match the model's inputs exactly are answered without Python per input or table.
 
-Compiled code reads and checks the arrays: host_staging.py on the processor, cuda_staging.py on a GPU. It takes no
+Compiled code reads and checks the arrays: staging/host.py on the processor, staging/cuda.py on a GPU. It takes no
 other requests. They go through `InferenceSession.run_many`, which also says what is wrong with a malformed one.
 """
 
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from inference_session.errors import HotrowError
 from inference_session.execution.model import Model
 from inference_session.execution.replicas import Replica
-from inference_session.execution.staged_batch import Arrays, StagedBatch, Staging
 from inference_session.execution.stages import Mark, unmarked
+from inference_session.execution.staging.base import Arrays, StagedBatch, Staging
 from inference_session.requests.batch import Request
 from inference_session.requests.outputs import Answer, JoinedAnswer
 from inference_session.requests.ranking_layout import gives_one_context, split_by_context

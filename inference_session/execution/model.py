@@ -15,11 +15,9 @@ from inference_session.device.base import Device
 from inference_session.device.host import HOST
 from inference_session.errors import ConfigurationError
 from inference_session.execution.concat_operands import concat_operands, with_concat_inputs
-from inference_session.execution.host_staging import stage_on_host
 from inference_session.execution.network import Network, check_network, check_outputs
-from inference_session.execution.ranking_staging import stage_ranking
 from inference_session.execution.replicas import DeviceThread, Replica, Replicas
-from inference_session.execution.staged_batch import StagingPool
+from inference_session.execution.staging.create import create_staging_pool
 from inference_session.model_spec import DENSE_FILE, KEYS_FILE, RANKING_FILE, RANKING_KEYS_FILE, ModelSpec
 from inference_session.requests.batch import RequestLayout
 from inference_session.requests.layouts import layout_of
@@ -96,7 +94,8 @@ def open_model(version: VersionDirectory, config: SessionConfig, devices: Sequen
         network, ranking = networks[0], networks[-1]
         # A network on a GPU over rows of the processor reads a copy of each batch's vectors: it is bound to no memory.
         is_split = reader.device is HOST and thread.device is not HOST
-        pool = None if is_split else _stage(config, layout, network, ranking)
+        once = None if ranking is network or config.context_cache_bytes else ranking
+        pool = None if is_split else create_staging_pool(layout, network, once)
         replicas.append(Replica(network, ranking, thread, pool))
     return Model(spec, layout, rows, Replicas(replicas), _keep_contexts(version, config, rows, layout))
 
@@ -133,24 +132,6 @@ def _create_engine(path: Path, spec: ModelSpec, config: SessionConfig, thread: D
         _log.warning("Using the CPU: %s", error)
         thread.device = HOST
         return _create_engine(path, spec, config, thread)
-
-
-def _stage(config: SessionConfig, layout: RequestLayout, network: Network, ranking: Network) -> StagingPool | None:
-    """The fast path on the networks' device; None: this model has none."""
-    spec, stage = network.spec, partial(_stage_network, layout)
-    if spec.ranking is None:
-        return stage(spec, network)
-    has_other = ranking is not network and not config.context_cache_bytes
-    return stage_ranking(spec, network, ranking if has_other else None, stage)
-
-
-def _stage_network(layout: RequestLayout, spec: ModelSpec, network: Network) -> StagingPool | None:
-    if network.reader.device is HOST:
-        return stage_on_host(spec, layout, network)
-    # Imported where needed: the reader of HugeCTR's requests takes half a second to load.
-    from inference_session.execution.cuda_staging import stage_on_gpu
-
-    return stage_on_gpu(spec, layout, network)
 
 
 def _keep_contexts(

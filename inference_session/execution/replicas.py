@@ -11,7 +11,7 @@ from typing import TypeVar
 from inference_session.device.base import Device
 from inference_session.errors import SessionClosedError, UnavailableError
 from inference_session.execution.network import Network
-from inference_session.execution.staged_batch import StagingPool
+from inference_session.execution.staging.base import StagingPool
 
 _Result = TypeVar("_Result")
 

@@ -16,7 +16,7 @@ import pytest
 
 from inference_session import InferenceSession, Request, stats
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache
-from inference_session.execution import array_forms
+from inference_session.execution.staging import forms
 from inference_session.kernels.cpu import lookup
 from inference_session.model_spec import TableSpec
 from inference_session.parameter_server.namespace import Namespace
@@ -113,7 +113,7 @@ def test_a_request_of_any_kind(tmp_path: Path) -> None:
 
 def test_a_request_on_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model of the demo. Numba reports calls of kernels, other than those that `of_ints` makes."""
-    for module in (array_forms, lookup, stats):
+    for module in (forms, lookup, stats):
         monkeypatch.setattr(module, "of_ints", lambda kernel: kernel)
     with InferenceSession.open(ROOT / "model_repository" / "movielens" / "1", device="cpu") as session:
         inputs = session.layout.made_up(2).inputs

@@ -89,7 +89,7 @@ def test_most_networks_of_the_family_are_joined(tmp_path: Path) -> None:
 
 def test_no_memory_shows_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was in memory before a batch, columns that nothing fills are zeros on the general path as well."""
-    monkeypatch.setattr("inference_session.execution.model.stage_on_host", lambda *_: None)
+    monkeypatch.setattr("inference_session.execution.staging.create.stage_on_host", lambda *_: None)
     monkeypatch.setattr(HostDevice, "empty", lambda _, shape, dtype: np.full(shape, np.nan, dtype))
     rng = np.random.default_rng(concat_model.CONCAT_SEED)
     model = concat_model.write(tmp_path / "1", rng)

@@ -27,7 +27,7 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "inference_session.execution.model.concat_operands", lambda spec, **_: concat_operands(spec, on_gpu=True)
     )
-    monkeypatch.setattr("inference_session.execution.model.stage_on_host", lambda *_: None)
+    monkeypatch.setattr("inference_session.execution.staging.create.stage_on_host", lambda *_: None)
 
 
 def num_joined(session: InferenceSession) -> int:

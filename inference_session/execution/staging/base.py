@@ -1,4 +1,4 @@
-"""The contract of the fast path on a device (fast_path.py): the arrays of requests become a batch.
+"""The contract of the fast path on a device (../fast_path.py): the arrays of requests become a batch.
 
     staging = pool.free.pop()                                      # memory for one batch, or else `pool.new()`
     with staging.held:                                             # the device; None: there is none to hold
@@ -7,8 +7,8 @@
         results = batch.run.run()
     pool.free.append(staging)                                      # once the results have been used: they may be in it
 
-host_staging.py fulfils it on the processor, cuda_staging.py on a GPU, ranking_staging.py for requests of either kind
-to a model with context inputs.
+host.py fulfils it on the processor, cuda.py on a GPU, ranking.py for requests of either kind to a model with context
+inputs.
 """
 
 from __future__ import annotations

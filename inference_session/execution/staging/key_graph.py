@@ -1,4 +1,4 @@
-"""The key graph on the processor: a step on the way from the arrays of requests to their look-up (array_forms.py)."""
+"""The key graph on the processor: a step on the way from the arrays of requests to their look-up (forms.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from inference_session.dense_engine import OnnxEngine
 from inference_session.dense_engine.base import BoundRun
-from inference_session.execution.array_forms import ArrayForm, Memory, enter_results, given_inputs
+from inference_session.execution.staging.forms import ArrayForm, Memory, enter_results, given_inputs
 from inference_session.kernels.cpu.staging import NOT_STAGED, STAGED
 
 MAX_PLANS = 1024

@@ -1,7 +1,7 @@
-"""The fast path on the processor (staged_batch.py): the memory that compiled code fills, and the network bound to it.
+"""The fast path on the processor (base.py): the memory that compiled code fills, and the network bound to it.
 
-Compiled code reads the arrays where the requests have them and describes the look-up; array_forms.py has a form for
-each layout of requests that it knows. Vectors and outputs lie in fixed memory, to which the network is bound
+Compiled code reads the arrays where the requests have them and describes the look-up; forms.py has a form for each
+layout of requests that it knows. Vectors and outputs lie in fixed memory, to which the network is bound
 once per shape. So do the keys that a key graph computes: it is bound to what it reads and to its results.
 """
 
@@ -17,7 +17,10 @@ from numpy.typing import NDArray
 
 from inference_session.dense_engine.base import BoundRun
 from inference_session.device.host import zeros_at_line
-from inference_session.execution.array_forms import (
+from inference_session.execution.lookups import ModelLookups, VectorInput
+from inference_session.execution.network import Network
+from inference_session.execution.staging.base import Arrays, StagedBatch, StagingPool
+from inference_session.execution.staging.forms import (
     ArrayForm,
     Memory,
     Shapes,
@@ -27,10 +30,7 @@ from inference_session.execution.array_forms import (
     has_form,
     view,
 )
-from inference_session.execution.host_key_graph import MAX_BYTES, MAX_PLANS, HostKeyGraph, are_full
-from inference_session.execution.lookups import ModelLookups, VectorInput
-from inference_session.execution.network import Network
-from inference_session.execution.staged_batch import Arrays, StagedBatch, StagingPool
+from inference_session.execution.staging.key_graph import MAX_BYTES, MAX_PLANS, HostKeyGraph, are_full
 from inference_session.kernels.array_headers import can_read_arrays
 from inference_session.kernels.cpu.staging import NO_ROOM, STAGED, VECTOR_INPUT
 from inference_session.kernels.records import SEGMENT, Lookup, address_of

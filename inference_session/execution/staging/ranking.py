@@ -1,20 +1,18 @@
 """The fast path of a model with context inputs: requests that repeat the context, and requests that give it once.
 
-Each kind has its own network, and so its own Staging (staged_batch.py). Which kind a batch is, its arrays show.
+Each kind has its own network, and so its own Staging (base.py). Which kind a batch is, its arrays show.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
 import numpy as np
 
 from inference_session.device.base import Device
 from inference_session.device.host import HOST
-from inference_session.execution.network import Network
-from inference_session.execution.staged_batch import Arrays, StagedBatch, Staging, StagingPool
+from inference_session.execution.staging.base import Arrays, StagedBatch, Staging, StagingPool
 from inference_session.model_spec import ModelSpec
 from inference_session.requests.ranking_layout import exceeds
 
@@ -63,28 +61,12 @@ class RankingStaging:
         return largest is not None and any(type(a) is np.ndarray and exceeds(a, largest) for a in arrays)
 
 
-def stage_ranking(
-    spec: ModelSpec,
-    network: Network,
-    ranking: Network | None,
-    stage: Callable[[ModelSpec, Network], StagingPool | None],
-) -> StagingPool | None:
-    """What stages requests to a model with context inputs; None: there is none.
-
-    Args:
-        spec: the model.
-        network: answers requests that repeat the context.
-        ranking: answers requests that give it once; None: `run_many` takes these.
-        stage: makes what stages the requests to one of them.
-    """
-    whole = replace(spec, inputs=tuple(replace(tensor, context=False) for tensor in spec.inputs))
-    for_repeating = stage(whole, network)
-    for_ranking = None if ranking is None else stage(ranking.spec, ranking)
-    if for_repeating is None and for_ranking is None:
-        return None
+def join_pools(
+    spec: ModelSpec, device: Device, repeating: StagingPool | None, ranking: StagingPool | None
+) -> StagingPool:
+    """What stages requests of both kinds; see RankingStaging."""
 
     def new() -> RankingStaging:
-        repeating, ranking = (None if pool is None else pool.new() for pool in (for_repeating, for_ranking))
-        return RankingStaging(spec, network.reader.device, repeating, ranking)
+        return RankingStaging(spec, device, *(None if pool is None else pool.new() for pool in (repeating, ranking)))
 
     return StagingPool(new)

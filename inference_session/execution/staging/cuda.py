@@ -1,4 +1,4 @@
-"""The fast path on a GPU (fast_path.py): arrays are copied to the memory that a recorded batch of their shape reads.
+"""The fast path on a GPU (base.py): arrays are copied to the memory that a recorded batch of their shape reads.
 
 Compiled code checks the arrays and copies them (kernels/cpu/gathering.py); the look-up and the network are launched as
 they were recorded. What only the network reads is copied once the look-up has been launched: the GPU looks the keys up
@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.dense_engine.base import BoundRun
-from inference_session.execution.array_forms import ARRAY_TYPE, input_records, is_readable
 from inference_session.execution.network import Network
 from inference_session.execution.plan import RecordedPlan
-from inference_session.execution.staged_batch import Arrays, StagedBatch, StagingPool
+from inference_session.execution.staging.base import Arrays, StagedBatch, StagingPool
+from inference_session.execution.staging.forms import ARRAY_TYPE, input_records, is_readable
 from inference_session.kernels.array_headers import can_read_arrays, dtype_addresses
 from inference_session.kernels.cpu.gathering import (
     COPY,

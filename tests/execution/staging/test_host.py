@@ -18,8 +18,8 @@ from inference_session import InferenceSession, Request
 from inference_session.dense_engine.network_file import NetworkFile
 from inference_session.dense_engine.onnx import OnnxEngine
 from inference_session.errors import HotrowError, InvalidRequestError
-from inference_session.execution import host_staging as staged
-from inference_session.execution.array_forms import is_readable
+from inference_session.execution.staging import host as staged
+from inference_session.execution.staging.forms import is_readable
 from inference_session.kernels import array_headers
 from inference_session.model_spec import TensorSpec
 from inference_session.rows import changing_rows
@@ -35,7 +35,7 @@ KINDS = ("files", "threads", "updates", "cache", "tiny cache", "key graph", "key
 def open_plain(directory: Path, **options: Any) -> InferenceSession:
     """A session that stages nothing: the oracle."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("inference_session.execution.model.stage_on_host", lambda *_: None)
+        patch.setattr("inference_session.execution.staging.create.stage_on_host", lambda *_: None)
         return InferenceSession.open(directory, **options)
 
 
@@ -313,7 +313,7 @@ def test_batches_that_are_too_large_take_the_plain_way(
 
 def test_outputs_of_many_shapes_take_bounded_memory(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each shape's outputs have memory of their own, which is kept for the next batch of that shape."""
-    monkeypatch.setattr("inference_session.execution.host_key_graph.MAX_BYTES", 1 << 20)
+    monkeypatch.setattr("inference_session.execution.staging.key_graph.MAX_BYTES", 1 << 20)
     batches = [staged_model.inputs(n, np.random.default_rng(0), length=50) for n in range(1, 61)]
     num_bytes = 0
     with InferenceSession.open(directory) as session:
@@ -580,12 +580,12 @@ def test_keys_whose_shape_follows_from_values_are_left_to_the_plain_way(tmp_path
                 np.testing.assert_allclose(session.run(inputs)["y"], expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("module", ["host_key_graph", "host_staging"])
+@pytest.mark.parametrize("module", ["key_graph", "host"])
 def test_no_vectors_of_earlier_keys_are_read_where_plans_have_been_dropped(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fewer keys than the network's plan was made for: the others were those of a batch before."""
-    monkeypatch.setattr(f"inference_session.execution.{module}.are_full", lambda runs: len(runs) >= 2)
+    monkeypatch.setattr(f"inference_session.execution.staging.{module}.are_full", lambda runs: len(runs) >= 2)
     text = """m (int64[n, 3] ids) => (float[n, 4] y) { c = Gather<axis = 1>(ids, zero)
         top = ReduceMax<keepdims = 1>(c, rows) some = Slice(ids, rows, top, columns) k = Abs(some)
         v = Gather(w, k) y = ReduceMax<keepdims = 0>(v, columns) }"""

@@ -38,7 +38,7 @@ def session(tmp_path_factory: pytest.TempPathFactory, key_type: str) -> Iterator
 def plain(session: InferenceSession) -> Iterator[InferenceSession]:
     """The same model in a session that stages nothing: the oracle."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("inference_session.execution.model.stage_on_host", lambda *_: None)
+        patch.setattr("inference_session.execution.staging.create.stage_on_host", lambda *_: None)
         opened = InferenceSession.open(session.directory)
     with opened:
         yield opened
