@@ -174,7 +174,12 @@ def write_norm(
         sums = np.concatenate([[0], np.cumsum(data, dtype=np.int64)])
         prefix = np.cumsum([0, *lengths.astype("<i4").view(np.uint8).reshape(-1, 4).sum(axis=1, dtype=np.int64)])
         data[at] = ((np.diff(sums[begins]) - np.diff(prefix)) & 255).astype(np.uint8)
-    path.write_bytes(header.tobytes() + data.tobytes())
+    path.write_bytes((_with_checksum(header.tobytes()) if is_checked else header.tobytes()) + data.tobytes())
+
+
+def _with_checksum(data: bytes) -> bytes:
+    """As HugeCTR's writer does it for the header too."""
+    return len(data).to_bytes(4, "little") + data + bytes([sum(data) & 255])
 
 
 def _as_bags(slot: NDArray[np.int64] | Bags) -> Bags:

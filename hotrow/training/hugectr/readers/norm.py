@@ -1,4 +1,7 @@
-"""The Norm format: binary files of records with a header of eight int64, with or without checksums."""
+"""The Norm format: binary files of a header of eight int64, and records.
+
+In files with checksums, the length precedes the header and each record, and the sum of its bytes follows it.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,8 @@ HEADER = np.dtype(
         ("reserved", "<i8", 3),
     ]
 )
+_LENGTH = HEADER.itemsize.to_bytes(4, "little")
+CHECKED_HEADER_BYTES = len(_LENGTH) + HEADER.itemsize + 1
 _KEY_TYPE = "does the type of keys (i64_input_key) fit the file?"
 _FAULTS = {
     kernel.ENDS_EARLY: "the file ends within it",
@@ -41,8 +46,8 @@ def read_norm(path: Path, shape: RecordShape, *, is_checked: bool, num_wanted: C
         OSError: the file cannot be read.
     """
     data = _mapped(path)
-    num_records = _check_header(path, data, shape, is_checked=is_checked)
-    reader = _Reader(path, data, shape, is_checked)
+    num_records, begin = _check_header(path, data, shape, is_checked=is_checked)
+    reader = _Reader(path, data, shape, is_checked, begin)
     while reader.num_read < num_records:
         yield reader.read(min(num_wanted(), num_records - reader.num_read))
     if reader.at != len(data):
@@ -61,13 +66,9 @@ def _mapped(path: Path) -> NDArray[np.uint8]:
     return np.frombuffer(mapped, np.uint8)
 
 
-def _check_header(path: Path, data: NDArray[np.uint8], shape: RecordShape, *, is_checked: bool) -> int:
-    if len(data) < HEADER.itemsize:
-        raise ModelFormatError(f"{path}: {len(data)} bytes; a file in Norm format has a header of {HEADER.itemsize}")
-    header = data[: HEADER.itemsize].view(HEADER)[0]
-    if int(header["error_check"]) != int(is_checked):
-        found, wanted = ("Sum", "Non") if header["error_check"] else ("Non", "Sum")
-        raise ModelFormatError(f"{path}: the header says check_type {found}, DataReaderParams says {wanted}")
+def _check_header(path: Path, data: NDArray[np.uint8], shape: RecordShape, *, is_checked: bool) -> tuple[int, int]:
+    """The number of records, and the byte where the first one begins."""
+    header, end = _header(path, data, is_checked=is_checked)
     for name, expected in (
         ("label_dim", shape.label_dim),
         ("dense_dim", shape.dense_dim),
@@ -77,7 +78,26 @@ def _check_header(path: Path, data: NDArray[np.uint8], shape: RecordShape, *, is
             raise ModelFormatError(f"{path}: the header says {name} {header[name]}, the model's Input {expected}")
     if header["number_of_records"] < 0:
         raise ModelFormatError(f"{path}: the header says {header['number_of_records']} records; expected 0 or more")
-    return int(header["number_of_records"])
+    return int(header["number_of_records"]), end
+
+
+def _header(path: Path, data: NDArray[np.uint8], *, is_checked: bool) -> tuple[np.void, int]:
+    """The header, and the byte behind it, or behind its checksum."""
+    has_length = data[: len(_LENGTH)].tobytes() == _LENGTH
+    begin, num_bytes = (len(_LENGTH), CHECKED_HEADER_BYTES) if has_length else (0, HEADER.itemsize)
+    if len(data) < num_bytes:
+        expected = CHECKED_HEADER_BYTES if is_checked else HEADER.itemsize
+        raise ModelFormatError(f"{path}: {len(data)} bytes; a file in Norm format has a header of {expected}")
+    header: np.void = data[begin : begin + HEADER.itemsize].view(HEADER)[0]
+    found, wanted = ("Sum" if checked else "Non" for checked in (header["error_check"], is_checked))
+    if found != wanted:
+        raise ModelFormatError(f"{path}: the header says check_type {found}, DataReaderParams says {wanted}")
+    if has_length != is_checked:
+        state = "a length and a checksum" if has_length else "no length and checksum"
+        raise ModelFormatError(f"{path}: the header says check_type {found}, but has {state} itself")
+    if has_length and data[begin : num_bytes - 1].sum(dtype=np.uint8) != data[num_bytes - 1]:
+        raise ModelFormatError(f"{path}: the header's checksum is not the sum of its bytes; the file is damaged")
+    return header, num_bytes
 
 
 @dataclass
@@ -88,7 +108,7 @@ class _Reader:
     data: NDArray[np.uint8]
     shape: RecordShape
     is_checked: bool
-    at: int = HEADER.itemsize
+    at: int
     num_read: int = 0
     is_even: bool = True
     """Whether all slots so far had as many keys as they may have, so that offsets need not be written."""

@@ -27,14 +27,17 @@ RANDOM = np.random.default_rng(21)
 
 
 def norm_bytes(records: Records, key_format: str, *, is_checked: bool) -> bytes:
-    """The Norm format as its definition says, record by record."""
+    """The Norm format as HugeCTR's own DataWriter writes it: with checksums, the header has one too."""
     slots = len(records.slots)
-    parts = [struct.pack("<8q", int(is_checked), len(records.labels), records.labels.shape[1], records.dense.shape[1], slots, 0, 0, 0)]  # fmt: skip  # noqa: E501
+    shapes = len(records.labels), records.labels.shape[1], records.dense.shape[1], slots
+    parts = [struct.pack("<8q", int(is_checked), *shapes, 0, 0, 0)]
     for number in range(len(records.labels)):
         labels, dense, keys = records.sample(number)
         body = struct.pack(f"<{len(labels) + len(dense)}f", *labels, *dense)
         body += b"".join(struct.pack(f"<i{len(slot)}{key_format}", len(slot), *slot) for slot in keys)
-        parts.append(struct.pack("<i", len(body)) + body + bytes([sum(body) & 255]) if is_checked else body)
+        parts.append(body)
+    if is_checked:
+        parts = [struct.pack("<i", len(part)) + part + bytes([sum(part) & 255]) for part in parts]
     return b"".join(parts)
 
 
@@ -200,15 +203,34 @@ def _flip(at: int) -> Callable[[bytes], bytes]:
     return lambda data: data[:at] + bytes([data[at] ^ 255]) + data[at + 1 :]
 
 
+def _with_header(at: int, value: int) -> Callable[[bytes], bytes]:
+    """Another byte in the header, whose checksum agrees."""
+
+    def change(data: bytes) -> bytes:
+        header = data[4 : 4 + at] + bytes([value]) + data[4 + at + 1 : 68]
+        return data[:4] + header + bytes([sum(header) & 255]) + data[69:]
+
+    return change
+
+
 NORM_DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "a byte of a record": (_flip(80), r"record 0 \(byte 64\): its checksum"),
+    "a byte of a record": (_flip(85), r"record 0 \(byte 69\): its checksum"),
+    "a byte of the header": (_flip(15), r"the header's checksum is not the sum of its bytes"),
     "an early end": (lambda data: data[:-3], "record 19 .*ends within it"),
-    "a missing header": (lambda data: data[:10], "has a header of 64"),
+    "a missing header": (lambda data: data[:10], "10 bytes; a file in Norm format has a header of 69"),
+    "an empty file": (lambda _: b"", "0 bytes; a file in Norm format has a header of 69"),
+    "a header without a checksum": (
+        lambda data: data[4:68] + data[69:],
+        "check_type Sum, but has no length and checksum itself",
+    ),
     "bytes behind the end": (lambda data: data + b"123", "3 bytes after its last record"),
-    "a negative length": (lambda data: data[:64] + b"\xff\xff\xff\xff" + data[68:], "record 0 .*its length"),
-    "a wrong slot count": (lambda data: data[:32] + b"\x07" + data[33:], "slot_num 7, the model's Input 2"),
-    "a wrong label_dim": (lambda data: data[:16] + b"\x03" + data[17:], "label_dim 3"),
-    "no checksums promised": (lambda data: bytes(1) + data[1:], "check_type Non, DataReaderParams says Sum"),
+    "a negative length": (lambda data: data[:69] + b"\xff\xff\xff\xff" + data[73:], "record 0 .*its length"),
+    "a wrong slot count": (_with_header(32, 7), "slot_num 7, the model's Input 2"),
+    "a wrong label_dim": (_with_header(16, 3), "label_dim 3"),
+    "no checksums promised": (
+        lambda data: bytes(1) + data[5:68] + data[69:],
+        "check_type Non, DataReaderParams says Sum",
+    ),
 }
 
 
@@ -223,6 +245,16 @@ def test_damage_to_norm_files_is_named(tmp_path: Path, damage: str) -> None:
     tools.write_file_list(tmp_path / "list.txt", [path])
     with pytest.raises(ModelFormatError, match=rf"damaged\.data: .*{message}"):
         list(source(tmp_path / "list.txt", record_shape, check=Check_t.Sum).blocks())
+
+
+def test_norm_files_with_other_checksums_than_expected_are_named(tmp_path: Path) -> None:
+    record_shape = shape(1, 3, (2, 2))
+    records = make_records(RANDOM, 20, record_shape, limit=100, is_fixed=True)
+    path = tmp_path / "a"
+    tools.write_norm(path, records.labels, records.dense, records.slots, key_type=np.dtype("<i8"), is_checked=True)
+    tools.write_file_list(tmp_path / "list.txt", [path])
+    with pytest.raises(ModelFormatError, match="the header says check_type Sum, DataReaderParams says Non"):
+        list(source(tmp_path / "list.txt", record_shape, check=Check_t.Non).blocks())
 
 
 def test_more_keys_than_the_input_allows_are_named(tmp_path: Path) -> None:
