@@ -12,7 +12,7 @@ import click
 
 from demo.hugectr_examples.from_movielens import read_movielens, write_criteo
 from demo.hugectr_examples.original_formats import CRITEO_SLOT_SIZE, Rows, read_criteo
-from demo.hugectr_examples.serving import BATCH_SIZE, ITERATIONS, train_and_serve
+from demo.hugectr_examples.serving import BATCH_SIZE, ITERATIONS, Example, train_and_serve
 from hotrow.training import hugectr
 from hotrow.training.hugectr import DenseLayer, Layer_t
 
@@ -51,11 +51,11 @@ def read(criteo: Path | None, folder: Path, max_rows: int) -> Rows:
     return read_criteo(criteo or folder, max_rows)
 
 
-@click.command()
+@click.command(cls=Example)
 @click.option(
     "--criteo", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of train.txt or day_*."
 )
-@click.option("--rows", default=1_000_000, show_default=True, help="Rows to read at most.")
+@click.option("--rows", type=click.IntRange(min=1), default=1_000_000, show_default=True, help="Rows to read at most.")
 @ITERATIONS
 def main(criteo: Path | None, rows: int, iterations: int) -> None:
     """Train DCN, serve it on a real Triton, and score evaluation data; without --criteo on MovieLens."""

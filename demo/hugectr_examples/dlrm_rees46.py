@@ -13,7 +13,7 @@ import click
 
 from demo.hugectr_examples.from_movielens import read_movielens, write_rees46
 from demo.hugectr_examples.original_formats import Rows, read_rees46
-from demo.hugectr_examples.serving import ITERATIONS, serve_and_score, write_data
+from demo.hugectr_examples.serving import ITERATIONS, Example, serve_and_score, write_data
 from hotrow.training import hugectr
 from hotrow.training.hugectr.graph.json_config import Configuration, read_configuration
 
@@ -47,9 +47,9 @@ def read(rees46: Path | None, folder: Path, max_rows: int) -> Rows:
     return read_rees46(rees46 or folder / "events.csv", max_rows)
 
 
-@click.command()
+@click.command(cls=Example)
 @click.option("--rees46", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A CSV file of events.")
-@click.option("--rows", default=1_000_000, show_default=True, help="Rows to read at most.")
+@click.option("--rows", type=click.IntRange(min=1), default=1_000_000, show_default=True, help="Rows to read at most.")
 @ITERATIONS
 def main(rees46: Path | None, rows: int, iterations: int) -> None:
     """Train DLRM, serve it on a real Triton, and score evaluation data; without --rees46 on MovieLens."""

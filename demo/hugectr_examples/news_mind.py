@@ -19,7 +19,7 @@ from demo.hugectr_examples.original_formats import (
     Rows,
     read_mind,
 )
-from demo.hugectr_examples.serving import BATCH_SIZE, ITERATIONS, train_and_serve
+from demo.hugectr_examples.serving import BATCH_SIZE, ITERATIONS, Example, train_and_serve
 from hotrow.training import hugectr
 from hotrow.training.hugectr import DataReaderSparseParam, DenseLayer, Layer_t
 
@@ -69,13 +69,19 @@ def read(mind: Path | None, folder: Path, max_rows: int) -> Rows:
     return read_mind(mind or folder, max_rows)
 
 
-@click.command()
+@click.command(cls=Example)
 @click.option(
     "--mind",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Folder of behaviors.tsv and news.tsv.",
 )
-@click.option("--rows", default=1_000_000, show_default=True, help="News items shown, to read at most.")
+@click.option(
+    "--rows",
+    type=click.IntRange(min=1),
+    default=1_000_000,
+    show_default=True,
+    help="News items shown, to read at most.",
+)
 @ITERATIONS
 def main(mind: Path | None, rows: int, iterations: int) -> None:
     """Train the recommender, serve it on a real Triton, and score evaluation data; without --mind on MovieLens."""

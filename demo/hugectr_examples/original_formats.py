@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +50,8 @@ class Rows:
 
 def read_criteo(folder: Path, max_rows: int) -> Rows:
     """Criteo's display advertising data: `train.txt`, or `day_*`; tabs between a label, 13 counts and 26 hashes."""
-    files = [path for path in sorted(folder.iterdir()) if path.name == "train.txt" or path.name.startswith("day_")]
+    days = [(int(day[1]), path) for path in folder.iterdir() if (day := re.match(r"day_(\d{1,9})", path.name))]
+    files = [path for path in (folder / "train.txt",) if path.exists()] or [path for _, path in sorted(days)]
     if not files:
         raise ModelFormatError(f"{folder}: holds neither train.txt nor day_0, day_1 … of Criteo")
     names = ["label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))]
@@ -56,7 +60,13 @@ def read_criteo(folder: Path, max_rows: int) -> Rows:
     counts = np.stack([table[name].fill_null(0).to_numpy() for name in names[1:14]], axis=1)
     slots = [_one_key(_hashed(table[name], CRITEO_SLOT_SIZE)) for name in names[14:]]
     dense = np.log1p(np.maximum(counts, 0)).astype(np.float32)
-    return Rows(_labels(table["label"].to_numpy()), dense, slots, (CRITEO_SLOT_SIZE,) * 26)
+    labels = table["label"].to_pylist()
+    for number, label in enumerate(labels, 1):
+        if label not in (0, 1):
+            found = "missing" if label is None else label
+            place = files[0] if len(files) == 1 else folder
+            raise ModelFormatError(f"{place}: row {number}: the label is {found}; expected 0 or 1")
+    return Rows(_labels(np.array(labels)), dense, slots, (CRITEO_SLOT_SIZE,) * 26)
 
 
 def read_rees46(path: Path, max_rows: int) -> Rows:
@@ -64,9 +74,7 @@ def read_rees46(path: Path, max_rows: int) -> Rows:
     columns = ["event_time", "event_type", "product_id", "category_id", "brand", "price", "user_id"]
     types = {name: pa.float64() if name == "price" else pa.string() for name in columns}
     table = _read_csv([path], None, types, ",", max_rows)
-    if missing := [name for name in columns if name not in table.column_names]:
-        raise ModelFormatError(f"{path}: lacks the columns {missing} of REES46's events")
-    times = np.array([text.replace(" UTC", "") for text in table["event_time"].to_pylist()], "datetime64[s]")
+    times = np.array([_time(path, i, text) for i, text in enumerate(table["event_time"].to_pylist(), 1)])
     hours = times.astype("datetime64[h]").astype(np.int64) % 24
     weekdays = times.astype("datetime64[D]").astype(np.int64) % 7
     prices = np.log1p(np.maximum(table["price"].fill_null(0.0).to_numpy(), 0.0))
@@ -78,23 +86,25 @@ def read_rees46(path: Path, max_rows: int) -> Rows:
     return Rows(_labels(is_wanted), dense, [_one_key(column) for column in (*keys, weekdays)], REES46_SLOT_SIZES)
 
 
+def _time(path: Path, row: int, text: str | None) -> np.datetime64:
+    if text:
+        with suppress(ValueError):
+            return np.datetime64(text.removesuffix(" UTC"), "s")
+    found = repr(text) if text else "missing"
+    raise ModelFormatError(f"{path}: row {row}: event_time is {found}; expected one like '2019-10-01 00:00:00 UTC'")
+
+
 def read_mind(folder: Path, max_rows: int) -> Rows:
     """Microsoft's news data: `behaviors.tsv` and `news.tsv`; a sample per news item that was shown.
 
     Slots: news clicked before, the item; their categories, the item's; the reader. The first two pairs share tables.
     """
-    categories = dict(_lines(folder / "news.tsv", 2))
-    clicks, shown, readers, labels = [], [], [], []
-    for line in _lines(folder / "behaviors.tsv", 5):
-        _, reader, _, history, impressions = line
-        before = history.split()[-MAX_CLICKS:]
-        for item, _, clicked in (text.rpartition("-") for text in impressions.split()):
-            clicks.append(before)
-            shown.append(item)
-            readers.append(reader)
-            labels.append(clicked == "1")
-        if len(labels) >= max_rows:
-            break
+    categories = {item: category for _, (item, category) in _lines(folder / "news.tsv", 2)}
+    path = folder / "behaviors.tsv"
+    samples = list(islice(_impressions(path), max_rows))
+    if not samples:
+        raise ModelFormatError(f"{path}: no rows")
+    clicks, shown, readers, labels = zip(*samples, strict=True)
     flat = [item for before in clicks for item in before]
     offsets = np.cumsum([0, *map(len, clicks)])
     slots = [
@@ -108,17 +118,39 @@ def read_mind(folder: Path, max_rows: int) -> Rows:
     return Rows(_labels(np.array(labels)), dense, slots, (0, NUM_NEWS, 0, NUM_CATEGORIES, NUM_READERS))
 
 
-def _of(items: list[str], categories: dict[str, str]) -> pa.Array:
+def _impressions(path: Path) -> Iterator[tuple[list[str], str, str, bool]]:
+    """News clicked before, a news item that was shown, its reader, and whether it was clicked."""
+    for number, (_, reader, _, history, impressions) in _lines(path, 5):
+        before = history.split()[-MAX_CLICKS:]
+        for text in impressions.split():
+            item, _, clicked = text.rpartition("-")
+            if clicked not in ("0", "1"):
+                raise ModelFormatError(
+                    f"{path}:{number}: {text!r}; expected a news item and -0 or -1, whether it was clicked"
+                )
+            yield before, item, reader, clicked == "1"
+
+
+def _of(items: Sequence[str], categories: dict[str, str]) -> pa.Array:
     return pa.array([categories.get(item, "") for item in items], pa.string())
 
 
-def _lines(path: Path, num_fields: int) -> list[list[str]]:
-    with path.open(encoding="utf-8") as file:
-        lines = [line.rstrip("\n").split("\t")[:num_fields] for line in file if line.strip()]
-    for number, line in enumerate(lines, 1):
-        if len(line) < num_fields:
-            raise ModelFormatError(f"{path}:{number}: {len(line)} fields between tabs; MIND has {num_fields} or more")
-    return lines
+def _lines(path: Path, num_fields: int) -> Iterator[tuple[int, list[str]]]:
+    """The number of each line, and its first fields."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                fields = line.rstrip("\n").split("\t")[:num_fields]
+                if line.strip() and len(fields) < num_fields:
+                    raise ModelFormatError(
+                        f"{path}:{number}: {len(fields)} fields between tabs; MIND has {num_fields} or more"
+                    )
+                if line.strip():
+                    yield number, fields
+    except FileNotFoundError as error:
+        raise ModelFormatError(f"{path}: no such file") from error
+    except UnicodeDecodeError as error:
+        raise ModelFormatError(f"{path}: no text in UTF-8: {error}") from error
 
 
 def _read_csv(
@@ -128,7 +160,7 @@ def _read_csv(
     for path in files:
         reading = csv.ReadOptions(column_names=names)
         parsing = csv.ParseOptions(delimiter=delimiter, quote_char=False if delimiter == "\t" else '"')
-        converting = csv.ConvertOptions(column_types=types, strings_can_be_null=True)
+        converting = csv.ConvertOptions(column_types=types, include_columns=list(types), strings_can_be_null=True)
         try:
             with csv.open_csv(path, reading, parsing, converting) as reader:
                 for batch in reader:
@@ -136,8 +168,10 @@ def _read_csv(
                     num_rows += len(batch)
                     if num_rows >= max_rows:
                         return pa.concat_tables(tables).slice(0, max_rows).combine_chunks()
-        except pa.ArrowInvalid as error:
+        except (pa.ArrowInvalid, pa.ArrowKeyError) as error:
             raise ModelFormatError(f"{path}: {error}") from error
+    if not num_rows:
+        raise ModelFormatError(f"{files[0]}: no rows")
     return pa.concat_tables(tables).combine_chunks()
 
 

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from demo.hugectr_examples.original_formats import Rows
 from hotrow.auc import auc
+from hotrow.formatting import printable
 from hotrow.training import hugectr
 from hotrow.training.hugectr import tools
 from hotrow.training.hugectr.readers.block import Bags, Block
-from inference_session.errors import ModelFormatError
+from inference_session.errors import HotrowError, ModelFormatError
 from inference_session.importers.hugectr import import_hugectr
 from inference_session.importers.hugectr.ps_fields import PsModel
 from inference_session.model_spec import ModelSpec
@@ -29,6 +30,16 @@ BATCH_SIZE = 256
 ITERATIONS = click.option(
     "--iterations", type=click.IntRange(min=1), default=300, show_default=True, help="Batches to train on."
 )
+
+
+class Example(click.Command):
+    """A command that ends with the message of an error, as `hotrow` does."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except HotrowError as error:
+            raise click.ClickException(printable(str(error))) from error
 
 
 def write_data(rows: Rows, folder: Path) -> None:

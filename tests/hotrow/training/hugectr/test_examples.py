@@ -79,3 +79,12 @@ def test_an_example_trains_and_serves_what_it_trained(
     assert found, done.stdout + done.stderr
     assert float(found[1]) > 0.9
     assert float(found[2]) <= 1e-6
+
+
+@pytest.mark.parametrize("module", ["dcn_criteo", "news_mind"])
+def test_an_example_names_what_is_wrong_with_its_files_in_one_line(tmp_path: Path, module: str) -> None:
+    option = "--criteo" if module == "dcn_criteo" else "--mind"
+    command = [sys.executable, "-m", f"demo.hugectr_examples.{module}", option, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 1
+    assert re.fullmatch(rf"Error: {tmp_path}\S* [^\n]+\n", done.stderr)

@@ -15,6 +15,9 @@ from inference_session.errors import ModelFormatError
 pytestmark = pytest.mark.training
 
 
+EVENTS = "event_time,event_type,product_id,category_id,category_code,brand,price,user_id,user_session\n"
+
+
 def keys_of(rows: Rows, slot: int) -> list[list[int]]:
     keys, offsets = rows.slots[slot].keys, rows.slots[slot].offsets
     return [keys[offsets[i] : offsets[i + 1]].tolist() for i in range(len(offsets) - 1)]
@@ -41,6 +44,20 @@ def test_criteo_rows_have_missing_counts_and_hashes(tmp_path: Path) -> None:
         read_criteo(tmp_path, 3)
 
 
+@pytest.mark.parametrize("label", ["", "7", "-1"])
+def test_a_label_of_criteo_is_0_or_1(tmp_path: Path, label: str) -> None:
+    rows = [["1", *["0"] * 39], [label, *["0"] * 39]]
+    (tmp_path / "train.txt").write_text("".join("\t".join(row) + "\n" for row in rows))
+    with pytest.raises(ModelFormatError, match=f"train.txt: row 2: the label is {label or 'missing'}; expected 0 or 1"):
+        read_criteo(tmp_path, 10)
+
+
+def test_days_of_criteo_are_read_in_order_of_time(tmp_path: Path) -> None:
+    for day, label in ((0, 0), (2, 0), (10, 1)):
+        (tmp_path / f"day_{day}").write_text("\t".join([str(label), *["0"] * 39]) + "\n")
+    assert read_criteo(tmp_path, 3).labels.ravel().tolist() == [0, 0, 1]
+
+
 def test_rees46_events_become_wishes(tmp_path: Path) -> None:
     path = tmp_path / "2019-Oct.csv"
     path.write_text(
@@ -58,7 +75,29 @@ def test_rees46_events_become_wishes(tmp_path: Path) -> None:
     assert brands[1] == [0]
     assert weekdays[2] == [weekdays[0][0] + 1]
     path.write_text("a,b\n1,2\n")
-    with pytest.raises(ModelFormatError, match=r"lacks the columns \['event_time'"):
+    with pytest.raises(ModelFormatError, match=r"2019-Oct\.csv: .*'event_time'"):
+        read_rees46(path, 10)
+
+
+@pytest.mark.parametrize(("time", "found"), [("yesterday", "'yesterday'"), ("", "missing")])
+def test_a_wrong_time_of_an_event_is_named(tmp_path: Path, time: str, found: str) -> None:
+    path = tmp_path / "events.csv"
+    path.write_text(f"{EVENTS}2019-10-01 00:00:00 UTC,view,1,2,,,1.0,3,x\n{time},view,1,2,,,1.0,3,x\n")
+    with pytest.raises(ModelFormatError, match=f"events.csv: row 2: event_time is {found}; expected"):
+        read_rees46(path, 10)
+
+
+def test_a_column_of_events_that_is_not_used_may_begin_with_any_number_of_empty_values(tmp_path: Path) -> None:
+    path = tmp_path / "events.csv"
+    lines = [f"2019-10-01 00:00:00 UTC,view,1,2,{code},,1.0,3,x\n" for code in [*[""] * 40_000, "electronics"]]
+    path.write_text(EVENTS + "".join(lines))
+    assert len(read_rees46(path, 50_000).labels) == 40_001
+
+
+def test_events_without_a_row_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "events.csv"
+    path.write_text(EVENTS)
+    with pytest.raises(ModelFormatError, match=r"events\.csv: no rows"):
         read_rees46(path, 10)
 
 
@@ -80,6 +119,38 @@ def test_mind_impressions_become_samples_with_their_history(tmp_path: Path) -> N
     assert reader[0] == reader[1] != reader[2]
     (tmp_path / "behaviors.tsv").write_text("1\tU13\n")
     with pytest.raises(ModelFormatError, match=r"behaviors\.tsv:1: 2 fields"):
+        read_mind(tmp_path, 100)
+
+
+def write_mind(folder: Path, *, impressions: str = "N2-1 N3-0", news: bytes = b"N1\tnews\n") -> None:
+    (folder / "news.tsv").write_bytes(news)
+    (folder / "behaviors.tsv").write_text(f"1\tU13\t11/11/2019 9:05:58 AM\tN1\t{impressions}\n" * 2)
+
+
+@pytest.mark.parametrize("shown", ["N2", "N2-x", "N2-"])
+def test_news_that_are_not_labelled_are_refused(tmp_path: Path, shown: str) -> None:
+    """As in the test part of the data set, whose labels are not published."""
+    write_mind(tmp_path, impressions=f"N1-1 {shown}")
+    with pytest.raises(ModelFormatError, match=rf"behaviors\.tsv:1: '{shown}'; expected a news item and -0 or -1"):
+        read_mind(tmp_path, 100)
+
+
+def test_behaviors_are_read_no_further_than_wanted(tmp_path: Path) -> None:
+    write_mind(tmp_path)
+    with (tmp_path / "behaviors.tsv").open("a") as file:
+        file.write("no behavior\n")
+    assert len(read_mind(tmp_path, 3).labels) == 3
+
+
+def test_files_of_mind_that_are_no_text_or_missing_are_named(tmp_path: Path) -> None:
+    write_mind(tmp_path, news=b"N1\tcaf\xe9\n")
+    with pytest.raises(ModelFormatError, match=r"news\.tsv: .*UTF-8"):
+        read_mind(tmp_path, 100)
+    (tmp_path / "news.tsv").unlink()
+    with pytest.raises(ModelFormatError, match=r"news\.tsv: no such file"):
+        read_mind(tmp_path, 100)
+    write_mind(tmp_path, impressions="")
+    with pytest.raises(ModelFormatError, match=r"behaviors\.tsv: no rows"):
         read_mind(tmp_path, 100)
 
 
