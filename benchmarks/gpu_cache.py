@@ -30,7 +30,7 @@ from inference_session.embedding_cache.gpu import GpuEmbeddingCache
 from inference_session.embedding_cache.gpu_budget import bytes_to_hold
 from inference_session.kernels.records import SEGMENT, Lookup, PoolingCode
 from inference_session.model_spec import TableSpec
-from inference_session.tables.placed_tables import open_cuda_tables
+from inference_session.tables.cuda.placed_tables import open_cuda_tables
 from inference_session.tables.table_file import TableFile, write_table
 
 NUM_KEYS = 1 << 20

@@ -29,8 +29,8 @@ from inference_session.device.cuda import CudaDevice
 from inference_session.kernels.cuda import launch
 from inference_session.kernels.records import Lookup, PoolingCode
 from inference_session.model_spec import TableSpec, VectorType, bytes_per_row
-from inference_session.tables.cuda_tables import CudaTables
-from inference_session.tables.placed_tables import open_cuda_tables
+from inference_session.tables.cuda.placed_tables import open_cuda_tables
+from inference_session.tables.cuda.tables import CudaTables
 from inference_session.tables.table_file import TableFile, write_table
 
 NUM_KEYS = 1 << 20

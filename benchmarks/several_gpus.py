@@ -35,8 +35,8 @@ from inference_session import InferenceSession
 from inference_session.device.cuda import CudaDevice
 from inference_session.kernels.records import Lookup, key_segment
 from inference_session.model_spec import DENSE_FILE, TABLES_FOLDER, TableSpec
-from inference_session.tables.cuda_tables import CudaTables
-from inference_session.tables.placed_tables import open_cuda_tables
+from inference_session.tables.cuda.placed_tables import open_cuda_tables
+from inference_session.tables.cuda.tables import CudaTables
 from inference_session.tables.table_file import TableFile, write_table
 from inference_session.version_directory import manifest
 from triton_backend.launcher.server import ServerOptions, TritonServer

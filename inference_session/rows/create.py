@@ -84,7 +84,7 @@ def open_device_tables(
     if devices[0] is HOST:
         return [HostTables(files, num_threads=config.num_lookup_threads)]
     from inference_session.device.peers import check_equal, check_visible
-    from inference_session.tables.placed_tables import open_cuda_tables
+    from inference_session.tables.cuda.placed_tables import open_cuda_tables
 
     check_visible(config.shard_device_ids, "shard_devices")
     check_equal(config.shard_device_ids, "shard_devices")

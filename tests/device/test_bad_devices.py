@@ -33,7 +33,7 @@ def gpus(*free):
 unequal = [FakeGpu("H200", 9, 9), FakeGpu("A100", 7, 7)]
 
 def open_tables(**settings):
-    from inference_session.tables.placed_tables import open_cuda_tables
+    from inference_session.tables.cuda.placed_tables import open_cuda_tables
     folder = Path(sys.argv[1])
     write_table(folder, [np.zeros((1000, 16), np.float32)], keys=None)
     file = TableFile.open(folder, TableSpec("t", "t", 1000, 16, keys="row_number"))

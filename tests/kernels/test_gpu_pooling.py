@@ -43,7 +43,7 @@ def test_sums_of_quantized_rows(tmp_path: Path, dtype: VectorType, dim: int, mea
     import cupy
 
     from inference_session.device.cuda import CudaDevice
-    from inference_session.tables.placed_tables import open_cuda_tables
+    from inference_session.tables.cuda.placed_tables import open_cuda_tables
 
     rng = np.random.default_rng(dim)
     write_table(tmp_path / "t", [rng.standard_normal((ROWS, dim), np.float32)], dtype=dtype)
@@ -98,7 +98,7 @@ def test_sums_of_long_bags(tmp_path: Path, dtype: VectorType, dim: int, weighted
     import cupy
 
     from inference_session.device.cuda import CudaDevice
-    from inference_session.tables.placed_tables import open_cuda_tables
+    from inference_session.tables.cuda.placed_tables import open_cuda_tables
 
     rng = np.random.default_rng(dim)
     write_table(tmp_path / "t", [rng.standard_normal((ROWS, dim), np.float32)], dtype=dtype)
@@ -132,7 +132,7 @@ def test_vectors_of_many_keys(tmp_path: Path, dtype: VectorType, dim: int, cache
     import cupy
 
     from inference_session.device.cuda import CudaDevice
-    from inference_session.tables.placed_tables import open_cuda_tables
+    from inference_session.tables.cuda.placed_tables import open_cuda_tables
 
     rng = np.random.default_rng(dim)
     write_table(tmp_path / "t", [rng.standard_normal((ROWS, dim), np.float32)], dtype=dtype)
@@ -165,7 +165,7 @@ def test_outputs_in_float16(tmp_path: Path, dtype: VectorType, dim: int, cache_b
     import cupy
 
     from inference_session.device.cuda import CudaDevice
-    from inference_session.tables.placed_tables import open_cuda_tables
+    from inference_session.tables.cuda.placed_tables import open_cuda_tables
 
     rng = np.random.default_rng(dim)
     write_table(tmp_path / "t", [rng.standard_normal((ROWS, dim), np.float32)], dtype=dtype)

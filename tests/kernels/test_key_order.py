@@ -70,7 +70,7 @@ def test_answers_do_not_depend_on_the_order(
     import cupy
 
     from inference_session.device.cuda import CudaDevice
-    from inference_session.tables.placed_tables import open_cuda_tables
+    from inference_session.tables.cuda.placed_tables import open_cuda_tables
 
     dim, num_rows, rng = 12, (700, 5000, 3000), np.random.default_rng(rows_per_region)
     files = _tables(tmp_path, kind, num_rows, dim, rng)

@@ -84,7 +84,7 @@ def test_keys_of_files(
 ) -> None:
     """In host memory, the keys are taken in an order of their own where there are few segments."""
     from inference_session.device.cuda import CudaDevice
-    from inference_session.tables.placed_tables import open_cuda_tables
+    from inference_session.tables.cuda.placed_tables import open_cuda_tables
 
     if place == "host":
         monkeypatch.setattr(records, "_LEAST_ORDERED_KEYS", 1)
@@ -99,7 +99,7 @@ def test_keys_of_files(
 @pytest.mark.parametrize("bag", [0, 4])
 def test_deleted_keys(file: TableFile, bag: int) -> None:
     from inference_session.device.cuda import CudaDevice
-    from inference_session.tables.placed_tables import open_cuda_tables
+    from inference_session.tables.cuda.placed_tables import open_cuda_tables
 
     device = CudaDevice(0)
     tables = open_cuda_tables([file], [device], rows_change=True)

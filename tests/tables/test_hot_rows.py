@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from inference_session.tables.hot_rows import LEAST_SAMPLED, Copies, hot_keys, least_times
+from inference_session.tables.cuda.hot_rows import LEAST_SAMPLED, Copies, hot_keys, least_times
 
 NUM_ROWS, NUM_SLOTS, NUM_SAMPLED = 200_000, 2_000, 1 << 16
 

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NO_GPU is not None, reason=f"n
 @pytest.fixture(scope="module", params=[1, 2, 3, 8])
 def tables(request: pytest.FixtureRequest, files: list[TableFile]) -> Iterator[list[Any]]:
     """The tables as each of several devices looks them up."""
-    from inference_session.tables.placed_tables import open_cuda_tables
+    from inference_session.tables.cuda.placed_tables import open_cuda_tables
 
     opened = open_cuda_tables(files, devices_of(request.param), shard="rows")
     yield opened
@@ -63,7 +63,7 @@ def test_rows_are_divided_evenly(tables: list[Any], files: list[TableFile]) -> N
 def test_the_largest_table_is_sharded_where_it_must_be(files: list[TableFile]) -> None:
     """With a budget for half of it and copies of the others; with a smaller one it stays on the host."""
     from inference_session.device.placement import bytes_on_each
-    from inference_session.tables.placed_tables import open_cuda_tables
+    from inference_session.tables.cuda.placed_tables import open_cuda_tables
 
     specs = [file.spec for file in files]
     places = ["shards" if spec.folder == "wide" else "device" for spec in specs]
@@ -83,7 +83,7 @@ def test_the_largest_table_is_sharded_where_it_must_be(files: list[TableFile]) -
 
 def test_shards_that_do_not_fit_are_refused(files: list[TableFile]) -> None:
     """With the memory needed, the memory available, and what to do."""
-    from inference_session.tables.placed_tables import open_cuda_tables
+    from inference_session.tables.cuda.placed_tables import open_cuda_tables
 
     with pytest.raises(ConfigurationError, match=r"shard=rows needs \d+ bytes on each of 2 GPUs, .* may take 1000"):
         open_cuda_tables(files, devices_of(2), cache_bytes=1000, shard="rows")
@@ -108,7 +108,7 @@ def large(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture
 def without_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are copied when a test says so."""
-    from inference_session.tables import local_copies
+    from inference_session.tables.cuda import local_copies
 
     monkeypatch.setattr(local_copies, "_INTERVAL_S", 1e6)
 
@@ -143,7 +143,7 @@ def check(tables: list[Any], file: TableFile, draw: Draw, count: int = 1) -> Non
 @pytest.mark.usefixtures("without_thread")
 def test_hot_rows_of_other_gpus_are_copied(large: TableFile) -> None:
     """Those that the traffic asks for, once; when it asks for others, those. All answers stay the same."""
-    from inference_session.tables.placed_tables import open_cuda_tables
+    from inference_session.tables.cuda.placed_tables import open_cuda_tables
 
     tables = open_cuda_tables([large], devices_of(2), shard="rows")
     before = [each.placement.bytes for each in tables]
@@ -169,8 +169,8 @@ def test_copies_stay_where_there_is_no_room_for_all_hot_rows(large: TableFile) -
     """Rows that are read less than a copy on average take no place of another one."""
     from inference_session.device.placement import bytes_on_each
     from inference_session.kernels.cuda.records import SLOTS, table_bytes
-    from inference_session.tables.local_copies import samples_bytes
-    from inference_session.tables.placed_tables import open_cuda_tables
+    from inference_session.tables.cuda.local_copies import samples_bytes
+    from inference_session.tables.cuda.placed_tables import open_cuda_tables
 
     needed = bytes_on_each([large.spec], ["shards"], 2)
     spare = samples_bytes(0) + table_bytes(1, large.spec.row_bytes)
@@ -188,7 +188,7 @@ def test_copies_stay_where_there_is_no_room_for_all_hot_rows(large: TableFile) -
 def test_rows_that_are_equally_cold_are_not_copied(large: TableFile) -> None:
     """Nor are those of a table without memory to spare."""
     from inference_session.device.placement import bytes_on_each
-    from inference_session.tables.placed_tables import open_cuda_tables
+    from inference_session.tables.cuda.placed_tables import open_cuda_tables
 
     rng = np.random.default_rng(3)
     needed = bytes_on_each([large.spec], ["shards"], 2)
@@ -205,7 +205,7 @@ def test_rows_that_are_equally_cold_are_not_copied(large: TableFile) -> None:
 
 def test_hot_rows_are_copied_without_being_asked(large: TableFile) -> None:
     """By a thread, while look-ups go on."""
-    from inference_session.tables.placed_tables import open_cuda_tables
+    from inference_session.tables.cuda.placed_tables import open_cuda_tables
 
     tables, draw = open_cuda_tables([large], devices_of(2), shard="rows"), skewed(large, 4)
     before = [each.placement.bytes for each in tables]

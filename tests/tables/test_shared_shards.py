@@ -78,7 +78,7 @@ def reopened(folder: Path) -> list[TableFile]:
 
 def opened(files: list[TableFile], number: int, count: int, **settings: Any) -> Any:
     """The tables of the process with GPU `number` of `count`, as many of them as exist."""
-    from inference_session.tables.placed_tables import open_cuda_tables
+    from inference_session.tables.cuda.placed_tables import open_cuda_tables
 
     devices = devices_of(count)
     ids = [device.device_id for device in devices]

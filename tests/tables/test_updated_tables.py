@@ -51,7 +51,7 @@ def random_change(file: TableFile, rng: np.random.Generator) -> tuple[NDArray[np
 
 def open_both(files: list[TableFile], num_devices: int, shard: str) -> tuple[FileRows, TableWriter, list[Any]]:
     """The processor's rows, a writer of the devices' rows, and the devices' tables."""
-    from inference_session.tables.placed_tables import open_cuda_tables
+    from inference_session.tables.cuda.placed_tables import open_cuda_tables
 
     tables = open_cuda_tables(files, devices_of(num_devices), shard=shard, rows_change=True)  # type: ignore[arg-type]
     return changing_rows(files), TableWriter(files, tables), [*tables]

@@ -87,7 +87,7 @@ class _Process:
     def __init__(self, own: int, free_bytes: int, peers: int) -> None:
         install([FakeGpu("H200", 2 * FREE_BYTES, free_bytes)] * NUM_GPUS, peers=bool(peers))
         from inference_session.device import shared_memory
-        from inference_session.tables import placed_tables
+        from inference_session.tables.cuda import placed_tables
 
         self._own, self._driver, self._tables = own, FakeDriver(), None
         shared_memory._driver = lambda: self._driver  # type: ignore[assignment]
@@ -98,7 +98,7 @@ class _Process:
 
     def open(self, folder: str, failing: int | None = None, **settings: Any) -> dict[str, object]:
         """Open the tables of a folder; with `failing`, all calls fail after that many."""
-        from inference_session.tables.placed_tables import open_cuda_tables
+        from inference_session.tables.cuda.placed_tables import open_cuda_tables
 
         files = [TableFile.open(Path(folder) / spec.folder, spec) for spec in specs()]
         stream: Any = nullcontext()

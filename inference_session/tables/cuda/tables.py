@@ -19,9 +19,9 @@ from inference_session.kernels.cuda.records import GPU_TABLE, regions_of
 from inference_session.kernels.records import Lookup, VectorCode, address_of, key_segment
 from inference_session.model_spec import TableSpec
 from inference_session.tables.base import DeviceTables, Placement, UpdatedRows
-from inference_session.tables.cuda_table import CudaTable, Shards
-from inference_session.tables.cuda_updated_table import CudaUpdatedTable
-from inference_session.tables.local_copies import CopyingThread, LocalCopies, pieces_of
+from inference_session.tables.cuda.local_copies import CopyingThread, LocalCopies, pieces_of
+from inference_session.tables.cuda.table import CudaTable, Shards
+from inference_session.tables.cuda.updated_table import CudaUpdatedTable
 from inference_session.tables.table_file import TableFile
 
 _UPLOAD_BYTES = 64 << 20

@@ -30,7 +30,7 @@ from inference_session.kernels.cuda.records import (
     table_bytes,
     target_record,
 )
-from inference_session.tables.hot_rows import LEAST_SAMPLED, Copies, hot_keys
+from inference_session.tables.cuda.hot_rows import LEAST_SAMPLED, Copies, hot_keys
 
 _FEWEST_SAMPLES, _MOST_SAMPLES = 1 << 17, 1 << 20
 """Keys that there is room to note."""

@@ -26,10 +26,10 @@ from inference_session.errors import ConfigurationError
 from inference_session.model_spec import TableSpec
 from inference_session.platform.open_files import private_folder
 from inference_session.tables.base import Placement
-from inference_session.tables.cuda_table import Shards
-from inference_session.tables.cuda_tables import CudaTables, pieces
-from inference_session.tables.local_copies import bytes_to_copy
-from inference_session.tables.shared_shards import SharedShards, sharing
+from inference_session.tables.cuda.local_copies import bytes_to_copy
+from inference_session.tables.cuda.shared_shards import SharedShards, sharing
+from inference_session.tables.cuda.table import Shards
+from inference_session.tables.cuda.tables import CudaTables, pieces
 from inference_session.tables.table_file import TableFile
 
 _log = logging.getLogger(__name__)
