@@ -63,7 +63,7 @@ def create_engine(
     found = None
     if operands is not None:
         # Imported where needed: ONNX takes a while to load.
-        from inference_session.dense_engine.concat_inputs import read_with_concat_inputs
+        from inference_session.dense_engine.rewrites.concat_inputs import read_with_concat_inputs
 
         found = read_with_concat_inputs(path, operands)
     if found is None:
@@ -78,7 +78,7 @@ def _create(network: NetworkFile, config: SessionConfig, device: Device, vectors
     if config.dense_precision != "float16":
         return _open(network, config, device)
     # Imported where needed: the converter, and ONNX below it, take a while to load.
-    from inference_session.dense_engine.float16 import in_float16, not_in_float16
+    from inference_session.dense_engine.rewrites.float16 import in_float16, not_in_float16
 
     if device is HOST:
         _log.warning(

@@ -1,4 +1,4 @@
-"""An engine whose network reads vectors and inputs of requests as one matrix (concat_inputs.py)."""
+"""An engine whose network reads vectors and inputs of requests as one matrix (rewrites/concat_inputs.py)."""
 
 from __future__ import annotations
 

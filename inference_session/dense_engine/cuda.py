@@ -388,7 +388,7 @@ def _has_large_node(network: NetworkFile) -> bool:
     import onnx
     from google.protobuf.message import DecodeError
 
-    from inference_session.dense_engine.parts import most_arrays
+    from inference_session.dense_engine.rewrites.parts import most_arrays
 
     try:
         model = onnx.load_model_from_string(network.content())

@@ -1,7 +1,8 @@
 """The dense engine of `dense_precision` `bfloat16`: OpenVINO runs layers, ONNX Runtime the rest.
 
 OpenVINO computes matrix products in bfloat16 on processors that have instructions for it. It does not check shapes or
-row numbers as ONNX Runtime does, so it gets only layers (layers.py), and arrays whose shapes have been checked.
+row numbers as ONNX Runtime does, so it gets only layers (rewrites/layers.py), and arrays whose shapes have been
+checked.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from numpy.typing import NDArray
 from onnx.shape_inference import InferenceError
 
 from inference_session.dense_engine.base import BoundRun, DenseEngine, PreparedRuns
-from inference_session.dense_engine.layers import Division, divide_layers
 from inference_session.dense_engine.network_file import NetworkFile
 from inference_session.dense_engine.onnx import OnnxEngine, refused
-from inference_session.dense_engine.parts import read_network
+from inference_session.dense_engine.rewrites.layers import Division, divide_layers
+from inference_session.dense_engine.rewrites.parts import read_network
 from inference_session.errors import (
     ConfigurationError,
     InvalidRequestError,

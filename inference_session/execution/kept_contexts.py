@@ -2,7 +2,7 @@
 
 The key of a kept result is the bytes of the context's inputs. The result is used until one of the rows that were
 looked up for it changes (parameter_server/write_log.py). The ranking network is divided in two for this
-(context_parts.py).
+(dense_engine/rewrites/context_parts.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from inference_session.config import SessionConfig
 from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine
+from inference_session.dense_engine.rewrites.context_parts import ContextParts, divide
 from inference_session.errors import ConfigurationError
-from inference_session.execution.context_parts import ContextParts, divide
 from inference_session.execution.network import Network, RunResult
 from inference_session.model_spec import RANKING_FILE, RANKING_KEYS_FILE, LookupSpec
 from inference_session.parameter_server.write_log import WriteLog

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from inference_session import InferenceSession
 from inference_session.config import SessionConfig
 from inference_session.dense_engine import NetworkFile, OnnxEngine, check_precision, create_engine, openvino
-from inference_session.dense_engine.layers import divide_layers
 from inference_session.dense_engine.openvino import OpenVinoEngine
+from inference_session.dense_engine.rewrites.layers import divide_layers
 from inference_session.device.host import HOST
 from inference_session.errors import ConfigurationError, ModelFormatError, SessionClosedError, UnsupportedModelError
 from tests.testing import small_model

@@ -11,7 +11,7 @@ import onnxruntime
 import pytest
 from numpy.typing import NDArray
 
-from inference_session.dense_engine.cross_layers import merge_cross_layers
+from inference_session.dense_engine.rewrites.cross_layers import merge_cross_layers
 from tests.testing.onnx_models import model_of, rename
 
 WIDTH, RANK = 24, 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from onnx import helper
 
-from inference_session.dense_engine.parts import most_arrays
+from inference_session.dense_engine.rewrites.parts import most_arrays
 
 
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(1, 1), (40, 1), (1, 33), (0, 0)])

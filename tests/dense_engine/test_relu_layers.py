@@ -14,9 +14,9 @@ import pytest
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
-from inference_session.dense_engine.float16 import in_float16
 from inference_session.dense_engine.network_file import NetworkFile
-from inference_session.dense_engine.relu_layers import merge_relu_layers
+from inference_session.dense_engine.rewrites.float16 import in_float16
+from inference_session.dense_engine.rewrites.relu_layers import merge_relu_layers
 from tests.testing.onnx_models import model_of, rename
 
 WIDTHS = (6, 16, 12, 3)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from inference_session import InferenceSession, Request
-from inference_session.dense_engine.concat_inputs import read_with_concat_inputs
+from inference_session.dense_engine.rewrites.concat_inputs import read_with_concat_inputs
 from inference_session.errors import InvalidRequestError
 from inference_session.execution.concat_operands import concat_operands
 from inference_session.importers.hugectr.importer import import_hugectr

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 
-from inference_session.dense_engine.parts import part_of
+from inference_session.dense_engine.rewrites.parts import part_of
 from inference_session.importers.onnx.bags import pool_bags
 from inference_session.importers.onnx.canonical import CanonicalModel
 from inference_session.importers.onnx.columns import read_columns

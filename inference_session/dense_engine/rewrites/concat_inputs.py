@@ -22,8 +22,8 @@ from onnx.shape_inference import InferenceError
 
 from inference_session.dense_engine.base import ConcatInput, ConcatOperands, GivenColumns
 from inference_session.dense_engine.network_file import NetworkFile
-from inference_session.dense_engine.parts import needed_nodes
-from inference_session.dense_engine.products import Product, Products
+from inference_session.dense_engine.rewrites.parts import needed_nodes
+from inference_session.dense_engine.rewrites.products import Product, Products
 
 _NAME = "hotrow_concat"
 _SHAPING = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from inference_session.dense_engine.parts import names_read
+from inference_session.dense_engine.rewrites.parts import names_read
 
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
 

@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from inference_session.dense_engine import OnnxEngine
-from inference_session.execution.context_parts import divide
+from inference_session.dense_engine.rewrites.context_parts import divide
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper, shape_inference
 
-from inference_session.dense_engine.parts import names_read, part_of
+from inference_session.dense_engine.rewrites.parts import names_read, part_of
 
 _PRODUCTS = ("MatMul", "Gemm")
 _SHAPE = "/hotrow_shape"

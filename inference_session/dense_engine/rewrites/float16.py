@@ -9,10 +9,10 @@ from google.protobuf.message import EncodeError
 from onnx import ModelProto, NodeProto, TensorProto
 from onnxruntime.transformers.float16 import convert_float_to_float16
 
-from inference_session.dense_engine.cross_layers import merge_cross_layers
 from inference_session.dense_engine.network_file import NetworkFile
-from inference_session.dense_engine.parts import names_read, read_network
-from inference_session.dense_engine.relu_layers import merge_relu_layers
+from inference_session.dense_engine.rewrites.cross_layers import merge_cross_layers
+from inference_session.dense_engine.rewrites.parts import names_read, read_network
+from inference_session.dense_engine.rewrites.relu_layers import merge_relu_layers
 from inference_session.errors import UnsupportedModelError
 
 _CONVERSION_ERRORS = (AssertionError, EncodeError, ValueError, RuntimeError)

@@ -11,7 +11,7 @@ from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 
 from inference_session.dense_engine.network_file import NetworkFile
 from inference_session.dense_engine.onnx import OnnxEngine
-from inference_session.dense_engine.parts import names_read, part_of
+from inference_session.dense_engine.rewrites.parts import names_read, part_of
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto
 
-from inference_session.dense_engine.products import Product, Products
+from inference_session.dense_engine.rewrites.products import Product, Products
 
 _LEAST_OPSET = 12
 """Of ONNX, whose Max takes float16 in ONNX Runtime, on a CPU as well."""

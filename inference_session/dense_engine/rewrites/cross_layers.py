@@ -17,7 +17,7 @@ import numpy as np
 import onnx
 from onnx import ModelProto, NodeProto, helper
 
-from inference_session.dense_engine.products import Product, Products, operands
+from inference_session.dense_engine.rewrites.products import Product, Products, operands
 
 _COLUMNS = 8
 """Added to v, of which one is used: GPUs multiply matrices of such sizes fastest."""

@@ -1,0 +1,1 @@
+"""How a network is divided, and written anew, when it is opened."""
