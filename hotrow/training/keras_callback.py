@@ -15,6 +15,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
+from hotrow.training.checks import whole
 from hotrow.training.row_updates.outbox import Changes, Outbox
 from inference_session.errors import ConfigurationError, UnsupportedModelError
 from inference_session.importers.onnx import import_onnx
@@ -61,8 +62,7 @@ class KerasCallback(keras.callbacks.Callback):
         super().__init__()
         if repository is None and url is None:
             raise ConfigurationError("KerasCallback needs a repository for versions, a url for rows, or both")
-        if not isinstance(every_steps, int) or every_steps < 1:
-            raise ConfigurationError(f"every_steps must be a whole number of at least 1, found {every_steps!r}")
+        whole("every_steps", every_steps)
         self._name, self._url, self._every_steps, self._timeout_s = name, url, every_steps, timeout_s
         self._repository = None if repository is None else local_folder(repository)
         self._outbox: Outbox | None = None

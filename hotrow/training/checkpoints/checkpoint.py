@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from hotrow.training.checkpoints.files import METADATA_FILE, CheckpointReader
 from hotrow.training.checkpoints.training_state import TrainingState
+from hotrow.training.checks import whole
 from hotrow.training.ranks import Ranks
 from hotrow.training.state import RestoredState, note_restored, publisher_of
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError
@@ -70,13 +71,11 @@ class Checkpoint:
         Raises:
             ConfigurationError: an argument is not allowed.
         """
-        if not isinstance(keep, int) or keep < 1:
-            raise ConfigurationError(f"keep must be a whole number of at least 1, found {keep!r}")
         if not isinstance(model, nn.Module):
             raise ConfigurationError(f"model is a {type(model).__name__}; give a torch.nn.Module")
         if not isinstance(place, (str, Path)) or not str(place):
             raise ConfigurationError(f"place is {place!r}; give a folder or an hdfs:// URL")
-        self._model, self._place, self._keep = model, str(place), keep
+        self._model, self._place, self._keep = model, str(place), whole("keep", keep)
         optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         self._state = TrainingState(model, optimizers)
         self._ranks = Ranks()
@@ -91,8 +90,7 @@ class Checkpoint:
             UnavailableError: the place does not answer, or a rank failed.
             OSError: it cannot be written.
         """
-        if not isinstance(step, int) or step < 0:
-            raise ConfigurationError(f"a step must be a whole number of at least 0, found {step!r}")
+        step = whole("step", step, 0)
         moment = datetime.now(timezone.utc)
         with torch.no_grad():
             tensors, others = self._ranks.together(self._state.collect)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotrow.training.checks import check, is_whole
 from hotrow.training.hash_embeddings.optimizers import Adagrad, RowOptimizer
 from hotrow.training.hash_embeddings.rows import INITIAL_ROWS
 from inference_session.errors import ConfigurationError
@@ -55,20 +56,13 @@ def check_of_torch(owner: str, given: Mapping[str, Any]) -> None:
 
 def padding_key(key: int | None, key_dtype: torch.dtype) -> int | None:
     low, high = (0, MAX_UINT32) if key_dtype is torch.uint32 else (-(2**63), 2**63 - 1)
-    if key is not None and (not isinstance(key, int) or isinstance(key, bool) or not low <= key <= high):
-        raise ConfigurationError(f"padding_idx is {key!r}; allowed are None and keys from {low} to {high}")
+    is_key = key is None or (is_whole(key) and low <= key <= high)
+    check(is_key, "padding_idx", key, f"None, keys from {low} to {high}")
     return key
 
 
-def whole(name: str, value: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigurationError(f"{name} is {value!r}; allowed are whole numbers from 1 on")
-    return value
-
-
 def one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
-    if value not in allowed:
-        raise ConfigurationError(f"{name} is {value!r}; allowed are {', '.join(map(repr, allowed))}")
+    check(value in allowed, name, value, ", ".join(map(repr, allowed)))
     return value
 
 
@@ -91,6 +85,5 @@ def key_type(key_dtype: Any) -> torch.dtype:
     name = str(key_dtype).removeprefix("torch.")
     if not isinstance(key_dtype, (torch.dtype, str)):
         name = np.dtype(key_dtype).name
-    if name not in _KEY_TYPES:
-        raise ConfigurationError(f"key_dtype is {key_dtype!r}; allowed are int64 and uint32")
+    check(name in _KEY_TYPES, "key_dtype", key_dtype, ", ".join(_KEY_TYPES))
     return _KEY_TYPES[name]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from inference_session.errors import ConfigurationError
+from hotrow.training.checks import check
 
 
 class RowOptimizer(ABC):
@@ -37,8 +37,7 @@ class RowOptimizer(ABC):
 
 
 def _check(name: str, value: float, *, below: float = math.inf) -> None:
-    if not 0 <= value < below:
-        raise ConfigurationError(f"{name} is {value!r}; allowed are numbers from 0 on, below {below}")
+    check(0 <= value < below, name, value, f"numbers from 0 below {below}")
 
 
 @dataclass

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from hotrow.training.checks import whole
 from hotrow.training.hash_embeddings.arguments import (
     MAX_UINT32,
     check_of_torch,
@@ -24,7 +25,6 @@ from hotrow.training.hash_embeddings.arguments import (
     one_of,
     padding_key,
     row_optimizer,
-    whole,
 )
 from hotrow.training.hash_embeddings.key_exchange import KeyExchange, MessageExchange
 from hotrow.training.hash_embeddings.key_index import (
@@ -162,9 +162,7 @@ class HashTable(nn.Module):
 
     @steps.setter
     def steps(self, steps: int) -> None:
-        if not isinstance(steps, int) or steps < 0:
-            raise ConfigurationError(f"steps is {steps!r}; allowed are whole numbers from 0 on")
-        self._rows.steps = steps
+        self._rows.steps = whole("steps", steps, 0)
 
     def rows(self) -> Rows:
         """The rows that this rank holds, in no order. The tensors are the live ones, and change with training."""

@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hotrow.training.checks import whole
 from hotrow.training.hugectr.arguments.enums import Check_t, DataReaderType_t
-from hotrow.training.hugectr.arguments.parameters import DataReaderParams, is_whole
+from hotrow.training.hugectr.arguments.parameters import DataReaderParams
 from hotrow.training.hugectr.graph.graph_json import read_data
 from hotrow.training.hugectr.readers.batches import batches
 from hotrow.training.hugectr.readers.block import Bags, Block, RecordShape
 from hotrow.training.hugectr.readers.sources import Source
 from hotrow.training.hugectr.trainer.metrics import auc
 from inference_session import hugectr
-from inference_session.errors import ConfigurationError, ModelFormatError
+from inference_session.errors import ModelFormatError
 from inference_session.hugectr import (
     HPS,
     DatabaseOverflowPolicy_t,
@@ -94,8 +95,7 @@ class CreateInferenceSession(hugectr.CreateInferenceSession):
         slot_size_array: Sequence[int] = (),
         data_source_params: DataSourceParams | None = None,
     ) -> Iterator[Block]:
-        if not is_whole(num_batches) or num_batches < 1:
-            raise ConfigurationError(f"num_batches is {num_batches!r}; allowed: whole numbers from 1")
+        whole("num_batches", num_batches)
         data, place = self._data, data_source_params or DataSourceParams()
         reader = DataReaderParams(
             data_reader_type, source, eval_source=source, check_type=check_type, slot_size_array=slot_size_array

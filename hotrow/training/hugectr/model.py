@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from hotrow.training.checks import member, number
 from hotrow.training.hugectr.arguments.embedding_collection import EmbeddingCollectionConfig
 from hotrow.training.hugectr.arguments.enums import Tensor_t
 from hotrow.training.hugectr.arguments.parameters import (
@@ -20,8 +21,6 @@ from hotrow.training.hugectr.arguments.parameters import (
     OptParamsPy,
     Solver,
     SparseEmbedding,
-    is_from,
-    member,
 )
 from hotrow.training.hugectr.arguments.tuning import TrainingCacheParams
 from hotrow.training.hugectr.graph.design import Design
@@ -244,8 +243,7 @@ class Model:
 
     def set_learning_rate(self, lr: float) -> None:
         """The rate of the steps that follow; ConfigurationError unless it is a number from 0."""
-        if not is_from(0, lr):
-            raise ConfigurationError(f"Model.set_learning_rate: lr is {lr!r}; allowed: numbers from 0")
+        number("Model.set_learning_rate: lr", lr)
         self._lr = lr
 
     def train(self, is_first_batch: bool = True) -> bool:
@@ -298,7 +296,7 @@ class Model:
             UnsupportedModelError: `Tensor_t.Train`, for which HugeCTR gives gradients.
         """
         trainer = self._compiled("check_out_tensor")
-        if member(Tensor_t, tensor_type, "Model.check_out_tensor", "tensor_type") is Tensor_t.Train:
+        if member("Model.check_out_tensor: tensor_type", tensor_type, Tensor_t) is Tensor_t.Train:
             raise UnsupportedModelError(
                 "Model.check_out_tensor: Tensor_t.Train is not supported; gradients of weights are not kept. Call "
                 "Model.eval, and use Tensor_t.Evaluate"

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto
 from torch import Tensor, nn
 
+from hotrow.training.checks import check, is_whole
 from hotrow.training.onnx_export.assembly import assemble, folder_of
 from hotrow.training.onnx_export.cutting import Cut, find_cuts
 from hotrow.training.onnx_export.dense_network import (
@@ -98,8 +99,7 @@ def export(
 def _check_names(name: Any, version: Any) -> None:
     if not isinstance(name, str):
         raise ConfigurationError(f"name is {name!r}; give the model's name as text")
-    if version is not None and (not isinstance(version, int) or isinstance(version, bool)):
-        raise ConfigurationError(f"version is {version!r}; give a whole number, or None for the next one")
+    check(version is None or is_whole(version), "version", version, "a whole number, or None for the next one")
 
 
 @dataclass

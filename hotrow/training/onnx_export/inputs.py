@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from hotrow.training.checks import check, is_whole, whole
 from inference_session.errors import ConfigurationError, InvalidRequestError
 
 Arrays: TypeAlias = "dict[str, NDArray[Any]]"
@@ -50,11 +51,8 @@ def padded(max_len: int, pad: int = -1) -> Padded:
     Raises:
         ConfigurationError: max_len is not a whole number above 0, or pad is not a whole number.
     """
-    if not isinstance(max_len, int) or isinstance(max_len, bool) or max_len < 1:
-        raise ConfigurationError(f"padded(max_len={max_len!r}): max_len must be a whole number of at least 1")
-    if not isinstance(pad, int) or isinstance(pad, bool):
-        raise ConfigurationError(f"padded(pad={pad!r}): pad must be a whole number")
-    return Padded(max_len, pad)
+    check(is_whole(pad), "padded: pad", pad, "whole numbers")
+    return Padded(whole("padded: max_len", max_len), int(pad))
 
 
 def lengths() -> Lengths:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from hotrow.training.checks import whole
 from hotrow.training.onnx_export.cutting import find_cuts
 from hotrow.training.onnx_export.dense_network import unwrapped
 from hotrow.training.ranks import Ranks
@@ -74,8 +75,7 @@ class UpdatePublisher:
             UnsupportedModelError: the model has no tables, or one in a module that is not supported.
             UnavailableError: no broker answers.
         """
-        if not isinstance(every_steps, int) or every_steps < 1:
-            raise ConfigurationError(f"every_steps must be a whole number of at least 1, found {every_steps!r}")
+        whole("every_steps", every_steps)
         if not isinstance(url, str) or not isinstance(name, str):
             raise ConfigurationError(f"url {url!r} and name {name!r} must both be text")
         self._model, self._every_steps, self._url, self._name = model, every_steps, url, name

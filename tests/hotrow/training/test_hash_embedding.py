@@ -360,7 +360,7 @@ def test_keys_of_other_integers_are_taken(given_as: Any) -> None:
     ("call", "message"),
     [
         (lambda: training.HashEmbedding(0), "embedding_dim is 0"),
-        (lambda: training.HashEmbedding(4, key_dtype=torch.float32), "allowed are int64 and uint32"),
+        (lambda: training.HashEmbedding(4, key_dtype=torch.float32), "allowed: int64, uint32"),
         (lambda: training.HashEmbedding(4, optimizer=torch.optim.SGD), "not by optimizers of torch"),
         (lambda: training.HashEmbedding(4, max_rows=0), "max_rows is 0"),
         (lambda: training.HashEmbedding(True), "embedding_dim is True"),
@@ -370,7 +370,7 @@ def test_keys_of_other_integers_are_taken(given_as: Any) -> None:
         (lambda: training.HashEmbeddingBag(4, scale_grad_by_freq=True), "HashEmbeddingBag: scale_grad_by_freq"),
         (lambda: training.HashEmbedding(4, dtype=torch.float64), r"dtype .* `\.to\(dtype\)` of the module"),
         (lambda: training.HashEmbedding(4, _weight=torch.ones(2, 4)), "_weight .* give rows with their keys to `put`"),
-        (lambda: training.HashEmbedding(4, padding_idx="x"), "padding_idx is 'x'; allowed are None and keys"),
+        (lambda: training.HashEmbedding(4, padding_idx="x"), "padding_idx is 'x'; allowed: None, keys"),
         (lambda: training.HashEmbedding(4, key_dtype="uint32", padding_idx=-1), "padding_idx is -1; .* from 0 to"),
         (lambda: training.HashEmbedding(4).to("meta"), "cannot be on the device 'meta'"),
         (lambda: training.HashEmbedding(4)._replicate_for_data_parallel(), "DataParallel .* DistributedDataParallel"),

@@ -7,6 +7,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+from hotrow.training.checks import check, member, whole
 from hotrow.training.hugectr.arguments.enums import CommunicationStrategy, CompressionStrategy, Embedding_t, Layer_t
 from hotrow.training.hugectr.arguments.parameters import (
     DataReaderSparseParam,
@@ -14,8 +15,6 @@ from hotrow.training.hugectr.arguments.parameters import (
     Input,
     OptParamsPy,
     SparseEmbedding,
-    is_whole,
-    member,
 )
 from inference_session.errors import ConfigurationError, UnsupportedModelError
 
@@ -43,14 +42,9 @@ class EmbeddingTableConfig:
     def __post_init__(self) -> None:
         if self.table_id is not None and not self.name:
             object.__setattr__(self, "name", str(self.table_id))
-        if not (isinstance(self.name, str) and self.name):
-            raise ConfigurationError(f"EmbeddingTableConfig: name is {self.name!r}; allowed: text")
+        check(isinstance(self.name, str) and bool(self.name), "EmbeddingTableConfig: name", self.name, "text")
         for name, least in (("max_vocabulary_size", -1), ("ev_size", 1)):
-            value = getattr(self, name)
-            if not is_whole(value) or value < least:
-                raise ConfigurationError(
-                    f"EmbeddingTableConfig {self.name!r}: {name} is {value!r}; allowed: whole numbers from {least}"
-                )
+            whole(f"EmbeddingTableConfig {self.name!r}: {name}", getattr(self, name), least)
         if self.init_param_or_empty is not None:
             raise UnsupportedModelError(
                 f"EmbeddingTableConfig {self.name!r}: init_param_or_empty is not supported; leave it out: new rows are "
@@ -75,10 +69,7 @@ class EmbeddingTablePlaceHolder:
     opt_params_py: OptParamsPy | None = None
 
     def __post_init__(self) -> None:
-        if not is_whole(self.id_space) or self.id_space < 0:
-            raise ConfigurationError(
-                f"EmbeddingTablePlaceHolder: id_space is {self.id_space!r}; allowed: whole numbers from 0"
-            )
+        whole("EmbeddingTablePlaceHolder: id_space", self.id_space, 0)
 
     @property
     def config(self) -> EmbeddingTableConfig:
@@ -149,7 +140,7 @@ class EmbeddingCollectionConfig:
         use_exclusive_keys: bool = False,
         comm_strategy: CommunicationStrategy = CommunicationStrategy.Uniform,
     ) -> None:
-        member(CommunicationStrategy, comm_strategy, "EmbeddingCollectionConfig", "comm_strategy")
+        member("EmbeddingCollectionConfig: comm_strategy", comm_strategy, CommunicationStrategy)
         self._look_ups: list[_EmbeddingLookup] = []
         self._joined_top = ""
         """The one tensor with the outputs of all look-ups, where the caller gave lists; else empty."""
@@ -191,8 +182,7 @@ class EmbeddingCollectionConfig:
     ) -> None:
         """Where HugeCTR keeps rows: without effect. ConfigurationError: no such table or strategy."""
         for kind, _ in shard_strategy:
-            if kind not in ("mp", "dp"):
-                raise ConfigurationError(f"shard: strategy is {kind!r}; allowed: 'mp', 'dp'")
+            check(kind in ("mp", "dp"), "shard: strategy", kind, "'mp', 'dp'")
         named = [name for names in shard_matrix for name in names]
         named += [each if isinstance(each, str) else each[0] for _, names in shard_strategy for each in names]
         named += [name for names in (compression_strategy or {}).values() for name in names]
@@ -246,13 +236,11 @@ class EmbeddingCollectionConfig:
         self._add(table, bottom, top, combiner, is_flat=is_flat)
 
     def _add(self, table: EmbeddingTableConfig, bottom: str, top: str, combiner: str, *, is_flat: bool = False) -> None:
-        if combiner not in _COMBINERS:
-            raise ConfigurationError(
-                f"embedding_lookup (top_name {top!r}): combiner is {combiner!r}; allowed: {sorted(_COMBINERS)}"
-            )
+        owner = f"embedding_lookup (top_name {top!r})"
+        check(combiner in _COMBINERS, f"{owner}: combiner", combiner, str(sorted(_COMBINERS)))
         same = [look_up.table for look_up in self._look_ups if look_up.table.name == table.name]
         if same and same[0] != table:
-            raise ConfigurationError(f"embedding_lookup (top_name {top!r}): two tables have the name {table.name!r}")
+            raise ConfigurationError(f"{owner}: two tables have the name {table.name!r}")
         self._look_ups.append(_EmbeddingLookup(table, bottom, top, combiner, is_flat))
 
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import Any
 
+from hotrow.training.checks import check, is_from, is_whole, member, number, whole
 from hotrow.training.hugectr.arguments.callbacks import TrainingCallback
 from hotrow.training.hugectr.arguments.enums import (
     Activation_t,
@@ -54,7 +53,6 @@ _LATER_ARGUMENTS: Mapping[Layer_t, Mapping[str, Any]] = {
     },
 }  # fmt: skip
 """By layer, the arguments of later releases, and their defaults. What is None is not written to the graph JSON."""
-Member = TypeVar("Member", bound=Enum)
 
 
 @dataclass
@@ -114,25 +112,24 @@ class Solver:
 
     def __post_init__(self) -> None:
         for name, lowest in (("batchsize", 1), ("batchsize_eval", 1), ("warmup_steps", 0), ("decay_steps", 0)):
-            value = getattr(self, name)
-            _check(is_whole(value) and value >= lowest, "CreateSolver", name, value, f"whole numbers from {lowest}")
+            whole(f"CreateSolver: {name}", getattr(self, name), lowest)
         for name in ("lr", "end_lr", "decay_start", "max_eval_batches"):
-            _check(is_from(0, getattr(self, name)), "CreateSolver", name, getattr(self, name), "numbers from 0")
-        _check(is_from(1, self.decay_power), "CreateSolver", "decay_power", self.decay_power, "numbers from 1")
-        _check(
+            number(f"CreateSolver: {name}", getattr(self, name))
+        number("CreateSolver: decay_power", self.decay_power, 1)
+        check(
             not self.use_mixed_precision or self.scaler in _SCALERS,
-            "CreateSolver", "scaler", self.scaler, f"{_SCALERS} with use_mixed_precision",
+            "CreateSolver: scaler", self.scaler, f"{_SCALERS} with use_mixed_precision",
         )  # fmt: skip
-        _check(
+        check(
             isinstance(self.metrics_spec, Mapping)
             and all(isinstance(kind, MetricsType) and is_from(0, goal) for kind, goal in self.metrics_spec.items()),
-            "CreateSolver", "metrics_spec", self.metrics_spec, "a dict of MetricsType to its target",
+            "CreateSolver: metrics_spec", self.metrics_spec, "a dict of MetricsType to its target",
         )  # fmt: skip
-        _check(
+        check(
             all(isinstance(callback, TrainingCallback) for callback in self.training_callbacks),
-            "CreateSolver", "training_callbacks", self.training_callbacks, "a list of TrainingCallback",
+            "CreateSolver: training_callbacks", self.training_callbacks, "a list of TrainingCallback",
         )  # fmt: skip
-        _check(_are_gpus(self.vvgpu), "CreateSolver", "vvgpu", self.vvgpu, "a list of lists of GPUs, [[0]]")
+        check(_are_gpus(self.vvgpu), "CreateSolver: vvgpu", self.vvgpu, "a list of lists of GPUs, [[0]]")
         for name, instead in _SOLVER_INSTEAD.items():
             if getattr(self, name):
                 raise UnsupportedModelError(f"CreateSolver: {name} is not supported; {instead}")
@@ -160,13 +157,12 @@ class OptParamsPy:
     lambda2: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
-        self.optimizer_type = member(Optimizer_t, self.optimizer_type, "CreateOptimizer", "optimizer_type")
-        self.update_type = member(Update_t, self.update_type, "CreateOptimizer", "update_type")
+        self.optimizer_type = member("CreateOptimizer: optimizer_type", self.optimizer_type, Optimizer_t)
+        self.update_type = member("CreateOptimizer: update_type", self.update_type, Update_t)
         for name in ("beta1", "beta2"):
-            value = getattr(self, name)
-            _check(is_from(0, value) and value < 1, "CreateOptimizer", name, value, "numbers from 0 below 1")
+            number(f"CreateOptimizer: {name}", getattr(self, name), below=1)
         for name in ("epsilon", "initial_accu_value", "momentum_factor", "beta", "lambda1", "lambda2"):
-            _check(is_from(0, getattr(self, name)), "CreateOptimizer", name, getattr(self, name), "numbers from 0")
+            number(f"CreateOptimizer: {name}", getattr(self, name))
 
 
 class DataReaderParams:
@@ -197,14 +193,14 @@ class DataReaderParams:
         if data_reader_type is DataReaderType_t.Parquet and check_type is _REQUIRED:
             check_type = Check_t.Non  # as some of HugeCTR's samples leave it out: Parquet files have no checksums
         _check_given("DataReaderParams", eval_source=eval_source, check_type=check_type)
-        self.data_reader_type = member(DataReaderType_t, data_reader_type, "DataReaderParams", "data_reader_type")
+        self.data_reader_type = member("DataReaderParams: data_reader_type", data_reader_type, DataReaderType_t)
         self.source = [source] if isinstance(source, str) else list(source)
         self.eval_source = eval_source if isinstance(eval_source, str) else next(iter(eval_source), "")
         if not self.source or not self.source[0] or not self.eval_source:
             raise ConfigurationError("DataReaderParams: source and eval_source name the data, and are required")
         for place in (*self.source, self.eval_source):
-            _check(isinstance(place, str), "DataReaderParams", "source or eval_source", place, "paths or URLs")
-        self.check_type = member(Check_t, check_type, "DataReaderParams", "check_type")
+            check(isinstance(place, str), "DataReaderParams: source or eval_source", place, "paths or URLs")
+        self.check_type = member("DataReaderParams: check_type", check_type, Check_t)
         self.num_samples, self.eval_num_samples = num_samples, eval_num_samples
         self.float_label_dense, self.data_source_params = float_label_dense, data_source_params
         self.num_workers, self.cache_eval_data, self.async_param = num_workers, cache_eval_data, async_param
@@ -225,16 +221,15 @@ class DataReaderSparseParam:
 
     def __init__(self, top_name: str, nnz_per_slot: int | Sequence[int], is_fixed_length: bool, slot_num: int) -> None:
         owner = f"DataReaderSparseParam {top_name!r}"
-        _check(is_whole(slot_num) and slot_num >= 1, owner, "slot_num", slot_num, "whole numbers from 1")
+        self.slot_num = whole(f"{owner}: slot_num", slot_num)
         counts = list(nnz_per_slot) if isinstance(nnz_per_slot, Iterable) else [nnz_per_slot] * slot_num
         are_counts = all(is_whole(count) and count >= 0 for count in counts)
-        _check(are_counts, owner, "nnz_per_slot", nnz_per_slot, "a whole number from 0, or a list of one for each slot")
+        allowed = "a whole number from 0, or a list of one for each slot"
+        check(are_counts, f"{owner}: nnz_per_slot", nnz_per_slot, allowed)
         if len(counts) != slot_num:
-            raise ConfigurationError(
-                f"DataReaderSparseParam {top_name!r}: {len(counts)} numbers in nnz_per_slot for {slot_num} slots"
-            )
+            raise ConfigurationError(f"{owner}: {len(counts)} numbers in nnz_per_slot for {slot_num} slots")
         self.top_name, self.is_fixed_length = top_name, is_fixed_length
-        self.nnz_per_slot, self.slot_num = [int(count) for count in counts], int(slot_num)
+        self.nnz_per_slot = [int(count) for count in counts]
         self.keys_are_slots = False
         """As in `SparseInput`; look-ups that put their keys' vectors side by side read it so."""
 
@@ -254,7 +249,7 @@ class Input:
         dims, names = given["label_dims"], given["label_names"]
         each = list(dims) if isinstance(dims, Iterable) else [dims]
         are_dims = all(is_whole(dim) and dim >= 1 for dim in each)
-        _check(are_dims, "Input", "label_dims", dims, "a whole number from 1, or a list of them")
+        check(are_dims, "Input: label_dims", dims, "a whole number from 1, or a list of them")
         self.label_dims: list[int] = [int(dim) for dim in each]
         self.label_names: list[str] = [names] if isinstance(names, str) else list(names)
         weights = given.get("label_weights")
@@ -264,9 +259,7 @@ class Input:
                 f"Input: {len(self.label_names)} label_names, {len(self.label_dims)} label_dims, "
                 f"{len(self.label_weights)} label_weights; one each is required"
             )
-        width = given["dense_dim"]
-        _check(is_whole(width) and width >= 0, "Input", "dense_dim", width, "whole numbers from 0")
-        self.dense_dim: int = int(width)
+        self.dense_dim = whole("Input: dense_dim", given["dense_dim"], 0)
         self.dense_name: str = given["dense_name"]
         self.data_reader_sparse_param_array: list[DataReaderSparseParam] = list(given["data_reader_sparse_param_array"])
 
@@ -319,11 +312,10 @@ class SparseEmbedding:
     def __post_init__(self) -> None:
         names = ("embedding_vec_size", "combiner", "sparse_embedding_name", "bottom_name")
         _check_given("SparseEmbedding", **{name: getattr(self, name) for name in names})
-        self.embedding_type = member(Embedding_t, self.embedding_type, "SparseEmbedding", "embedding_type")
-        _check(self.combiner in ("sum", "mean"), "SparseEmbedding", "combiner", self.combiner, "'sum', 'mean'")
+        self.embedding_type = member("SparseEmbedding: embedding_type", self.embedding_type, Embedding_t)
+        check(self.combiner in ("sum", "mean"), "SparseEmbedding: combiner", self.combiner, "'sum', 'mean'")
         for name, lowest in (("workspace_size_per_gpu_in_mb", 0), ("embedding_vec_size", 1)):
-            value = getattr(self, name)
-            _check(is_whole(value) and value >= lowest, "SparseEmbedding", name, value, f"whole numbers from {lowest}")
+            whole(f"SparseEmbedding: {name}", getattr(self, name), lowest)
 
 
 class DenseLayer:
@@ -372,7 +364,7 @@ class DenseLayer:
         """
         values = {name: value for name, value in locals().items() if name not in ("self", "later", "__class__")}
         values["lambda_"] = later.pop("lambda", lambda_)
-        values["layer_type"] = member(Layer_t, layer_type, "DenseLayer", "layer_type")
+        values["layer_type"] = member("DenseLayer: layer_type", layer_type, Layer_t)
         vars(self).update(values)
         self.bottom_names: list[str] = _names(bottom_names)
         self.top_names: list[str] = _names(top_names)
@@ -422,26 +414,8 @@ class GroupDenseLayer:
         ]
 
 
-def member(kind: type[Member], value: Any, owner: str, name: str) -> Member:
-    """A member of an enumeration; ConfigurationError names the argument and what is allowed."""
-    if not isinstance(value, kind):
-        allowed = ", ".join(f"{kind.__name__}.{item.name}" for item in kind)
-        raise ConfigurationError(f"{owner}: {name} is {value!r}; allowed: {allowed}")
-    return value
-
-
 def _names(names: str | Sequence[str]) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
-
-
-def is_whole(value: Any) -> bool:
-    """Whether a value is a whole number, and not a truth value."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def is_from(lowest: float, value: Any) -> bool:
-    """Whether a value is a number, no less than the lowest allowed."""
-    return not isinstance(value, bool) and isinstance(value, Real) and float(value) >= lowest
 
 
 def _are_gpus(value: Any) -> bool:
@@ -458,8 +432,3 @@ def _check_given(owner: str, **values: Any) -> None:
     missing = [name for name, value in values.items() if value is _REQUIRED]
     if missing:
         raise TypeError(f"{owner} lacks {', '.join(missing)}")
-
-
-def _check(is_good: bool, owner: str, name: str, value: Any, allowed: str) -> None:
-    if not is_good:
-        raise ConfigurationError(f"{owner}: {name} is {value!r}; allowed: {allowed}")

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hotrow.training.checks import is_whole, number
 from hotrow.training.hugectr import Model
 from hotrow.training.hugectr.arguments.enums import Check_t, DataReaderType_t, MetricsType
-from hotrow.training.hugectr.arguments.parameters import DataReaderParams, OptParamsPy, Solver, is_from, is_whole
+from hotrow.training.hugectr.arguments.parameters import DataReaderParams, OptParamsPy, Solver
 from hotrow.training.hugectr.graph.graph_json import read_optimizer
 from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.importers.hugectr.json_file import JsonFile, read_json
@@ -182,8 +183,7 @@ def learning_rates(file: JsonFile) -> dict[str, Any]:
 
 def _metrics(names: list[str], auc_target: float) -> dict[MetricsType, float]:
     """By metric its target, which a name may have behind a colon."""
-    if not is_from(0, auc_target):
-        raise ConfigurationError(f"auc_threshold is {auc_target!r}; allowed: numbers from 0")
+    number("auc_threshold", auc_target)
     found = {}
     for text in names:
         name, _, target = text.partition(":")

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from hotrow.training.checks import check, is_whole, whole
 from hotrow.training.hugectr.arguments.callbacks import TrainingCallback
 from hotrow.training.hugectr.arguments.enums import MetricsType
-from hotrow.training.hugectr.arguments.parameters import Solver, is_whole
+from hotrow.training.hugectr.arguments.parameters import Solver
 from hotrow.training.hugectr.readers.batches import DataReader
 from hotrow.training.hugectr.trainer.schedule import LearningRateScheduler
-from inference_session.errors import ConfigurationError
 from inference_session.importers.hugectr.data_source import DataSourceParams
 
 
@@ -59,18 +59,14 @@ class Fitting:
 
     def __post_init__(self) -> None:
         for name in ("display", "eval_interval", "snapshot"):
-            if not is_whole(getattr(self, name)):
-                raise ConfigurationError(f"Model.fit: {name} is {getattr(self, name)!r}; allowed: whole numbers")
+            check(is_whole(getattr(self, name)), f"Model.fit: {name}", getattr(self, name), "whole numbers")
         self._began = self._displayed = time.perf_counter()
         self.iteration = 0
         """Steps so far."""
 
     def iterations(self, count: int) -> None:
         """Train this many steps of data that repeats."""
-        if not is_whole(count) or count <= 0:
-            raise ConfigurationError(
-                f"Model.fit: max_iter is {count!r}; allowed: whole numbers from 1 (repeat_dataset is True)"
-            )
+        whole("Model.fit, as repeat_dataset is True: max_iter", count)
         self._announce(f"Use non-epoch mode with number of iterations: {count}")
         for callback in self.callbacks:
             callback.on_training_start()
@@ -83,10 +79,7 @@ class Fitting:
 
     def epochs(self, count: int, sources: Sequence[str], eval_source: str) -> None:
         """Train this many epochs, each of all sources."""
-        if not is_whole(count) or count <= 0:
-            raise ConfigurationError(
-                f"Model.fit: num_epochs is {count!r}; allowed: whole numbers from 1 (repeat_dataset is False)"
-            )
+        whole("Model.fit, as repeat_dataset is False: num_epochs", count)
         self._announce(f"Use epoch mode with number of epochs: {count}")
         self.say(f"Training source file: {', '.join(sources)}")
         self.say(f"Evaluation source file: {eval_source}")
