@@ -37,7 +37,7 @@ from serving import add_settings, serve
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from demo.client import MODEL, Client
 from demo.movielens import TASKS, Inputs, MovieLens, fetch, take
-from hotrow.auc import auc_by_label
+from hotrow.answer_quality.auc import auc_by_label
 from inference_session.model_spec import DENSE_FILE, KEYS_FILE, LookupSpec
 from inference_session.update_stream import Publisher
 from inference_session.update_stream.table_changes import open_tables

@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from demo.client import MODEL, Client
 from demo.movielens import Inputs, MovieLens, fetch, take
 from demo.report import REPOSITORY
-from hotrow.metrics_page import MetricsPage
-from hotrow.top_view import TopView
+from hotrow.metrics.page import MetricsPage
+from hotrow.metrics.top_view import TopView
 from inference_session.update_stream import Publisher
 from inference_session.version_directory.session_file import read_spec
 from tests.testing.broker import Broker

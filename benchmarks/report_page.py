@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from hotrow.html_page import FAINT, html_page, page_colors, svg, text, wide
+from hotrow.output.html_page import FAINT, html_page, page_colors, svg, text, wide
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -36,7 +36,7 @@ from demo.client import Client
 from demo.movielens import GENRES, MAX_GENRES, NUM_MOVIES, NUM_USERS, OCCUPATIONS, Inputs, MovieLens, fetch, take
 from demo.report import console
 from hotrow import training
-from hotrow.auc import auc
+from hotrow.answer_quality.auc import auc
 from inference_session.errors import HotrowError, UnavailableError
 from triton_backend.launcher.command import ServerOptions
 from triton_backend.launcher.server import TritonServer

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from demo.client import MODEL, Client, Predictions
 from demo.movielens import NUM_MOVIES, NUM_USERS, TASKS, Inputs, MovieLens, Ratings, take
-from hotrow.auc import auc_by_label
+from hotrow.answer_quality.auc import auc_by_label
 
 REPOSITORY = Path(__file__).parent.parent / "model_repository"
 NUM_SHOWN = 5

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from demo.movielens import GENDERS, GENRES, NUM_MOVIES, NUM_USERS, OCCUPATIONS, TASKS, Inputs, MovieLens, fetch, take
-from hotrow.auc import auc_by_label
+from hotrow.answer_quality.auc import auc_by_label
 
 NAME = "movielens"
 EMBEDDING_DIM = 16

@@ -11,9 +11,9 @@ from click.shell_completion import CompletionItem
 
 from hotrow import __version__
 from hotrow.command_group import CommandGroup
-from hotrow.formatting import printable
 from hotrow.interrupts import raise_after_imports
-from hotrow.output import drop_refused_output, prepare_standard_streams
+from hotrow.output.formatting import in_words, printable
+from hotrow.output.streams import drop_refused_output, prepare_standard_streams
 from inference_session.errors import HotrowError
 
 _SECTIONS = {
@@ -98,12 +98,6 @@ def main() -> None:
     try:
         cli(prog_name="hotrow")
     except (HotrowError, OSError) as error:
-        text = _in_one_line(error) if drop_refused_output() else f"standard output: {_in_one_line(error)}"
+        text = in_words(error) if drop_refused_output() else f"standard output: {in_words(error)}"
         click.echo(f"hotrow: {printable(text)}", err=True)
         sys.exit(1)
-
-
-def _in_one_line(error: HotrowError | OSError) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error)

@@ -14,8 +14,8 @@ import tritonclient.grpc as grpc_client
 from numpy.typing import NDArray
 
 from demo.hugectr_examples.original_formats import Rows
-from hotrow.auc import auc
-from hotrow.formatting import printable
+from hotrow.answer_quality.auc import auc
+from hotrow.output.formatting import printable
 from hotrow.training import hugectr
 from hotrow.training.hugectr import tools
 from hotrow.training.hugectr.readers.block import Bags, Block

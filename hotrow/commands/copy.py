@@ -6,8 +6,8 @@ import time
 
 import click
 
-from hotrow.path_types import PATH_OR_URL
-from hotrow.progress import byte_progress
+from hotrow.options.paths import PATH_OR_URL
+from hotrow.output.progress import byte_progress
 
 
 @click.command()

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hotrow.formatting import counted
-from hotrow.output import print_json
-from hotrow.path_types import LocalFolder
-from hotrow.port_options import port_options
+from hotrow.options.paths import LocalFolder
+from hotrow.options.ports import port_options
+from hotrow.output.formatting import counted
+from hotrow.output.streams import print_json
 
 if TYPE_CHECKING:
-    from hotrow.findings import Finding
+    from hotrow.doctor.findings import Finding
 
 _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "problem": ("PROBLEM", "red")}
 
@@ -41,7 +41,7 @@ def command(
     Example:
       hotrow doctor --repository model_repository
     """
-    from hotrow.machine_checks import Plan, examine  # takes seconds, which --help should not
+    from hotrow.doctor.checks import Plan, examine  # takes seconds, which --help should not
 
     found = []
     for finding in examine(Plan(repository, host, (http_port, grpc_port, metrics_port))):

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hotrow.path_types import FOLDER, FOLDER_OR_URL
-from hotrow.progress import byte_progress
-from hotrow.server_options import ServerAddress, server_options
+from hotrow.options.paths import FOLDER, FOLDER_OR_URL
+from hotrow.options.server import ServerAddress, server_options
+from hotrow.output.progress import byte_progress
 from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.model_source import Copy
 from inference_session.urls.kafka_url import KafkaUrl

@@ -6,7 +6,7 @@ import time
 
 import click
 
-from hotrow.server_options import ServerAddress, server_options
+from hotrow.options.server import ServerAddress, server_options
 
 
 @click.command()

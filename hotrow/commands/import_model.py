@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from hotrow.command_group import CommandGroup
-from hotrow.path_types import FILE, FOLDER, LocalFolder
-from hotrow.progress import byte_progress
+from hotrow.options.paths import FILE, FOLDER, LocalFolder
+from hotrow.output.progress import byte_progress
 from inference_session.errors import ConfigurationError
 from inference_session.model_spec import ModelSpec, VectorType, is_folder_name
 from inference_session.platform.staging import MAX_VERSION

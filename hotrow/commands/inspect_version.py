@@ -11,10 +11,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from hotrow.dense_network import describe_dense_network
-from hotrow.formatting import as_cell
-from hotrow.output import output_console, print_json
-from hotrow.path_types import FOLDER, FOLDER_OR_URL
-from hotrow.progress import byte_progress
+from hotrow.options.paths import FOLDER, FOLDER_OR_URL
+from hotrow.output.formatting import as_cell
+from hotrow.output.progress import byte_progress
+from hotrow.output.streams import output_console, print_json
 from inference_session.errors import ConfigurationError
 from inference_session.model_spec import INDEX_FILE, TABLES_FOLDER, VECTOR_FILE, ModelSpec, RankingSpec, TensorSpec
 from inference_session.parameter_server.namespace import StoredTable, split_tag

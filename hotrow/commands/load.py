@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from hotrow.progress import waiting
-from hotrow.server_options import ServerAddress, server_options
+from hotrow.options.server import ServerAddress, server_options
+from hotrow.output.progress import waiting
 from inference_session.errors import ConfigurationError
 from inference_session.platform.staging import MAX_VERSION
 from triton_backend.client.server import NoSuchVersionError, RemoteError, RemoteServer

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from hotrow.path_types import FOLDER
-from hotrow.progress import row_progress
+from hotrow.options.paths import FOLDER
+from hotrow.output.progress import row_progress
 from inference_session.errors import ConfigurationError
 from inference_session.model_spec import SESSION_FILE
 from inference_session.urls.kafka_url import KafkaUrl

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import click
 
 from hotrow.commands.import_model import model_name, repository_option, version_option
-from hotrow.formatting import in_units
-from hotrow.path_types import FOLDER
-from hotrow.progress import byte_progress
+from hotrow.options.paths import FOLDER
+from hotrow.output.formatting import in_units
+from hotrow.output.progress import byte_progress
 from inference_session.model_spec import ModelSpec
 from inference_session.platform.memory import available_bytes
 from inference_session.version_directory import manifest

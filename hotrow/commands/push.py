@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hotrow.path_types import FOLDER, FOLDER_OR_URL
-from hotrow.progress import byte_progress, row_progress
+from hotrow.options.paths import FOLDER, FOLDER_OR_URL
+from hotrow.output.progress import byte_progress, row_progress
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.urls.store_url import StoreUrl
 from inference_session.version_directory import manifest

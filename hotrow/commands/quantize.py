@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from hotrow.output import print_json
-from hotrow.path_types import FILE, FOLDER
-from hotrow.progress import byte_progress
+from hotrow.options.paths import FILE, FOLDER
+from hotrow.output.progress import byte_progress
+from hotrow.output.streams import print_json
 from inference_session.errors import CanaryError
 from inference_session.platform.staging import next_version
 from inference_session.version_directory.session_file import read_spec
 
 if TYPE_CHECKING:
-    from hotrow.answer_quality import AnswerQuality
+    from hotrow.answer_quality.comparison import AnswerQuality
     from inference_session.version_directory.quantizing import QuantizedVersion
 
 
@@ -84,7 +84,7 @@ def command(
         raise click.UsageError(f"{version_dir} is not a numbered version of a model; give --output")
     target = output.absolute() if output else version_dir.parent / str(next_version(version_dir.parent))
     # These imports take seconds.
-    from hotrow.answer_quality import compare
+    from hotrow.answer_quality.comparison import compare
     from inference_session.version_directory.quantizing import quantize_version
 
     found: list[AnswerQuality] = []

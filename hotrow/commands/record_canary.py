@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from hotrow.formatting import counted
-from hotrow.path_types import FILE, FOLDER
+from hotrow.options.paths import FILE, FOLDER
+from hotrow.output.formatting import counted
 
 
 @click.command()

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import click
 
-from hotrow.progress import waiting
-from hotrow.server_options import ServerAddress, server_options
+from hotrow.options.server import ServerAddress, server_options
+from hotrow.output.progress import waiting
 from triton_backend.client.server import NoSuchVersionError, RemoteError, RemoteServer
 
 _MAX_GAP = 100

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import click
 
-from hotrow.path_types import FILE, FOLDER_OR_URL
-from hotrow.port_options import port_options
-from hotrow.progress import byte_progress
-from hotrow.server_options import read_key
+from hotrow.options.paths import FILE, FOLDER_OR_URL
+from hotrow.options.ports import port_options
+from hotrow.options.server import read_key
+from hotrow.output.progress import byte_progress
 from inference_session.errors import ConfigurationError
 from inference_session.model_source import is_url
 from triton_backend.client.tls import ServerTls

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hotrow.output import print_json
-from hotrow.path_types import FOLDER
+from hotrow.options.paths import FOLDER
+from hotrow.output.streams import print_json
 from inference_session.errors import ConfigurationError
 from inference_session.sizing.trace_file import TRACE_FORMATS
 from inference_session.version_directory.session_file import read_spec

@@ -7,10 +7,10 @@ from pathlib import Path
 import click
 import numpy as np
 
-from hotrow.formatting import counted
-from hotrow.path_types import FILE
-from hotrow.progress import waiting
-from hotrow.server_options import ServerAddress, server_options
+from hotrow.options.paths import FILE
+from hotrow.options.server import ServerAddress, server_options
+from hotrow.output.formatting import counted
+from hotrow.output.progress import waiting
 from inference_session.errors import ConfigurationError
 from inference_session.platform.staging import MAX_VERSION
 from triton_backend.client.recorded_requests import RecordedRequest, largest_difference, not_finite, read_requests

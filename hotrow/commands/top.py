@@ -11,9 +11,9 @@ import click
 from rich.console import Console
 from rich.live import Live
 
-from hotrow.metrics_page import MetricsPage, page_url
-from hotrow.server_options import ServerAddress, access_options
-from hotrow.top_view import IndexEntry, TopView
+from hotrow.metrics.page import MetricsPage, page_url
+from hotrow.metrics.top_view import IndexEntry, TopView
+from hotrow.options.server import ServerAddress, access_options
 from inference_session.errors import HotrowError, UnavailableError
 from triton_backend.client.server import RemoteServer
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from hotrow.path_types import FILE
+from hotrow.options.paths import FILE
 
 
 @click.command()

@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
-from hotrow.formatting import counted
-from hotrow.metrics_page import MetricsPage, page_url
-from hotrow.output import print_json
-from hotrow.server_options import ServerAddress, server_options
+from hotrow.metrics.page import MetricsPage, page_url
+from hotrow.options.server import ServerAddress, server_options
+from hotrow.output.formatting import counted
+from hotrow.output.streams import print_json
 from inference_session.errors import UnavailableError
 from triton_backend.client.server import RemoteError, RemoteServer, VersionState
 

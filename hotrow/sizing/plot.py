@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotrow.formatting import in_units
-from hotrow.html_page import FAINT, html_page, page_colors, svg, text, wide
+from hotrow.output.formatting import in_units
+from hotrow.output.html_page import FAINT, html_page, page_colors, svg, text, wide
 from hotrow.sizing.report import SizingReport, TableReport, conclusions, curve_rows, facts, memory_lines, memory_rows
 from inference_session.errors import ConfigurationError
 

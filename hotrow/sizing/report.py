@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from hotrow.formatting import as_cell, in_units
-from hotrow.output import output_console
+from hotrow.output.formatting import as_cell, in_units
+from hotrow.output.streams import output_console
 from inference_session.device.placement import Place
 from inference_session.embedding_cache.cpu_budget import bytes_to_hold, rows_held
 from inference_session.model_spec import ModelSpec, TableSpec

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hotrow.progress import byte_progress
+from hotrow.output.progress import byte_progress
 from inference_session.model_spec import SESSION_FILE
 from inference_session.version_directory.session_file import read_spec
 from triton_backend.repository.in_place import in_place_backend, read_model_folder

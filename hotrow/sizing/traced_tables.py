@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.progress import key_progress
+from hotrow.output.progress import key_progress
 from hotrow.sizing.report import TableReport
 from inference_session.errors import ConfigurationError, TraceFormatError
 from inference_session.model_spec import ModelSpec, TableSpec

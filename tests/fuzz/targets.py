@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from hotrow.metrics_page import MetricsPage
+from hotrow.metrics.page import MetricsPage
 from inference_session import InferenceSession
 from inference_session.errors import HotrowError
 from inference_session.importers.hugectr.graph import read_graph

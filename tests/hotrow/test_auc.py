@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotrow.auc import auc
+from hotrow.answer_quality.auc import auc
 
 SAMPLES = st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=40)
 

@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from hotrow import machine_checks
 from hotrow.commands.doctor import command
-from hotrow.findings import Finding
-from hotrow.machine_checks import Plan, examine
-from hotrow.service_checks import check_services
+from hotrow.doctor import machine
+from hotrow.doctor import repository as repository_checks
+from hotrow.doctor.checks import Plan, examine
+from hotrow.doctor.findings import Finding
+from hotrow.doctor.services import check_services
 from inference_session import InferenceSession
 from inference_session.dense_engine import openvino
 from inference_session.device import discovery
@@ -108,7 +109,7 @@ def test_a_server_that_does_not_start_is_a_problem(monkeypatch: pytest.MonkeyPat
 
 def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Less than is needed is reported with the flags of containers."""
-    monkeypatch.setattr(machine_checks, "LEAST_SHARED_BYTES", 1 << 60)
+    monkeypatch.setattr(machine, "LEAST_SHARED_BYTES", 1 << 60)
 
     finding = _findings(str(SHARED_MEMORY))[0]
 
@@ -153,12 +154,12 @@ def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
     def refuse() -> Path:
         raise locked
 
-    monkeypatch.setattr(machine_checks, "libpython_directory", refuse)
+    monkeypatch.setattr(machine, "libpython_directory", refuse)
 
     found = list(examine(Plan(ports=_ANY_PORTS)))
 
     assert any(f.level == "problem" and "/locked/libpython.so: Permission denied" in f.message for f in found)
-    assert found[-1].check in machine_checks.PACKAGES
+    assert found[-1].check in repository_checks.PACKAGES
 
 
 def test_files_that_cannot_be_read(repository: Path) -> None:
@@ -166,7 +167,7 @@ def test_files_that_cannot_be_read(repository: Path) -> None:
     path = repository / "ctr" / "1" / "dense.onnx"
     path.chmod(0)
 
-    (finding,) = _as_nobody(lambda: list(machine_checks.check_permissions(repository)))
+    (finding,) = _as_nobody(lambda: list(repository_checks.check_permissions(repository)))
 
     assert finding.level == "problem"
     assert finding.message.startswith(str(path))
@@ -179,19 +180,19 @@ def test_an_index_that_cannot_be_kept(repository: Path) -> None:
     folder = repository / "small" / "1" / "tables" / "hashed"
     folder.chmod(0o555)
 
-    (finding,) = _as_nobody(lambda: list(machine_checks.check_permissions(repository)))
+    (finding,) = _as_nobody(lambda: list(repository_checks.check_permissions(repository)))
     assert (finding.level, str(folder) in finding.message) == ("warning", True)
 
     folder.chmod(0o755)
     InferenceSession.open(repository / "small" / "1").close()
-    (finding,) = machine_checks.check_permissions(repository)
+    (finding,) = repository_checks.check_permissions(repository)
     assert finding.level == "ok"
 
 
 @pytest.mark.parametrize(("share", "level"), [(0.5, "problem"), (1.5, "warning"), (100, "ok")])
 def test_memory_that_models_need(repository: Path, monkeypatch: pytest.MonkeyPatch, share: float, level: str) -> None:
     """Compared with what is available: for the processes, for the tables, for a swap."""
-    monkeypatch.setattr(machine_checks, "available_bytes", lambda: round(share * memory.PROCESS_BYTES))
+    monkeypatch.setattr(repository_checks, "available_bytes", lambda: round(share * memory.PROCESS_BYTES))
 
     (finding,) = _findings("memory", repository=repository)
 
@@ -202,7 +203,7 @@ def test_a_package_that_a_model_needs(repository: Path, monkeypatch: pytest.Monk
     """Without it the model would not load; a password in its URL is not shown."""
     _add_parameter(repository, "volatile_store", "redis://:secret@127.0.0.1:1/0")
     _add_parameter(repository, "update_stream", "kafka://127.0.0.1:1")
-    monkeypatch.setattr(machine_checks, "find_spec", lambda name: None if name == "confluent_kafka" else name)
+    monkeypatch.setattr(repository_checks, "find_spec", lambda name: None if name == "confluent_kafka" else name)
 
     found = list(examine(Plan(repository, ports=_ANY_PORTS)))
 
@@ -282,10 +283,10 @@ def test_how_tables_are_mapped(repository: Path, monkeypatch: pytest.MonkeyPatch
     """The part of all tables that is in large pages, by their sizes; the fix if that part is small."""
     assert not _findings("large pages", repository=repository)  # its table is smaller than one
     file = repository / "ctr" / "1" / "tables" / "item" / "emb_vector"
-    monkeypatch.setattr(machine_checks, "large_page_fraction", lambda path: 1.0 if path == file else None)
-    monkeypatch.setattr(machine_checks, "large_page_setting", lambda: "never")
+    monkeypatch.setattr(repository_checks, "large_page_fraction", lambda path: 1.0 if path == file else None)
+    monkeypatch.setattr(repository_checks, "large_page_setting", lambda: "never")
     (much,) = _findings("large pages", repository=repository)
-    monkeypatch.setattr(machine_checks, "large_page_fraction", lambda path: 0.25)
+    monkeypatch.setattr(repository_checks, "large_page_fraction", lambda path: 0.25)
     (little,) = _findings("large pages", repository=repository)
 
     assert much.message.startswith("100% of 800 B of tables are mapped in pages of 2 MiB; transparent_hugepage: never")

@@ -14,7 +14,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-from hotrow.output import print_json
+from hotrow.output.streams import print_json
 from tests.testing.command_line import hotrow, run_main
 from tests.testing.onnx_models import model_of, table
 from tests.testing.programs import PROGRAM_S
@@ -80,7 +80,7 @@ def test_output_to_a_full_disk_is_an_error_of_one_line(version_dir: Path, comman
 def test_no_file_takes_the_number_of_a_closed_stream() -> None:
     """Libraries print to these numbers whatever file they are."""
     program = (
-        "import os; from hotrow.output import prepare_standard_streams; prepare_standard_streams();"
+        "import os; from hotrow.output.streams import prepare_standard_streams; prepare_standard_streams();"
         "os._exit(os.open('/dev/null', os.O_RDONLY))"
     )
     command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", program]

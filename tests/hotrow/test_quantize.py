@@ -230,10 +230,10 @@ def test_stores_and_streams_of_the_model_are_left_alone(version_dir: Path) -> No
 
 _ENDED_BY_A_SIGNAL = """
 import os, shutil, signal, sys
-from hotrow import answer_quality
+from hotrow.answer_quality import comparison
 from hotrow.__main__ import main
 number = int(sys.argv.pop())
-answer_quality.compare = lambda *_: os.kill(os.getpid(), number)
+comparison.compare = lambda *_: os.kill(os.getpid(), number)
 remove = shutil.rmtree
 def remove_while_interrupted_again(*arguments, **named):
     if number != signal.SIGINT:

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from hotrow.commands.top import command
-from hotrow.metrics_page import MetricsPage, Window, page_url
-from hotrow.top_view import IndexEntry, TopView
+from hotrow.metrics.page import MetricsPage, Window, page_url
+from hotrow.metrics.top_view import IndexEntry, TopView
 from inference_session.errors import UnavailableError
 from tests.testing.servers import free_port
 

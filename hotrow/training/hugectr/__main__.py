@@ -8,7 +8,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from hotrow.formatting import printable
+from hotrow.output.formatting import printable
 from hotrow.training import hugectr
 from inference_session.errors import HotrowError
 

@@ -150,7 +150,7 @@ def test_arguments_of_another_kind_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=text):
             training.export(_Clicks(), **{**given, **options})
     for pad in ("x", None, 0.5):
-        with pytest.raises(ConfigurationError, match="pad is .*; allowed: whole numbers"):
+        with pytest.raises(ConfigurationError, match=r"pad is .*; allowed: whole numbers"):
             training.padded(3, pad)  # type: ignore[arg-type]
     assert not list(tmp_path.rglob("session.json"))
     assert not list(tmp_path.rglob(".tmp-*"))

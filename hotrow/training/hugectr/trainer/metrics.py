@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-import hotrow.auc
+import hotrow.answer_quality.auc
 from hotrow.training.hugectr.arguments.enums import MetricsType
 
 Array = NDArray[np.float64]
@@ -49,7 +49,7 @@ def auc(predictions: Array, labels: Array) -> float:
 
     0.5 where there is no pair.
     """
-    found = hotrow.auc.auc(labels > 0.5, predictions)
+    found = hotrow.answer_quality.auc.auc(labels > 0.5, predictions)
     return 0.5 if math.isnan(found) else found
 
 

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from hotrow.findings import Finding
+from hotrow.doctor.findings import Finding
 from inference_session.errors import ConfigurationError
 from inference_session.urls.kafka_url import SCHEME as KAFKA
 from inference_session.urls.kafka_url import KafkaUrl

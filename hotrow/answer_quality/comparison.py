@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.auc import auc_by_label
-from hotrow.random_requests import random_requests
+from hotrow.answer_quality.auc import auc_by_label
+from hotrow.answer_quality.random_requests import random_requests
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError
 from inference_session.model_spec import PREDICTIONS, ModelSpec

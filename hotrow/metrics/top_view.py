@@ -13,8 +13,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hotrow.formatting import as_cell, in_units, printable
-from hotrow.metrics_page import MetricsPage, Window
+from hotrow.metrics.page import MetricsPage, Window
+from hotrow.output.formatting import as_cell, in_units, printable
 
 _HISTORY = 24
 _NUM_PAGES = 5

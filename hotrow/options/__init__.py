@@ -1,0 +1,1 @@
+"""Options that several commands have, and the types of their values."""
