@@ -229,9 +229,14 @@ def _write_columns(path: Path, table: Table, shard: Shard) -> None:
 
 
 def _pieces(table: Table, shard: Shard) -> Iterator[tuple[int, NDArray[Any]]]:
-    step = max(1, _CHUNK_BYTES // table.row_bytes)
-    for begin in range(0, shard.tensor.shape[0], step):
-        yield begin, as_vectors(shard.tensor[begin : begin + step], table)
+    for rows in chunks(shard.tensor.shape[0], table.row_bytes):
+        yield rows.start, as_vectors(shard.tensor[rows], table)
+
+
+def chunks(num_rows: int, row_bytes: int) -> Iterator[slice]:
+    """All rows, some megabytes at a time."""
+    step = max(1, _CHUNK_BYTES // row_bytes)
+    return (slice(begin, min(begin + step, num_rows)) for begin in range(0, num_rows, step))
 
 
 def as_vectors(rows: Tensor, table: Table) -> NDArray[Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from onnx import ModelProto
 
-from hotrow.training.onnx_export.dense_network import ExportedTable
+from hotrow.training.onnx_export.exported_table import ExportedTable
 from inference_session.errors import UnsupportedModelError
 from inference_session.importers.onnx import TablePlace, import_staged
 from inference_session.importers.onnx.carve import CONSTANT_KEYS_ONLY
@@ -16,11 +16,6 @@ from inference_session.importers.report import ImportReport
 from inference_session.model_spec import ModelSpec
 
 _TRACED_FILE = ".traced.onnx"
-
-
-def folder_of(file: ExportedTable) -> str:
-    """The folder of a table, which is its name in stores and topics."""
-    return Path(file.location).parent.name
 
 
 def assemble(staging: Path, target: Path, network: ModelProto, files: Mapping[str, ExportedTable]) -> ModelSpec:
@@ -35,13 +30,13 @@ def assemble(staging: Path, target: Path, network: ModelProto, files: Mapping[st
     """
     path = staging / _TRACED_FILE
     path.write_bytes(network.SerializeToString())
-    places = {name: TablePlace(file.table.name, folder_of(file)) for name, file in files.items()}
+    places = {name: TablePlace(file.table.name, file.folder) for name, file in files.items()}
     report = import_staged(path, staging, target, places)
     path.unlink()
     _check_cut(report, files)
     kept = {table.folder for table in report.spec.tables}
     for file in files.values():
-        if folder_of(file) not in kept:
+        if file.folder not in kept:
             shutil.rmtree((staging / file.location).parent)
     return report.spec
 

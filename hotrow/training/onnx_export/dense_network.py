@@ -7,7 +7,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hotrow.training.onnx_export.cutting import Cut
+from hotrow.training.onnx_export.exported_table import ExportedTable
 from hotrow.training.onnx_export.inputs import (
     DenseInput,
     Form,
@@ -39,16 +39,6 @@ _SIZES_HINT = (
     "greater than 1: "
 )
 _ELEM_TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
-
-
-@dataclass(frozen=True)
-class ExportedTable:
-    """The place where a table has been written."""
-
-    table: Table
-    num_rows: int
-    location: str
-    """Relative to the folder of the ONNX file."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

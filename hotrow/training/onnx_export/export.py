@@ -19,24 +19,24 @@ from onnx import ModelProto
 from torch import Tensor, nn
 
 from hotrow.training.checks import check, is_whole
-from hotrow.training.onnx_export.assembly import assemble, folder_of
+from hotrow.training.onnx_export.assembly import assemble
 from hotrow.training.onnx_export.cutting import Cut, find_cuts
 from hotrow.training.onnx_export.dense_network import (
-    ExportedTable,
     first_lines,
     flat_outputs,
     table_names,
     trace,
     unwrapped,
 )
+from hotrow.training.onnx_export.exported_table import ExportedTable, RankRows
 from hotrow.training.onnx_export.inputs import Form, ServedInputs
 from hotrow.training.ranks import Ranks
 from hotrow.training.state import exporting
-from hotrow.training.tables import FileWriter, Table, as_vectors, create_file, write_table
+from hotrow.training.tables import FileWriter, Table, as_vectors, chunks, create_file, write_table
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, HotrowError, UnavailableError, UnsupportedModelError
 from inference_session.model_source import local_folder
-from inference_session.model_spec import KEY_FILE, TABLES_FOLDER, VECTOR_FILE, ModelSpec, TableSpec, folder_names
+from inference_session.model_spec import ModelSpec, folder_names
 from inference_session.platform.staging import stage_version
 from inference_session.version_directory.manifest import describe_version
 from inference_session.version_directory.publishing import share_unchanged
@@ -204,17 +204,6 @@ def _chosen(tensors: list[Tensor], names: list[str], inputs: ServedInputs) -> li
     )
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """The part of a table with keys that one rank writes."""
-
-    count: int
-    first_row: int
-    """The first row of its shard in the whole table."""
-    unknown_vector: tuple[float, ...]
-    """The answer to unknown keys of this shard."""
-
-
 @dataclass
 class _Export:
     """One export, on this rank."""
@@ -230,12 +219,11 @@ class _Export:
         """All of it; returns the version."""
         with ExitStack() as stack:
             staging, target = self._stage(stack)
-            rows = self.ranks.gather(self._stored_rows())
-            files = self._files(rows)
+            files = self._files()
             self.ranks.first(lambda: self._create(staging, files))
-            network, checksums = self.ranks.together(lambda: self._write_and_trace(staging, files, rows))
+            network, checksums = self.ranks.together(lambda: self._write_and_trace(staging, files))
             known = {name: checksum for of_rank in self.ranks.gather(checksums) for name, checksum in of_rank.items()}
-            self.ranks.first(lambda: self._finish(staging, target, network, files, rows, expected, known))
+            self.ranks.first(lambda: self._finish(staging, target, network, files, expected, known))
             self.ranks.first(stack.close)  # the version appears
         return int(target.name)
 
@@ -252,19 +240,14 @@ class _Export:
         self.ranks.together(lambda: _check_shared(staging, told))
         return staging, target
 
-    def _tables(self) -> list[Table]:
-        return [table for cut in self.plan.cuts for table in cut.tables]
-
-    def _stored_rows(self) -> list[_Rows | None]:
-        return [_stored_rows(table) for table in self._tables()]
-
-    def _files(self, rows: list[list[_Rows | None]]) -> list[ExportedTable]:
-        tables = self._tables()
+    def _files(self) -> list[ExportedTable]:
+        tables = [table for cut in self.plan.cuts for table in cut.tables]
         folders = folder_names([table.name for table in tables])
+        of_ranks = self.ranks.gather([_stored_rows(table) for table in tables])
         files = []
-        for number, (table, folder) in enumerate(zip(tables, folders, strict=True)):
-            known = [of_rank[number] for of_rank in rows]
-            count = sum(part.count for part in known if part) if table.has_keys else table.num_rows
+        for table, folder, parts in zip(tables, folders, zip(*of_ranks, strict=True), strict=True):
+            stored = [part for part in parts if part is not None]
+            count = sum(part.count for part in stored) if table.has_keys else table.num_rows
             if not count:
                 raise UnsupportedModelError(
                     f"{table.path}: table {table.name!r} has no rows yet; train before exporting"
@@ -274,7 +257,7 @@ class _Export:
                     f"{table.path}: table {table.name!r} is float64, and tables are stored as float32 or float16; "
                     "convert the model with .float()"
                 )
-            files.append(ExportedTable(table, count, f"{TABLES_FOLDER}/{folder}/{VECTOR_FILE}"))
+            files.append(ExportedTable(table, count, folder, stored))
         return files
 
     def _create(self, staging: Path, files: list[ExportedTable]) -> None:
@@ -285,35 +268,32 @@ class _Export:
         for file in files:
             create_file(staging / file.location, file.num_rows * file.table.row_bytes)
             if file.table.has_keys:
-                create_file((staging / file.location).with_name(KEY_FILE), file.num_rows * 8)
+                create_file(staging / file.key_location, file.num_rows * 8)
 
-    def _write_and_trace(
-        self, staging: Path, files: list[ExportedTable], rows: list[list[_Rows | None]]
-    ) -> tuple[Any, dict[str, str]]:
+    def _write_and_trace(self, staging: Path, files: list[ExportedTable]) -> tuple[Any, dict[str, str]]:
         """Write this rank's rows while rank 0 traces the network.
 
         Returns the network on rank 0, None elsewhere, and the checksums of files that this rank wrote alone.
         """
         plan = self.plan
-        for number, file in enumerate(files):
+        for file in files:
             if file.table.shards_of is not None:
-                vectors = _unknown_vectors(file.table, [of_rank[number] for of_rank in rows])
                 kind = getattr(torch, file.table.file_type)
-                file.table.unknown_vectors = torch.tensor(vectors, dtype=kind, device=file.table.device)
+                file.table.unknown_vectors = torch.tensor(file.unknown_vectors, dtype=kind, device=file.table.device)
         with ThreadPoolExecutor(1) as background:
-            checksums = background.submit(self._write, staging, files, rows)
+            checksums = background.submit(self._write, staging, files)
             is_traced = self.ranks.is_first
             traced = (plan.network, plan.cuts, plan.inputs, plan.chosen, plan.outputs, files)
             return (trace(*traced) if is_traced else None), checksums.result()
 
-    def _write(self, staging: Path, files: list[ExportedTable], rows: list[list[_Rows | None]]) -> dict[str, str]:
+    def _write(self, staging: Path, files: list[ExportedTable]) -> dict[str, str]:
         """Write the rows of this rank; returns the checksums of files that it wrote alone."""
         checksums: dict[str, str | None] = {}
         with torch.no_grad():
-            for number, file in enumerate(files):
+            for file in files:
                 if file.table.has_keys:
-                    before = [of_rank[number] for of_rank in rows[: self.ranks.rank]]
-                    checksums.update(_write_stored(staging, file, sum(part.count for part in before if part)))
+                    first = sum(part.count for part in file.parts[: self.ranks.rank])
+                    checksums.update(_write_stored(staging, file, first))
                 elif self.ranks.is_first or not file.table.is_replicated():
                     checksums[file.location] = write_table(staging / file.location, file.table, file.table.shards())
         return {name: checksum for name, checksum in checksums.items() if checksum is not None}
@@ -324,7 +304,6 @@ class _Export:
         target: Path,
         network: ModelProto,
         files: list[ExportedTable],
-        rows: list[list[_Rows | None]],
         expected: list[NDArray[Any]],
         checksums: dict[str, str],
     ) -> None:
@@ -332,26 +311,21 @@ class _Export:
         (staging / _SHARED_FILE).unlink()
         plan = self.plan
         found = assemble(staging, target, network, dict(zip(table_names(files), files, strict=True)))
-        spec = self._spec(found, files, rows)
+        spec = self._spec(found, files)
         describe_version(spec, staging, known=checksums)
         _verify(staging, spec, plan.inputs.arrays(), expected)
         write_model_config(staging, spec, self.name)
         share_unchanged(staging)
 
-    def _spec(self, spec: ModelSpec, files: list[ExportedTable], rows: list[list[_Rows | None]]) -> ModelSpec:
-        defaults = {
-            folder_of(file): _default_vector(file.table, [of_rank[number] for of_rank in rows])
-            for number, file in enumerate(files)
-            if file.table.has_keys
-        }
-        tables = tuple(_with_keys(table, defaults.get(table.folder)) for table in spec.tables)
+    def _spec(self, spec: ModelSpec, files: list[ExportedTable]) -> ModelSpec:
+        defaults = {file.folder: file.default_vector for file in files if file.table.has_keys}
+        tables = tuple(
+            replace(table, keys="stored", default_vector=defaults[table.folder]) if table.folder in defaults else table
+            for table in spec.tables
+        )
         moment = self.began.isoformat()
         source = f"{type(self.plan.network).__name__}, exported in training"
         return replace(spec, tables=tables, source=source, settings={**spec.settings, "update_since": moment})
-
-
-def _with_keys(table: TableSpec, default: tuple[float, ...] | None) -> TableSpec:
-    return table if default is None else replace(table, keys="stored", default_vector=default)
 
 
 def _check_shared(staging: Path, token: str) -> None:
@@ -365,13 +339,13 @@ def _check_shared(staging: Path, token: str) -> None:
         )
 
 
-def _stored_rows(table: Table) -> _Rows | None:
+def _stored_rows(table: Table) -> RankRows | None:
     if not table.has_keys:
         return None
     known = table.known_keys()
     (unknown,) = _rows_at(table, torch.tensor([known.unknown_row]))
     first_row = min((shard.first_row for shard in table.shards()), default=0)
-    return _Rows(known.num_served, first_row, tuple(float(element) for element in unknown))
+    return RankRows(known.num_served, first_row, tuple(float(element) for element in unknown))
 
 
 def _rows_at(table: Table, rows: Tensor) -> NDArray[Any]:
@@ -389,29 +363,13 @@ def _write_stored(staging: Path, file: ExportedTable, first: int) -> dict[str, s
     known = table.known_keys()
     count = known.num_served
     hashed = count == file.num_rows
-    keys, vectors = (staging / file.location).with_name(KEY_FILE), staging / file.location
-    with FileWriter(keys, hashed=hashed) as writer:
+    with FileWriter(staging / file.key_location, hashed=hashed) as writer:
         writer.write(first * 8, known.keys[:count].cpu().numpy())
-        checksums = {keys.relative_to(staging).as_posix(): writer.finish()}
-    step = max(1, (32 << 20) // table.row_bytes)
-    with FileWriter(vectors, hashed=hashed) as writer:
-        for begin in range(0, count, step):
-            rows = known.rows[begin : min(begin + step, count)]
-            writer.write((first + begin) * table.row_bytes, _rows_at(table, rows))
+        checksums = {file.key_location: writer.finish()}
+    with FileWriter(staging / file.location, hashed=hashed) as writer:
+        for rows in chunks(count, table.row_bytes):
+            writer.write((first + rows.start) * table.row_bytes, _rows_at(table, known.rows[rows]))
         return {**checksums, file.location: writer.finish()}
-
-
-def _unknown_vectors(table: Table, parts: list[_Rows | None]) -> list[tuple[float, ...]]:
-    """The answers to unknown ids: of a table with managed collisions the last row of each shard, in their order."""
-    found = sorted((part for part in parts if part), key=lambda part: part.first_row)
-    return [part.unknown_vector for part in found] if table.shards_of is not None else [found[0].unknown_vector]
-
-
-def _default_vector(table: Table, parts: list[_Rows | None]) -> tuple[float, ...]:
-    """The vector for unknown ids; where each shard has its own answer, the network puts it in place."""
-    if table.shards_of is not None:
-        return (table.unknown_mark,) * table.embedding_dim
-    return _unknown_vectors(table, parts)[0]
 
 
 def _verify(staging: Path, spec: ModelSpec, arrays: Mapping[str, NDArray[Any]], expected: list[NDArray[Any]]) -> None:

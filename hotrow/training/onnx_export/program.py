@@ -23,12 +23,13 @@ from torch import Tensor
 
 from hotrow.training.checkpoints.files import CheckpointReader
 from hotrow.training.onnx_export.assembly import assemble
-from hotrow.training.onnx_export.dense_network import ExportedTable, external_tensor, first_lines, forget_sources, quiet
-from hotrow.training.tables import Shard, Table, create_file, write_table
+from hotrow.training.onnx_export.dense_network import external_tensor, first_lines, forget_sources, quiet
+from hotrow.training.onnx_export.exported_table import ExportedTable
+from hotrow.training.tables import Shard, Table, chunks, create_file, write_table
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError
 from inference_session.importers.report import ImportReport
 from inference_session.model_source import create_source
-from inference_session.model_spec import TABLES_FOLDER, VECTOR_FILE, ModelSpec, folder_names
+from inference_session.model_spec import ModelSpec, folder_names
 from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_version
 from inference_session.version_directory.publishing import finish_version
@@ -247,6 +248,14 @@ class _SavedWeights:
             raise ConfigurationError(f"{self.place}: {weight!r} could be any of {', '.join(map(repr, names))}")
         return names[0] if names else None
 
+    def check_shape(self, name: str, weight: str, shape: tuple[int, ...]) -> None:
+        """ConfigurationError unless a tensor has the shape of a program's weight."""
+        size = getattr(self.metadata.state_dict_metadata[name], "size", None)
+        if size is None or tuple(size) != shape:
+            raise ConfigurationError(
+                f"{self.place}: {name!r} has shape {list(size or ())}, {weight!r} of the program {list(shape)}"
+            )
+
     def pieces(self, name: str) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         """The parts of a tensor, as ranks saved them, one after the other: where each begins, and its values."""
         entry = self.metadata.state_dict_metadata[name]
@@ -291,15 +300,13 @@ class _Weights:
 
     def fill(self, program: Any, tables: set[str]) -> None:
         """Put the values of all weights other than tables into the program."""
-        found = 0
+        is_found = False
         for name, payload in self.archive.payloads.items():
             other = self.saved.name_of(name) if self.saved else None
-            found += other is not None
-            if other is not None:
-                self._check_shape(name, other, payload)
-            if name in tables:
-                continue
-            if other is not None or _may_be_table(payload):
+            if self.saved and other is not None:
+                self.saved.check_shape(other, name, payload.shape)
+                is_found = True
+            if name not in tables and (other is not None or _may_be_table(payload)):
                 values = torch.empty(payload.shape, dtype=payload.dtype)
                 for shard in self.shards(name):
                     offsets = (shard.first_row, shard.first_column)[: values.dim()]
@@ -308,7 +315,7 @@ class _Weights:
                     )
                     values[region] = shard.tensor
                 program.state_dict[name] = torch.nn.Parameter(values, requires_grad=False)
-        if self.saved and not found:
+        if self.saved and not is_found:
             raise ConfigurationError(f"{self.saved.place}: contains none of the program's weights")
 
     def notes(self) -> tuple[str, ...]:
@@ -328,20 +335,10 @@ class _Weights:
             return
         payload = self.archive.payloads[name]
         row_bytes = max(1, math.prod(payload.shape[1:]) * payload.dtype.itemsize)
-        step = max(1, (32 << 20) // row_bytes)
         with self.archive.values(payload) as file:
-            for begin in range(0, payload.shape[0] if payload.shape else 1, step):
-                content = file.read(step * row_bytes)
-                yield Shard(begin, 0, _tensor(content, payload))
-
-    def _check_shape(self, name: str, other: str, payload: _Payload) -> None:
-        assert_saved = self.saved
-        size = getattr(assert_saved.metadata.state_dict_metadata[other], "size", None) if assert_saved else None
-        if size is None or tuple(size) != payload.shape:
-            raise ConfigurationError(
-                f"{assert_saved and assert_saved.place}: {other!r} has shape {list(size or ())}, "
-                f"{name!r} of the program {list(payload.shape)}"
-            )
+            for rows in chunks(payload.shape[0] if payload.shape else 1, row_bytes):
+                content = file.read((rows.stop - rows.start) * row_bytes)
+                yield Shard(rows.start, 0, _tensor(content, payload))
 
 
 def _tensor(content: bytes, payload: _Payload) -> Tensor:
@@ -355,7 +352,7 @@ def _write_tables(
     folders = folder_names([table.name for table in tables.values()])
     files: dict[str, ExportedTable] = {}
     for (name, table), folder in zip(tables.items(), folders, strict=True):
-        files[name] = ExportedTable(table, table.num_rows, f"{TABLES_FOLDER}/{folder}/{VECTOR_FILE}")
+        files[name] = ExportedTable(table, table.num_rows, folder)
         path = staging / files[name].location
         create_file(path, table.num_rows * table.row_bytes)
         for shard in weights.shards(name):
