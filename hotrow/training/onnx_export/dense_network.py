@@ -18,12 +18,10 @@ from hotrow.training.onnx_export.cutting import Cut
 from hotrow.training.onnx_export.exported_table import ExportedTable
 from hotrow.training.onnx_export.inputs import (
     DenseInput,
-    Form,
     JaggedInput,
     Lengths,
     Padded,
     ServedInputs,
-    array_names,
     traced,
     weights_of,
     width_of,
@@ -126,19 +124,19 @@ class _TracedNetwork(nn.Module):
 
 def _served(inputs: ServedInputs, arrays: Mapping[str, Tensor]) -> dict[str, Any]:
     return {
-        item.name: arrays[item.name] if isinstance(item, DenseInput) else _jagged(item, inputs.forms[item.name], arrays)
+        item.name: arrays[item.name] if isinstance(item, DenseInput) else _jagged(item, arrays)
         for item in inputs.inputs.values()
     }
 
 
-def _jagged(item: JaggedInput, form: Form, arrays: Mapping[str, Tensor]) -> Any:
+def _jagged(item: JaggedInput, arrays: Mapping[str, Tensor]) -> Any:
     from hotrow.training.onnx_export.served_features import ServedLists, ServedMatrix
 
     weights = None if item.weights is None else arrays[weights_of(item.name)]
-    if isinstance(form, Lengths):
+    if isinstance(item.form, Lengths):
         return ServedLists(arrays[item.name], arrays[width_of(item.name)], weights)
     matrix = arrays[item.name]
-    return ServedMatrix(matrix, matrix != form.pad, weights)
+    return ServedMatrix(matrix, matrix != item.form.pad, weights)
 
 
 def trace(
@@ -215,16 +213,15 @@ def quiet() -> Iterator[None]:
 
 def _example(inputs: ServedInputs, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The arrays that the trace takes, and which of their dimensions are open."""
-    arrays, sizes = inputs.arrays(), _Sizes()
+    sizes = _Sizes()
     copies = 2 if inputs.num_samples == 1 else 1
     tensors: dict[str, Tensor] = {}
     shapes: dict[str, Any] = {}
     for number, item in enumerate(inputs.inputs.values()):
-        form = inputs.forms.get(item.name)
-        for name in array_names(item, form):
-            counts = isinstance(item, JaggedInput) or arrays[name].shape[:1] == (inputs.num_samples,)
-            array = traced(arrays[name], copies if counts else 1, device)
-            tensors[name], shapes[name] = sizes.opened(array, item, form, name, number, counts=counts)
+        for name, given in item.arrays().items():
+            counts = isinstance(item, JaggedInput) or given.shape[:1] == (inputs.num_samples,)
+            array = traced(given, copies if counts else 1, device)
+            tensors[name], shapes[name] = sizes.opened(array, item, name, number, counts=counts)
     return tensors, shapes
 
 
@@ -235,15 +232,17 @@ class _Sizes:
         self._batch = torch.export.Dim("batch")
 
     def opened(
-        self, array: Tensor, item: DenseInput | JaggedInput, form: Form | None, name: str, number: int, *, counts: bool
+        self, array: Tensor, item: DenseInput | JaggedInput, name: str, number: int, *, counts: bool
     ) -> tuple[Tensor, dict[int, Any] | None]:
         """The array, wide enough for the trace, and its open dimensions."""
         if isinstance(item, DenseInput):
             # Of another first dimension, torch finds out whether it is open: offsets of bags are, a matrix may not be.
             return array, {0: self._batch if counts else torch.export.Dim.AUTO} if array.dim() else None
-        if isinstance(form, Padded):
+        if isinstance(item.form, Padded):
             while array.shape[1] < 2:  # a size of 1 would become a constant
-                array = torch.cat([array, torch.full_like(array[:, :1], form.pad if name == item.name else 0)], dim=1)
+                array = torch.cat(
+                    [array, torch.full_like(array[:, :1], item.form.pad if name == item.name else 0)], dim=1
+                )
             return array, {0: self._batch, 1: torch.export.Dim(f"width_{number}")}
         if name == width_of(item.name):
             return array, {0: self._batch}

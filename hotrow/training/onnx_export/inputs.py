@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -77,22 +77,45 @@ class DenseInput:
     name: str
     tensor: Tensor
 
+    def arrays(self) -> Arrays:
+        """The input of the example as a client would send it."""
+        return {self.name: self.tensor.detach().cpu().numpy()}
+
 
 @dataclass(frozen=True)
 class JaggedInput:
     """A feature: a list of ids for each sample."""
 
     name: str
+    form: Form
     values: Tensor
     lengths: Tensor
     weights: Tensor | None
+
+    def arrays(self) -> Arrays:
+        """As of `DenseInput`; by several arrays."""
+        values = self.values.detach().cpu().numpy().astype(np.int64)
+        counts = self.lengths.detach().cpu().numpy().astype(np.int64)
+        weights: Arrays = {}
+        if self.weights is not None:
+            weights[weights_of(self.name)] = self.weights.detach().cpu().numpy().astype(np.float32)
+        if isinstance(self.form, Lengths):
+            return {self.name: values, width_of(self.name): counts, **weights}
+        padded_weights = {name: padded_matrix(array, counts, 0) for name, array in weights.items()}
+        return {self.name: padded_matrix(values, counts, self.form.pad), **padded_weights}
 
 
 @dataclass
 class _FoundInputs:
     """The findings from the example so far."""
 
+    forms: Form | Mapping[str, Form] | None
     inputs: dict[str, DenseInput | JaggedInput] = field(default_factory=dict)
+
+    def add_lists(self, name: str, lists: Any) -> None:
+        """Add one of TorchRec's jagged tensors."""
+        form = _form(name, self.forms)
+        self.add(JaggedInput(name, form, lists.values(), lists.lengths(), lists.weights_or_none()))
 
     def add(self, item: DenseInput | JaggedInput) -> None:
         if item.name in self.inputs:
@@ -116,16 +139,15 @@ class ServedInputs:
         Raises:
             ConfigurationError: the example does not fit `forward` or the forms.
         """
-        found = _FoundInputs()
+        found = _FoundInputs(forms)
         self.original, self._rebuild = _arguments(model, example, found)
         """The positional and the named arguments as they were given."""
         self.inputs = found.inputs
-        self.forms = {item.name: _form(item, forms) for item in found.inputs.values() if isinstance(item, JaggedInput)}
-        _check_names(self.forms, forms)
+        jagged = [item for item in found.inputs.values() if isinstance(item, JaggedInput)]
+        _check_names([item.name for item in jagged], forms)
         self.num_samples = _num_samples(found.inputs)
-        for item in found.inputs.values():
-            if isinstance(item, JaggedInput):
-                _check_jagged(item, self.forms[item.name], self.num_samples)
+        for item in jagged:
+            _check_jagged(item, self.num_samples)
         self._check_array_names()
 
     def arguments(self, served: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -134,13 +156,7 @@ class ServedInputs:
 
     def arrays(self) -> Arrays:
         """The example as a client would send it."""
-        arrays: Arrays = {}
-        for item in self.inputs.values():
-            if isinstance(item, DenseInput):
-                arrays[item.name] = item.tensor.detach().cpu().numpy()
-            else:
-                arrays.update(_jagged_arrays(item, self.forms[item.name]))
-        return arrays
+        return {name: array for item in self.inputs.values() for name, array in item.arrays().items()}
 
     def is_given(self, tensor: Tensor) -> bool:
         """Whether a tensor is one of the example's own."""
@@ -149,7 +165,7 @@ class ServedInputs:
     def _check_array_names(self) -> None:
         names: set[str] = set()
         for item in self.inputs.values():
-            for name in array_names(item, self.forms.get(item.name)):
+            for name in item.arrays():
                 if name in names:
                     raise ConfigurationError(
                         f"two served inputs would be called {name!r}: one of feature {item.name!r}, one of another "
@@ -161,18 +177,6 @@ class ServedInputs:
 def _is_same(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are one, or one a detached view of the other."""
     return one.shape == other.shape and one.dtype == other.dtype and one.data_ptr() == other.data_ptr()
-
-
-def array_names(item: DenseInput | JaggedInput, form: Form | None) -> list[str]:
-    """The served inputs of one input."""
-    if isinstance(item, DenseInput):
-        return [item.name]
-    names = [item.name]
-    if isinstance(form, Lengths):
-        names.append(width_of(item.name))
-    if item.weights is not None:
-        names.append(weights_of(item.name))
-    return names
 
 
 # The arguments of forward
@@ -216,7 +220,7 @@ def _take_apart(value: Any, name: str, found: _FoundInputs) -> Rebuild:
         if isinstance(value, jagged.KeyedJaggedTensor):
             return _take_features(value, found)
         if isinstance(value, jagged.JaggedTensor):
-            found.add(JaggedInput(name, value.values(), value.lengths(), value.weights_or_none()))
+            found.add_lists(name, value)
             return lambda served: served[name]
     parts = {key: _take_apart(part, part_name, found) for key, part_name, part in _parts(value, name)}
     if not parts:
@@ -233,8 +237,7 @@ def _take_features(features: Any, found: _FoundInputs) -> Rebuild:
         )
     names = list(features.keys())
     for name in names:
-        feature = features[name]
-        found.add(JaggedInput(name, feature.values(), feature.lengths(), feature.weights_or_none()))
+        found.add_lists(name, features[name])
     return lambda served: ServedFeatures({name: served[name] for name in names})
 
 
@@ -266,17 +269,17 @@ def _put_together(value: Any, parts: dict[Any, Any]) -> Any:
 # Checks of the example
 
 
-def _form(item: JaggedInput, forms: Form | Mapping[str, Form] | None) -> Form:
-    form = forms.get(item.name) if isinstance(forms, Mapping) else forms
+def _form(name: str, forms: Form | Mapping[str, Form] | None) -> Form:
+    form = forms.get(name) if isinstance(forms, Mapping) else forms
     if isinstance(form, (Padded, Lengths)):
         return form
     raise ConfigurationError(
-        f"feature {item.name!r} is a list of ids for each sample; set `inputs` to the form in which requests send it: "
+        f"feature {name!r} is a list of ids for each sample; set `inputs` to the form in which requests send it: "
         f"training.padded(max_len=...), training.lengths(), or a dict of these by feature; found {form!r}"
     )
 
 
-def _check_names(known: Mapping[str, Form], forms: Form | Mapping[str, Form] | None) -> None:
+def _check_names(known: Sequence[str], forms: Form | Mapping[str, Form] | None) -> None:
     if not isinstance(forms, (Padded, Lengths, Mapping, type(None))):
         raise ConfigurationError(
             f"inputs is {forms!r}; give training.padded(max_len=...), training.lengths(), or a dict of these by feature"
@@ -301,11 +304,12 @@ def _num_samples(inputs: Mapping[str, DenseInput | JaggedInput]) -> int:
     return max(set(sizes), key=sizes.count)
 
 
-def _check_jagged(item: JaggedInput, form: Form, num_samples: int) -> None:
+def _check_jagged(item: JaggedInput, num_samples: int) -> None:
     if len(item.lengths) != num_samples:
         raise ConfigurationError(
             f"feature {item.name!r} of the example has {len(item.lengths)} lists, the batch {num_samples} samples"
         )
+    form = item.form
     if not isinstance(form, Padded):
         return
     longest = int(item.lengths.max()) if len(item.lengths) else 0
@@ -320,21 +324,6 @@ def _check_jagged(item: JaggedInput, form: Form, num_samples: int) -> None:
             "as padding; "
             "choose another pad"
         )
-
-
-# The example as a client sends it
-
-
-def _jagged_arrays(item: JaggedInput, form: Form) -> Arrays:
-    values, counts = item.values.detach().cpu().numpy(), item.lengths.detach().cpu().numpy().astype(np.int64)
-    weights = None if item.weights is None else item.weights.detach().cpu().numpy().astype(np.float32)
-    if isinstance(form, Lengths):
-        arrays = {item.name: values.astype(np.int64), width_of(item.name): counts}
-        return arrays if weights is None else {**arrays, weights_of(item.name): weights}
-    arrays = {item.name: padded_matrix(values.astype(np.int64), counts, form.pad)}
-    if weights is not None:
-        arrays[weights_of(item.name)] = padded_matrix(weights, counts, 0)
-    return arrays
 
 
 def padded_matrix(values: NDArray[Any], counts: NDArray[np.int64], pad: float) -> NDArray[Any]:
