@@ -33,6 +33,15 @@ def scatter(table: Tensor, rows: Tensor, vectors: Tensor) -> None:
         table.index_copy_(0, rows, vectors)
 
 
+def longer(tensor: Tensor, num_rows: int, fill: float | None = None) -> Tensor:
+    """The same rows, and behind them more, whose elements have that value; None: any values."""
+    grown = tensor.new_empty((num_rows, *tensor.shape[1:]))
+    grown[: len(tensor)] = tensor
+    if fill is not None:
+        grown[len(tensor) :] = fill
+    return grown
+
+
 def add_up(
     num_rows: int,
     rows: Tensor,

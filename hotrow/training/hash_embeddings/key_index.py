@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hotrow.training.kernels import device_rows
 from hotrow.training.kernels.growing_index import add_rows, find_rows, index_rows
+from hotrow.training.row_access import longer
 from inference_session.errors import UnavailableError
 from inference_session.kernels.cpu.hash_index import BUCKET_BYTES, MAX_ROWS
 
@@ -96,9 +97,7 @@ class HashIndex(KeyIndex):
 
     def _grow(self) -> None:
         self._set_capacity(max(2 * self._capacity, _MIN_CAPACITY))
-        keys = torch.empty(self._capacity, dtype=torch.int64, device="cpu")
-        keys[: self.num_rows] = self.keys[: self.num_rows]
-        self.keys = keys
+        self.keys = longer(self.keys, self._capacity)
         self._index_again()
 
     def _index_again(self) -> None:
@@ -199,9 +198,7 @@ class DeviceIndex(KeyIndex):
 
     def _make_room_for_keys(self, num_rows: int) -> None:
         if num_rows > len(self.keys):
-            keys = self.keys.new_zeros(max(2 * len(self.keys), num_rows))
-            keys[: self.num_rows] = self.keys[: self.num_rows]
-            self.keys = keys
+            self.keys = longer(self.keys, max(2 * len(self.keys), num_rows), 0)
 
     def _free_entries(self, num_rows: int) -> Tensor:
         return torch.zeros(_num_entries(num_rows), dtype=torch.int64, device=self.keys.device)
@@ -237,9 +234,7 @@ class SortedIndex(KeyIndex):
 
     def _make_room(self) -> None:
         if self.num_rows > len(self.keys):
-            keys = self.keys.new_zeros(max(2 * len(self.keys), self.num_rows))
-            keys[: len(self.keys)] = self.keys
-            self.keys = keys
+            self.keys = longer(self.keys, max(2 * len(self.keys), self.num_rows))
 
     def _set_levels(self, num_older: int) -> None:
         """Sort rows from 1 to num_older unless that is done, and those behind them."""

@@ -21,7 +21,7 @@ from hotrow.training.hash_embeddings.key_index import (
 )
 from hotrow.training.hash_embeddings.optimizers import RowOptimizer, kernel_of
 from hotrow.training.kernels import device_rows
-from hotrow.training.row_access import add_up, gather, scatter
+from hotrow.training.row_access import add_up, gather, longer, scatter
 
 INITIAL_ROWS = 4096
 """Vectors that an initializer fills. Each element of a new row is that of the same column in one of them."""
@@ -267,19 +267,14 @@ class HashRows:
         """Make the rows that were added, from the given one on."""
         if self.index.num_rows > first:
             if len(self.index.keys) > len(self.vectors):
-                self._make_room(first)
+                self._make_room(len(self.index.keys))
             self._begin(first)
 
-    def _make_room(self, num_used: int) -> None:
-        def larger(tensor: Tensor) -> Tensor:
-            grown = tensor.new_empty((len(self.index.keys), *tensor.shape[1:]))
-            grown[:num_used] = tensor[:num_used]
-            return grown
-
-        self.vectors = larger(self.vectors)
+    def _make_room(self, num_rows: int) -> None:
+        self.vectors = longer(self.vectors, num_rows)
         if self.counts_use:
-            self.last_used, self.times_used = larger(self.last_used), larger(self.times_used)
-        self.states = {name: larger(tensor) for name, tensor in self.states.items()}
+            self.last_used, self.times_used = longer(self.last_used, num_rows), longer(self.times_used, num_rows)
+        self.states = {name: longer(tensor, num_rows) for name, tensor in self.states.items()}
 
     def _begin(self, first: int) -> None:
         """Make new rows, from the given one on."""

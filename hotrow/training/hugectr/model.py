@@ -31,6 +31,7 @@ from hotrow.training.hugectr.readers.sources import Source
 from hotrow.training.hugectr.snapshots import snapshot
 from hotrow.training.hugectr.snapshots.original_states import layout_of
 from hotrow.training.hugectr.snapshots.training_cache import Oversubscriber, TrainingCache
+from hotrow.training.hugectr.trainer.embedding import EmbeddingTable
 from hotrow.training.hugectr.trainer.fitting import Fitting
 from hotrow.training.hugectr.trainer.metrics import Metrics
 from hotrow.training.hugectr.trainer.network import TrainingNetwork
@@ -76,7 +77,7 @@ class Model:
         self._trainer: Trainer | None = None
         self._readers: dict[str, DataReader] = {}
         self._metrics = Metrics(solver.metrics_spec)
-        self._schedule = LearningRateScheduler(
+        self.reset_learning_rate_scheduler(
             solver.lr, solver.warmup_steps, solver.decay_start, solver.decay_steps, solver.decay_power, solver.end_lr
         )
         self._lr = solver.lr
@@ -446,24 +447,25 @@ class Model:
             self._say(f"{reader} drop incomplete batch. batchsize:{len(batch)}")
         return None
 
-    def _by_table(self, method: str, files: Sequence[str] | Mapping[str, str]) -> list[tuple[Any, str]]:
-        tables = {table.name: table for table in self._compiled(method).tables}
+    def _by_table(self, method: str, files: Sequence[str] | Mapping[str, str]) -> list[tuple[EmbeddingTable, str]]:
         if isinstance(files, Mapping):
-            if unknown := sorted(set(files) - set(tables)):
-                raise ConfigurationError(f"Model.{method}: no table {unknown}; there are {sorted(tables)}")
-            return [(tables[name], place) for name, place in files.items()]
+            return [(self._table(method, name), place) for name, place in files.items()]
         if isinstance(files, str):
             raise ConfigurationError(f"Model.{method}: found {files!r}; allowed: a list of paths, or a dict by table")
+        tables = self._compiled(method).tables
         if len(files) != len(tables):
             raise ConfigurationError(f"Model.{method}: {len(files)} files for {len(tables)} tables; give one for each")
-        return list(zip(tables.values(), files, strict=True))
+        return list(zip(tables, files, strict=True))
 
     def _set_trainable(self, method: str, name: str | None, *, is_trainable: bool) -> None:
-        tables = {table.name: table for table in self._compiled(method).tables}
-        if name is not None and name not in tables:
-            raise ConfigurationError(f"Model.{method}: no table {name!r}; there are {sorted(tables)}")
-        for table in tables.values() if name is None else [tables[name]]:
+        for table in self._compiled(method).tables if name is None else [self._table(method, name)]:
             table.is_trainable = is_trainable
+
+    def _table(self, method: str, name: str) -> EmbeddingTable:
+        tables = {table.name: table for table in self._compiled(method).tables}
+        if name not in tables:
+            raise ConfigurationError(f"Model.{method}: no table {name!r}; there are {sorted(tables)}")
+        return tables[name]
 
     def _compiled(self, method: str) -> Trainer:
         if self._trainer is None:

@@ -89,11 +89,9 @@ class DataGenerator:
         for path in paths:
             labels, dense, keys = self._records(params.num_samples_per_file)
             if params.format is DataReaderType_t.Norm:
-                offsets = np.cumsum([0, *params.slot_size_array[:-1]])
-                shifted = [column + offset for column, offset in zip(keys, offsets, strict=True)]
-                write_norm(
-                    path, labels, dense, shifted, key_type=self._key_type, is_checked=params.check_type is Check_t.Sum
-                )
+                is_checked = params.check_type is Check_t.Sum
+                slots = self._of_all_slots(keys)
+                write_norm(path, labels, dense, slots, key_type=self._key_type, is_checked=is_checked)
             else:
                 write_parquet(path, labels, dense, keys)
         if params.format is DataReaderType_t.Parquet:
@@ -102,9 +100,12 @@ class DataGenerator:
 
     def _write_raw(self, path: Path, num_samples: int) -> None:
         labels, dense, keys = self._records(num_samples)
+        write_raw(path, labels, dense, self._of_all_slots(keys), is_float=self._params.float_label_dense)
+
+    def _of_all_slots(self, keys: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
+        """Keys that count per slot, each behind those of the slots before it."""
         offsets = np.cumsum([0, *self._params.slot_size_array[:-1]])
-        shifted = [column + offset for column, offset in zip(keys, offsets, strict=True)]
-        write_raw(path, labels, dense, shifted, is_float=self._params.float_label_dense)
+        return [column + offset for column, offset in zip(keys, offsets, strict=True)]
 
     def _records(self, num_samples: int) -> tuple[NDArray[np.float32], NDArray[np.float32], list[NDArray[np.int64]]]:
         params = self._params

@@ -18,7 +18,7 @@ from hotrow.training.hugectr.trainer.batch import DeviceBags
 from hotrow.training.hugectr.trainer.optimizers import table_rule
 from hotrow.training.hugectr.trainer.processes import Processes
 from hotrow.training.kernels import device_rows
-from hotrow.training.row_access import add_up, gather
+from hotrow.training.row_access import add_up, gather, longer
 
 _MIN_ROWS = 1024
 _LIMIT = 0.05
@@ -252,11 +252,10 @@ class EmbeddingTable:
         if num_rows <= len(self._weight):
             return
         num_rows = max(num_rows, 2 * len(self._weight))
-        self._weight = _longer(self._weight, torch.zeros((num_rows, self.embedding_dim), device=self._device))
-        self._states = [_longer(state, self._fresh(num_rows)) for state in self._states]
+        self._weight = longer(self._weight, num_rows, 0)
+        self._states = [longer(state, num_rows, self.rule.first_state) for state in self._states]
         if self._is_changed is not None:
-            fresh = torch.zeros(num_rows, dtype=torch.bool, device=self._device)
-            self._is_changed = _longer(self._is_changed, fresh)
+            self._is_changed = longer(self._is_changed, num_rows, 0)
 
     def _fresh(self, num_rows: int) -> Tensor:
         return torch.full((num_rows, self.embedding_dim), self.rule.first_state, device=self._device)
@@ -275,8 +274,3 @@ class _Chosen(torch.autograd.Function):
     def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None]:
         """The sum of the gradients of each vector."""
         return add_up(ctx.num_vectors, ctx.places, gradients), None
-
-
-def _longer(short: Tensor, long: Tensor) -> Tensor:
-    long[: len(short)] = short
-    return long

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hotrow.training.hugectr.trainer.operators import with_constant
 from inference_session.errors import UnsupportedModelError
 from inference_session.importers.hugectr.graph import LOSS_LAYERS, Graph, Layer
 
@@ -67,13 +70,11 @@ def _several(layer: Layer, width: int) -> Callable[[Tensor, Tensor], Tensor]:
     raw = layer.parameters.get("target_weight") or [1.0] * width
     if len(raw) != width:
         layer.fail(f"{len(raw)} weights for {width} columns of the label; give one for each", "target_weight")
-    moved: dict[torch.device, Tensor] = {}
+    weighted = with_constant(np.array(raw, np.float32), torch.mul)
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        if labels.device not in moved:
-            moved[labels.device] = torch.tensor(raw, dtype=torch.float32, device=labels.device)
         each = functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
-        return (each * moved[labels.device] * (labels >= -0.5)).sum() / labels.numel()
+        return cast("Tensor", (weighted(each) * (labels >= -0.5)).sum() / labels.numel())
 
     return loss
 

@@ -41,7 +41,7 @@ def _concat(attributes: Attributes, _constants: Constants) -> Function:
     return lambda *tensors: torch.cat(tensors, dim=axis)
 
 
-def _with_constant(array: NDArray[Any], function: Callable[[Tensor, Tensor], Tensor]) -> Function:
+def with_constant(array: NDArray[Any], function: Callable[[Tensor, Tensor], Tensor]) -> Function:
     """A function of a tensor and a constant, which is copied to each device once."""
     constant = torch.from_numpy(array.copy())
     moved: dict[torch.device, Tensor] = {}
@@ -56,11 +56,11 @@ def _with_constant(array: NDArray[Any], function: Callable[[Tensor, Tensor], Ten
 
 def _gather(attributes: Attributes, constants: Constants) -> Function:
     axis = attributes["axis"]
-    return _with_constant(constants[1], lambda x, places: x.index_select(axis, places))
+    return with_constant(constants[1], lambda x, places: x.index_select(axis, places))
 
 
 def _greater_or_equal(_attributes: Attributes, constants: Constants) -> Function:
-    return _with_constant(constants[1], torch.ge)
+    return with_constant(constants[1], torch.ge)
 
 
 def _layer_norm(attributes: Attributes, _constants: Constants) -> Function:
