@@ -3,7 +3,7 @@
     python client_examples/perf_analyzer_input.py model_repository/movielens --output movielens.json
     perf_analyzer -m movielens -i grpc -u 127.0.0.1:8001 -b 64 --concurrency-range 4 --input-data movielens.json
 
-How high ids may go is asked of the model itself, which knows tables of every kind. For a model with
+Ids are keys of the model's tables; how high other integers may go, the model itself is asked. For a model with
 `max_batch_size: 0` an entry is a whole request of --samples samples, and perf_analyzer takes no -b. For a model that
 ranks candidates for a context, an entry is a request of one context and --candidates candidates.
 """
@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from valid_inputs import Inputs, RandomInputs
 
+from hotrow.answer_quality.random_requests import RandomRequests
 from inference_session import InferenceSession
 from inference_session.model_spec import SESSION_FILE
+from inference_session.requests.canary import Arrays
 from triton_backend.repository.model_config import CONFIG_FILE, ModelConfig
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -31,7 +32,7 @@ parser.add_argument("--candidates", type=int, help="of one context; for models t
 parser.add_argument("--length", type=int, default=8, help="of dimensions that the model leaves open")
 
 
-def entry(inputs: Inputs, *, batched: bool) -> dict[str, Any]:
+def entry(inputs: Arrays, *, batched: bool) -> dict[str, Any]:
     """One request as perf_analyzer reads it; without the dimension of samples where the server adds that."""
     shapes = {name: array.shape[1:] if batched else array.shape for name, array in inputs.items()}
     return {name: {"content": array.ravel().tolist(), "shape": shapes[name]} for name, array in inputs.items()}
@@ -47,9 +48,11 @@ with InferenceSession.open(options.model / str(max(versions))) as session:
         raise SystemExit(f"{options.model} was imported without --context: it has no candidates")
     num_samples = 1 if batched else options.candidates or options.samples
     num_contexts = 1 if options.candidates else num_samples
-    source = RandomInputs(session, num_samples=num_samples, num_contexts=num_contexts, length=options.length)
+    source = RandomRequests(session, num_samples=num_samples, num_contexts=num_contexts, length=options.length)
     rng = np.random.default_rng(0)
-    entries = [entry(source.draw(rng), batched=batched) for _ in range(options.entries)]
+    requests = [source.draw(rng) for _ in range(options.entries)]
+    if source.num_unknown(*requests) is None:
+        raise SystemExit(f"{options.model} does not accept random inputs")
+entries = [entry(request, batched=batched) for request in requests]
 options.output.write_text(json.dumps({"data": entries}))
-print(f"{options.output}: {len(entries)} entries; ids are below:")
-print(*(f"  {name:<24}{bound:>12}" for name, bound in source.bounds.items()), sep="\n")
+print(f"{options.output}: {len(entries)} entries")

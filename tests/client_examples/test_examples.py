@@ -11,9 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from inference_session.importers.hugectr import import_hugectr
+from inference_session.importers.hugectr.ps_fields import PsModel
+from inference_session.model_spec import ModelSpec
 from tests.testing import ROOT
+from tests.testing.example_models import ExampleModels
 from tests.testing.programs import run_program
 from triton_backend.launcher.server import ServerOptions, TritonServer
+from triton_backend.repository.config_writer import write_model_config
 
 EXAMPLES = ROOT / "client_examples"
 REPOSITORY = ROOT / "model_repository"
@@ -78,17 +83,35 @@ def test_perf_analyzer_gets_ids_that_the_tables_hold(tmp_path: Path) -> None:
     assert len(entries) == 20
     assert entries[0]["liked_movies"]["shape"] == [10]
     assert entries[0]["mean_rating"]["shape"] == [1]
-    assert all(0 <= key < 19 for entry in entries for key in entry["genres"]["content"])
+    genres = {key for entry in entries for key in entry["genres"]["content"]}
+    assert genres == set(range(19))
     assert all(0 <= key < 1683 for entry in entries for key in entry["liked_movies"]["content"])
+
+
+@pytest.mark.parametrize(("ps_json", "inputs"), [("ps.json", "DES"), ("hps_ps.json", "KEYS")])
+def test_perf_analyzer_asks_models_of_hugectr(ps_json: str, inputs: str, models: ExampleModels, tmp_path: Path) -> None:
+    """Packed requests of one sample, as the server takes them."""
+    import_hugectr(models.wide_and_deep / ps_json, tmp_path, complete=_configured)
+    (model,) = tmp_path.iterdir()
+    path = tmp_path / "requests.json"
+
+    run_program(sys.executable, EXAMPLES / "perf_analyzer_input.py", model, "--output", path, "--entries", "2")
+
+    first, second = json.loads(path.read_text(encoding="utf-8"))["data"]
+    assert inputs in first
+    assert first != second
+
+
+def _configured(version_dir: Path, spec: ModelSpec, item: PsModel) -> None:
+    write_model_config(version_dir, spec, item.name, max_batch_size=item.max_batch_size)
 
 
 def test_the_readme_names_every_example() -> None:
     """Users would not find an example that is missing there."""
     text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     named = set(re.findall(r"client_examples/(\w+\.(?:py|sh))", text))
-    helpers = {"example_request.py", "valid_inputs.py"}
 
-    assert {path.name for path in EXAMPLES.glob("*.[ps][yh]")} - helpers == named
+    assert {path.name for path in EXAMPLES.glob("*.[ps][yh]")} - {"example_request.py"} == named
 
 
 def assert_plausible(output: str) -> None:
