@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -153,14 +154,7 @@ def _ranking(ranking: RankingSpec | None) -> dict[str, Any] | None:
     """Which of a candidate's costs are paid once per context."""
     if ranking is None:
         return None
-    return {
-        "multiply_adds_fraction": ranking.multiply_adds_fraction,
-        "lookups_fraction": ranking.lookups_fraction,
-        "bytes_fraction": ranking.bytes_fraction,
-        "tiled": list(ranking.tiled),
-        "undivided": ranking.undivided,
-        "largest_input": ranking.largest_input,
-    }
+    return {name: value for name, value in asdict(ranking).items() if name not in {"lookups", "may_pad"}}
 
 
 def _network(facts: dict[str, Any] | None) -> str:
