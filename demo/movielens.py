@@ -131,19 +131,24 @@ class MovieLens:
             "user_id": _keys([user_id]),
             "age": _keys([user.age]),
             "gender": _keys(_numbers(GENDERS, [user.gender])),
-            "occupation": _keys(_numbers(OCCUPATIONS, [user.occupation])),
+            "occupation": self.occupation_key(user_id),
             "liked_movies": _keys(past.movies[past.stars >= 4], HISTORY),
             "disliked_movies": _keys(past.movies[past.stars < 4], HISTORY),
             "mean_rating": np.array([[past.stars.mean() if len(past) else 0]], np.float32),
             "num_ratings": np.array([[len(past)]], np.float32),
         }
         inputs = {name: np.repeat(row, len(movie_ids), axis=0) for name, row in inputs.items()}
-        genres = [_keys(_numbers(GENRES, self.movie(movie).genres), MAX_GENRES) for movie in movie_ids]
-        return {
-            **inputs,
-            "movie_id": np.array(movie_ids, np.int64).reshape(-1, 1),
-            "genres": np.concatenate(genres) if genres else np.empty((0, MAX_GENRES), np.int64),
-        }
+        movies = np.array(movie_ids, np.int64).reshape(-1, 1)
+        return {**inputs, "movie_id": movies, "genres": self.genre_keys(movie_ids)}
+
+    def occupation_key(self, user_id: int) -> NDArray[np.int64]:
+        """int64 [1, 1]"""
+        return _keys(_numbers(OCCUPATIONS, [self.user(user_id).occupation]))
+
+    def genre_keys(self, movie_ids: Sequence[int]) -> NDArray[np.int64]:
+        """int64 [movies, MAX_GENRES], filled up with 0."""
+        rows = [_keys(_numbers(GENRES, self.movie(movie).genres), MAX_GENRES) for movie in movie_ids]
+        return np.concatenate([np.empty((0, MAX_GENRES), np.int64), *rows])
 
     def samples(self) -> tuple[Inputs, NDArray[np.float32]]:
         """Every rating, in order of time: the model's inputs at that time, and the true labels.

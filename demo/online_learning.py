@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from demo.broker import started_broker
 from demo.client import Client
-from demo.movielens import GENRES, MAX_GENRES, NUM_MOVIES, NUM_USERS, OCCUPATIONS, Inputs, MovieLens, fetch, take
+from demo.movielens import GENRES, NUM_MOVIES, NUM_USERS, OCCUPATIONS, Inputs, MovieLens, fetch, take
 from demo.report import console
 from hotrow import training
 from hotrow.answer_quality.auc import auc
@@ -79,25 +79,22 @@ class TwoTowers(nn.Module):
 
 
 @dataclass(frozen=True)
-class Ratings:
+class Samples:
     """Inputs and labels, in order of time."""
 
     inputs: Inputs
     liked: NDArray[np.float32]
 
     @classmethod
-    def read(cls) -> Ratings:
+    def read(cls) -> Samples:
         """MovieLens-100k; UnavailableError if it is unavailable."""
         data = MovieLens.read(fetch())
-        genres = np.zeros((NUM_MOVIES + 1, MAX_GENRES), np.int64)
-        for movie in range(1, NUM_MOVIES + 1):
-            known = [GENRES.index(genre) + 1 for genre in data.movie(movie).genres if genre in GENRES][:MAX_GENRES]
-            genres[movie, : len(known)] = known
-        jobs = np.array([_job(data, user) for user in range(NUM_USERS + 1)], np.int64)
+        genres = data.genre_keys(range(NUM_MOVIES + 1))
+        jobs = np.concatenate([data.occupation_key(user) for user in range(NUM_USERS + 1)])
         users, movies = data.ratings.users, data.ratings.movies
         inputs: Inputs = {
             "user_id": users[:, None],
-            "occupation": jobs[users][:, None],
+            "occupation": jobs[users],
             "movie_id": movies[:, None],
             "genres": genres[movies],
         }
@@ -111,11 +108,6 @@ class Ratings:
         for first in track(range(begin, end, BATCH_SIZE), what, console=console):
             rows = slice(first, min(first + BATCH_SIZE, end))
             yield first, take(self.inputs, rows), self.liked[rows]
-
-
-def _job(data: MovieLens, user: int) -> int:
-    job = data.user(user).occupation
-    return OCCUPATIONS.index(job) + 1 if job in OCCUPATIONS else 0
 
 
 class Trainer:
@@ -211,11 +203,11 @@ def _serving(trainer: Trainer, example: Inputs, broker: str) -> Iterator[OnlineS
         yield online
 
 
-def replay(ratings: Ratings, trainer: Trainer, broker: str, *, limit: int | None = None) -> Outcome:
+def replay(samples: Samples, trainer: Trainer, broker: str, *, limit: int | None = None) -> Outcome:
     """Learn the first half, then ask and learn each batch of the second."""
-    half = len(ratings) // 2
-    end = len(ratings) if limit is None else min(len(ratings), half + limit)
-    for _, inputs, liked in ratings.batches(0, half, "learn the first half"):
+    half = len(samples) // 2
+    end = len(samples) if limit is None else min(len(samples), half + limit)
+    for _, inputs, liked in samples.batches(0, half, "learn the first half"):
         trainer.learn(inputs, liked)
     console.print("export three models, and start Triton")
     marks = [half + (end - half) * part // NUM_PARTS for part in range(1, NUM_PARTS)]
@@ -225,7 +217,7 @@ def replay(ratings: Ratings, trainer: Trainer, broker: str, *, limit: int | None
         training.UpdatePublisher(trainer.model, broker, "streamed") as updates,
     ):
         dense = copy.deepcopy(trainer.model.layers)
-        for position, inputs, liked in ratings.batches(half, end, "ask and learn the rest"):
+        for position, inputs, liked in samples.batches(half, end, "ask and learn the rest"):
             if marks and position >= marks[0]:
                 marks.pop(0)
                 dense = _new_versions(server, trainer, inputs)
@@ -304,10 +296,10 @@ def main(seed: int, limit: int | None, broker: str | None, plot: Path) -> None:
     """Train while a real Triton serves, and compare frozen, reloaded and streamed models."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no server keeps running
     try:
-        ratings = Ratings.read()
+        samples = Samples.read()
         with ExitStack() as stack:
             url = broker or stack.enter_context(started_broker())
-            outcome = replay(ratings, Trainer(seed), url, limit=limit)
+            outcome = replay(samples, Trainer(seed), url, limit=limit)
         _show(outcome)
         _plot(outcome, plot)
     except HotrowError as error:
