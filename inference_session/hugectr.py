@@ -22,7 +22,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inference_session.errors import ConfigurationError, InvalidRequestError, TableNotFoundError
-from inference_session.importers.hugectr.data_source import DataSource, DataSourceParams, DataSourceType_t
+from inference_session.importers.hugectr.data_source import (
+    DataSource,
+    DataSourceParams,
+    DataSourceType_t,
+    FileSystemType_t,
+)
 from inference_session.importers.hugectr.import_cache import cached_import
 from inference_session.importers.hugectr.json_file import JsonFile
 from inference_session.importers.hugectr.ps_fields import PsJson, PsModel
@@ -41,6 +46,7 @@ __all__ = [
     "DatabaseOverflowPolicy_t",
     "DatabaseType_t",
     "EmbeddingCacheType_t",
+    "FileSystemType_t",
     "InferenceParams",
     "ParameterServerConfig",
     "PersistentDatabaseParams",

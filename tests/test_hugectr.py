@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from inference_session import InferenceSession, hugectr
-from inference_session.errors import HotrowError
+from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.hugectr import (
     HPS,
     CreateInferenceSession,
@@ -268,3 +268,23 @@ def test_what_is_malformed_raises(source: Source, call: Callable[[Source], Any],
     """Every mistake is an error that names it."""
     with pytest.raises(HotrowError, match=message):
         call(source)
+
+
+@pytest.mark.parametrize("kind", ["DataSourceType_t", "FileSystemType_t"])
+def test_a_data_source_is_named_as_in_each_release(kind: str) -> None:
+    """3.9 and later: `source`, `server` and `port`, by name or position, and the type's name until 4.2 and since."""
+    types = getattr(hugectr, kind)
+    for params in (
+        hugectr.DataSourceParams(source=types.HDFS, server="node", port=9000),
+        hugectr.DataSourceParams(types.HDFS, "node", 9000),
+        hugectr.DataSourceParams(type=types.HDFS, server="node", port=9000),
+        hugectr.DataSourceParams(True, "node", 9000),
+    ):
+        assert params.place_of("/a/b") == "hdfs://node:9870/a/b"
+        assert params.place_of("hdfs://node:9000/a/b") == "hdfs://node:9870/a/b"
+        assert params.place_of("hdfs://other:9000/a/b") == "hdfs://other:9000/a/b"
+    for params in (hugectr.DataSourceParams(), hugectr.DataSourceParams(types.Local, "node", 9000)):
+        assert params.place_of("/a/b") == "/a/b"
+    for other in ("S3", "GCS", "Other"):
+        with pytest.raises(ConfigurationError, match=f"source {other} is not supported; expected Local or HDFS"):
+            hugectr.DataSourceParams(getattr(types, other), "us-east-1", 9000)

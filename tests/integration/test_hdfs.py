@@ -16,7 +16,7 @@ from onnx.reference import ReferenceEvaluator
 from hotrow.command_line import cli
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError
-from inference_session.hugectr import HPS, DataSource, DataSourceParams, DataSourceType_t
+from inference_session.hugectr import HPS, DataSource, DataSourceParams
 from inference_session.importers.hugectr import import_hugectr
 from inference_session.model_source import Copy, create_source
 from inference_session.model_source.fetch import fetch
@@ -144,7 +144,7 @@ def test_hps_reads_tables_of_hdfs_again_when_they_change(remote: str, tmp_path: 
 
 
 def test_hugectrs_data_source_moves_files_here(hdfs: Hdfs, remote: str, tmp_path: Path) -> None:
-    """`DataSource(params).move_to_local()` copies what both sides name, of either generation's parameters."""
+    """`DataSource(params).move_to_local()` copies what both sides name."""
     source = Source(tmp_path / "source")
     upload(source.folder, remote)
     path = remote.removeprefix(hdfs.url)
@@ -161,8 +161,6 @@ def test_hugectrs_data_source_moves_files_here(hdfs: Hdfs, remote: str, tmp_path
 
     assert (tmp_path / "dense").read_bytes() == (source.folder / "dense.model").read_bytes()
     assert (tmp_path / "1" / "key").read_bytes() == source.keys[1].tobytes()
-    newer = DataSourceParams(type=DataSourceType_t.HDFS, server="node", port=9000)
-    assert newer.place_of("/a/b") == "hdfs://node:9870/a/b"
     with pytest.raises(ConfigurationError, match="1 hdfs_sparse_model, but 2 local_sparse_model"):
         DataSource(DataSourceParams(True, hdfs_sparse_model=["a"], local_sparse_model=["b", "c"])).move_to_local()
 

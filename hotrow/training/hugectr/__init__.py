@@ -79,7 +79,12 @@ from hotrow.training.hugectr.tools import DataGenerator, DataGeneratorParams
 from hotrow.training.hugectr.trainer.schedule import LearningRateScheduler
 from inference_session.errors import ConfigurationError
 from inference_session.importers.hugectr import data_source as data
-from inference_session.importers.hugectr.data_source import DataSource, DataSourceParams, DataSourceType_t
+from inference_session.importers.hugectr.data_source import (
+    DataSource,
+    DataSourceParams,
+    DataSourceType_t,
+    FileSystemType_t,
+)
 
 if TYPE_CHECKING:
     from hotrow.training.hugectr.model import Model
@@ -123,6 +128,7 @@ __all__ = [
     "EmbeddingTablePlaceHolder",
     "Embedding_t",
     "FcPosition_t",
+    "FileSystemType_t",
     "GroupDenseLayer",
     "GroupLayer_t",
     "HybridEmbeddingParam",

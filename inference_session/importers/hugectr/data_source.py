@@ -14,21 +14,31 @@ _RPC_PORTS = frozenset({9000, 8020, 9820})
 _WEB_PORT = 9870
 
 
-class DataSourceType_t(str, Enum):  # noqa: N801  HugeCTR's name
+class FileSystemType_t(str, Enum):  # noqa: N801  HugeCTR's name
     """Where files are, for releases from 3.9 on."""
 
     Local = "local"
     HDFS = "hdfs"
+    S3 = "s3"
+    GCS = "gcs"
+    Other = "other"
+
+
+DataSourceType_t = FileSystemType_t
+"""The name in releases 3.9 to 4.2."""
 
 
 @dataclass
 class DataSourceParams:
-    """The parameters of 3.4, and `type` and `server` of later releases, which come before `use_hdfs` and `namenode`.
+    """The parameters of 3.4, and `source` (or `type`), `server` and `port` of later releases, also by position.
 
     `port` is that of WebHDFS. The usual ports of Hadoop's own protocol (9000, HugeCTR's default, 8020, 9820) mean 9870.
+
+    Raises:
+        ConfigurationError: a source other than Local and HDFS.
     """
 
-    use_hdfs: bool = False
+    use_hdfs: bool | FileSystemType_t = False
     namenode: str = "localhost"
     port: int = 9000
     hdfs_train_source: str = ""
@@ -49,20 +59,35 @@ class DataSourceParams:
     local_sparse_opt_states: Sequence[str] = ()
     hdfs_model_home: str = ""
     local_model_home: str = ""
-    type: DataSourceType_t | None = None
+    type: FileSystemType_t | None = None
     server: str | None = None
+    source: FileSystemType_t | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.use_hdfs, FileSystemType_t):
+            self.source = self.use_hdfs
+        self.source = self.source or self.type
+        if self.source and self.source not in (FileSystemType_t.Local, FileSystemType_t.HDFS):
+            raise ConfigurationError(
+                f"DataSourceParams: source {self.source.name} is not supported; expected Local or HDFS"
+            )
+        if self.source is not None:
+            self.use_hdfs = self.source is FileSystemType_t.HDFS
 
     @property
     def is_hdfs(self) -> bool:
         """Whether files are on HDFS."""
-        return self.use_hdfs if self.type is None else self.type is DataSourceType_t.HDFS
+        return bool(self.use_hdfs)
 
     def place_of(self, path: str) -> str:
-        """What a path means by these parameters: itself, or a URL."""
+        """What a path means by these parameters: itself, or a URL. URLs of this server and port mean it too."""
+        server = self.server or self.namenode
+        if self.is_hdfs:
+            path = path.removeprefix(f"hdfs://{server}:{self.port}/")
         if not self.is_hdfs or "://" in path:
             return path
         port = _WEB_PORT if self.port in _RPC_PORTS else self.port
-        return f"hdfs://{self.server or self.namenode}:{port}/{path.lstrip('/')}"
+        return f"hdfs://{server}:{port}/{path.lstrip('/')}"
 
 
 class DataSource:
