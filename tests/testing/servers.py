@@ -410,11 +410,13 @@ def answering(answer: bytes, num_pieces: int = 100) -> Iterator[int]:
 
 @contextlib.contextmanager
 def encrypting(target_port: int, certificate: Path, key: Path) -> Iterator[int]:
-    """A server that speaks TLS and passes everything on to another port of this machine."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
+    """A server that speaks TLS and passes everything on to another port of this machine. It reads the files for each
+    connection.
+    """
 
     def handle(connection: socket.socket) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key)
         inside = socket.create_connection(("127.0.0.1", target_port))
         with inside, context.wrap_socket(connection.dup(), server_side=True) as outside:
             while True:

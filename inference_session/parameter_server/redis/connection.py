@@ -8,6 +8,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -33,6 +34,7 @@ PASSING_CODES = frozenset(
 )
 """Errors of a healthy server that will accept the command later."""
 
+_TLS_FILES = ("tls_ca_certificate", "tls_client_certificate", "tls_client_key")
 _TOO_MANY_CLIENTS = "ERR max number of clients"
 
 RUN_ID_COMMAND = ("INFO", "server")
@@ -83,27 +85,60 @@ class Deadline:
         return remaining_ns / 1e9
 
 
+class Certificates:
+    """Those that a URL names, or else the system's authorities; files are read again once they have changed. Any thread
+    may use them.
+    """
+
+    def __init__(self, url: StoreUrl) -> None:
+        """Read them; StoreError if they cannot be."""
+        self._url = url
+        self._files = {name: as_file_name(url.options[name]) for name in _TLS_FILES if name in url.options}
+        self._read = self._state(), self._context()
+
+    def current(self) -> ssl.SSLContext:
+        """A context with them as they are now; as they were while they cannot be read, as when one of them has been
+        replaced and its key not yet.
+        """
+        state = self._state()
+        if state != self._read[0]:
+            with contextlib.suppress(StoreError):
+                self._read = state, self._context()
+        return self._read[1]
+
+    def _state(self) -> object:
+        """Differs once a file has changed."""
+        states = []
+        for path in self._files.values():
+            with contextlib.suppress(OSError):
+                stat = Path(path).stat()
+                states.append((path, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns))
+        return states
+
+    def _context(self) -> ssl.SSLContext:
+        authority, certificate, key = map(self._files.get, _TLS_FILES)
+        try:
+            context = ssl.create_default_context(cafile=authority)
+            if certificate is not None:
+                context.load_cert_chain(certificate, key)
+        except OSError as error:  # ssl.SSLError is one
+            raise StoreError(f"store {str(self._url)!r}: a certificate or key cannot be read: {error}") from error
+        return context
+
+
 class Login(NamedTuple):
     """Credentials and TLS settings that all connections to a store's servers share."""
 
     url: StoreUrl
-    tls: ssl.SSLContext | None
+    certificates: Certificates | None
+    """None: without TLS."""
     must_be_master: bool = False
     """Whether connections to other servers are refused."""
 
     @classmethod
     def of(cls, url: StoreUrl, *, must_be_master: bool = False) -> Login:
         """Read the certificates that the URL names; StoreError if they cannot be."""
-        if not url.uses_tls:
-            return cls(url, None, must_be_master)
-        options = {name: as_file_name(value) for name, value in url.options.items()}
-        try:
-            context = ssl.create_default_context(cafile=options.get("tls_ca_certificate"))
-            if "tls_client_certificate" in options:
-                context.load_cert_chain(options["tls_client_certificate"], options.get("tls_client_key"))
-        except OSError as error:  # ssl.SSLError is one
-            raise StoreError(f"store {str(url)!r}: a certificate or key cannot be read: {error}") from error
-        return cls(url, context, must_be_master)
+        return cls(url, Certificates(url) if url.uses_tls else None, must_be_master)
 
 
 class Writer(NamedTuple):
@@ -128,7 +163,7 @@ class RedisConnection:
         self.writer: Writer | None = None
         """What this connection is to the server, if it may be sent writes; number 0: the server does not tell."""
         self._socket = self._connect(login, address, deadline)
-        self._plain_socket = self._socket.fileno() if login.tls is None else -1
+        self._plain_socket = self._socket.fileno() if login.certificates is None else -1
         try:
             self._log_in(login, deadline)
         except BaseException:
@@ -229,11 +264,11 @@ class RedisConnection:
                 return _connected_to_file(self._url.path, deadline)
             connected = socket.create_connection(address, deadline.remaining_s())
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if login.tls is None:
+            if login.certificates is None:
                 return connected
             connected.settimeout(deadline.remaining_s())  # which is the whole handshake's
             name = self._url.options.get("tls_server_name", address[0])
-            return login.tls.wrap_socket(connected, server_hostname=name)
+            return login.certificates.current().wrap_socket(connected, server_hostname=name)
         except TimeoutError as error:
             raise UnavailableError(f"Redis at {self.name} cannot be reached: no answer in time") from error
         except OSError as error:

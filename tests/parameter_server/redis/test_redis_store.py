@@ -863,6 +863,24 @@ class TestTls:
                         with pytest.raises(UnavailableError, match="CERTIFICATE_VERIFY_FAILED"):
                             call()
 
+    def test_new_connections_use_certificates_that_have_been_replaced(
+        self, server: RedisServer, tmp_path: Path
+    ) -> None:
+        """The authority's too; while one of the files cannot be read, those that were read before."""
+        cert, key, trusted = certificate_of(trustme.CA(), tmp_path, "localhost")
+        with encrypting(server.port, cert, key) as port, server.client() as client:
+            options = f"tls_ca_certificate={trusted}&tls_client_certificate={cert}&tls_client_key={key}"
+            with open_store(f"rediss://localhost:{port}?{options}", timeout_ms=10_000) as store:
+                for replace in (
+                    lambda: None,
+                    lambda: certificate_of(trustme.CA(), tmp_path, "localhost"),
+                    lambda: trusted.write_bytes(b""),
+                    trusted.unlink,
+                ):
+                    replace()
+                    client.client_kill_filter(_type="normal", skipme=True)
+                    store.check()
+
     def test_a_certificate_that_is_not_there_is_named(self) -> None:
         """A bad path fails when the store is opened."""
         with pytest.raises(StoreError, match="certificate"):
