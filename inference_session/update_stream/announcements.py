@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from inference_session.errors import UnavailableError
 from inference_session.platform.staging import MAX_VERSION
 from inference_session.update_stream.kafka_client import (
+    BrokerErrors,
     Consumer,
     KafkaError,
     KafkaException,
@@ -61,7 +62,8 @@ class Announcements:
         """The refused message that was logged last."""
         # No consumer joins this group.
         settings = {"group.id": f"hotrow.{self.topic}", "enable.auto.commit": False, "enable.partition.eof": True}
-        self._consumer = create_client(Consumer, url, settings)
+        self._errors = BrokerErrors()
+        self._consumer = create_client(Consumer, url, settings, self._errors)
 
     def newest(self, timeout_s: float) -> int | None:
         """The version announced last, if there is one since the last call; waits at most this long.
@@ -76,7 +78,8 @@ class Announcements:
         except KafkaException as error:
             if error.args[0].code() > 0:  # a broker's own; the client's are below 0
                 raise self._unreadable(error.args[0].str()) from error
-            raise UnavailableError(f"no Kafka broker answers at {self._url}: {error.args[0].str()}") from error
+            why = self._errors.explain(error, self._consumer)  # a message that is lost is read by the next call
+            raise UnavailableError(f"no Kafka broker answers at {self._url}: {why}") from error
         if found is None or found == self._told:
             return None
         self._told = found

@@ -19,6 +19,7 @@ from typing import Any
 from inference_session.update_stream.kafka_client import (
     OFFSET_BEGINNING,
     AdminClient,
+    BrokerErrors,
     Consumer,
     KafkaError,
     KafkaException,
@@ -55,6 +56,7 @@ class FollowedPartitions:
         model: str,
         topic_filter: str,
         consumer: Consumer,
+        errors: BrokerErrors,
         *,
         updates: UpdateApplier,
         stats: StreamStats,
@@ -66,11 +68,12 @@ class FollowedPartitions:
             model: name of the model, which is in the topics' names.
             topic_filter: see KafkaUpdateStream.
             consumer: reads the partitions; the caller closes it.
+            errors: the consumer's.
             updates: knows how far rows that outlive this process have been updated.
             stats: where failures and the lag are counted.
         """
         self._url, self._model, self._filter = url, model, re.compile(topic_filter)
-        self._consumer, self._admin = consumer, create_client(AdminClient, url)
+        self._consumer, self._errors, self._admin = consumer, errors, create_client(AdminClient, url)
         self._updates, self._stats = updates, stats
         self.positions = Positions()
         """How far the partitions are applied."""
@@ -98,12 +101,14 @@ class FollowedPartitions:
             topics = {name: listed[name] for name in listed if self._is_ours(name)}
             changed = self._identify(topics)
         except KafkaException as error:
-            self._stats.fail(f"no broker answers at {self._url}: {error.args[0].str()}")
+            why = self._errors.explain(error, None if self.positions.followed else self._consumer)
+            self._stats.fail(f"no broker answers at {self._url}: {why}")
             # The consumer may reach the brokers before they answer the next question, and they may have lost topics.
             self._suspect(self.positions.followed - self.positions.unproved)
             if error.args[0].code() != KafkaError._TIMED_OUT:  # wait for a broker that is up but busy
                 self.is_current.set()
             return
+        self._errors.forget()
         self._stats.recover()
         # A topic with an error exists, but its partitions are not listed.
         told = {(name, p) for name, topic in topics.items() if topic.error is None for p in topic.partitions}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -31,6 +32,7 @@ except ImportError as missing:
 __all__ = [
     "OFFSET_BEGINNING",
     "AdminClient",
+    "BrokerErrors",
     "Consumer",
     "KafkaError",
     "KafkaException",
@@ -48,19 +50,55 @@ __all__ = [
 _LEADERS_TIMEOUT_S = 1.0
 """How long the brokers may take to name leaders: after this time, a client asks for them by itself."""
 
+_UNREACHABLE = (KafkaError._TRANSPORT, KafkaError._TIMED_OUT, KafkaError._ALL_BROKERS_DOWN)
+_STATE = re.compile(r" \(after \d+ms in state .*\)$")
+"""What the library adds to its errors for its own developers."""
+
 Client = TypeVar("Client")
 Answer = TypeVar("Answer")
 
 
+class BrokerErrors:
+    """Why brokers could not be reached: the client library tells that to its callback for errors, and not in the errors
+    that it raises.
+    """
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, error: KafkaError) -> None:
+        """The client's callback."""
+        if error.code() != KafkaError._ALL_BROKERS_DOWN:
+            self._last = _STATE.sub("", error.str())
+
+    def explain(self, raised: KafkaException, client: Consumer | AdminClient | None = None) -> str:
+        """What to say of an error that the client has raised. `client`: one that has called for nothing yet that would
+        have run its callback; a message that it has received may get lost.
+        """
+        if client is not None:
+            client.poll(0)
+        error: KafkaError = raised.args[0]
+        return self._last if self._last and error.code() in _UNREACHABLE else error.str()
+
+    def forget(self) -> None:
+        """The brokers answer."""
+        self._last = ""
+
+
 def create_client(
-    kind: Callable[[dict[str, Any]], Client], url: KafkaUrl, settings: Mapping[str, Any] | None = None
+    kind: Callable[[dict[str, Any]], Client],
+    url: KafkaUrl,
+    settings: Mapping[str, Any] | None = None,
+    on_error: Callable[[KafkaError], None] = lambda _: None,
 ) -> Client:
     """A `Consumer`, which gets no damaged message, `Producer` or `AdminClient` of the brokers. It prints nothing.
+
+    `on_error` is told of errors that the client itself tries to overcome.
 
     Raises:
         ConfigurationError: the library does not take an option of the URL.
     """
-    quiet = {"log_level": 0, "error_cb": lambda _: None}  # what matters is raised
+    quiet = {"log_level": 0, "error_cb": on_error}
     checked = {"check.crcs": True} if kind is Consumer else {}
     try:
         return kind({**url.client_settings(), **quiet, **checked, **(settings or {})})

@@ -34,6 +34,7 @@ from inference_session.platform.pacing import Rests
 from inference_session.rows.base import RowWriter
 from inference_session.update_stream.followed_partitions import FollowedPartitions
 from inference_session.update_stream.kafka_client import (
+    BrokerErrors,
     Consumer,
     KafkaError,
     KafkaException,
@@ -127,9 +128,10 @@ class KafkaUpdateStream:
         """Set where a connection has ended: on the next one, topics may be others."""
         group = f"hotrow.{model}.{version}.{socket.gethostname()}"
         self._commit_warning = _CommitWarning(group)
-        self._consumer = create_consumer(url, group, self._lost_broker, self._commit_warning.on_commit)
+        self._errors = BrokerErrors()
+        self._consumer = create_consumer(url, group, self._note_error, self._commit_warning.on_commit)
         self._followed = FollowedPartitions(
-            url, model, topic_filter, self._consumer, updates=self._updates, stats=self._stats
+            url, model, topic_filter, self._consumer, self._errors, updates=self._updates, stats=self._stats
         )
         self._thread = threading.Thread(target=self._work, name="hotrow-update-stream", daemon=True)
         self._thread.start()
@@ -179,6 +181,10 @@ class KafkaUpdateStream:
 
     def __repr__(self) -> str:
         return f"<KafkaUpdateStream of model {self._model!r} from {str(self._url)!r}>"
+
+    def _note_error(self, error: KafkaError) -> None:
+        self._errors(error)
+        self._lost_broker.set()
 
     def _work(self) -> None:
         try:
@@ -354,12 +360,11 @@ class _CommitWarning:
 def create_consumer(
     url: KafkaUrl,
     group: str,
-    lost_broker: threading.Event,
+    on_error: Callable[[KafkaError], None],
     on_commit: Callable[[KafkaError | None, list[TopicPartition]], None],
 ) -> Consumer:
-    """`lost_broker` is set, by the thread that reads, before messages that arrive after a connection has ended."""
+    """`on_error` is called, by the thread that reads, before messages that arrive after a connection has ended."""
     settings = {
-        "error_cb": lambda _: lost_broker.set(),
         "group.id": group,  # no consumer joins it: offsets are committed under its name
         "on_commit": on_commit,
         "enable.auto.commit": False,
@@ -372,4 +377,4 @@ def create_consumer(
         "queued.max.messages.kbytes": 32 << 10,
         "fetch.queue.backoff.ms": 10,  # with this much queued; with the default second, a consumer behind runs dry
     }
-    return create_client(Consumer, url, settings)
+    return create_client(Consumer, url, settings, on_error)

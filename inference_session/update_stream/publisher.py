@@ -19,6 +19,7 @@ from inference_session.update_stream.announcements import KEY
 from inference_session.update_stream.encodings import check_rows, encode_batch, encode_keys, encode_vectors
 from inference_session.update_stream.kafka_client import (
     AdminClient,
+    BrokerErrors,
     KafkaError,
     KafkaException,
     NewTopic,
@@ -84,7 +85,8 @@ class Publisher:
         self._failure: KafkaError | None = None
         self._num_partitions: dict[str, int] = {}
         self._producer = self._create_producer()
-        self._admin = create_client(AdminClient, self.url)
+        self._errors = BrokerErrors()
+        self._admin = create_client(AdminClient, self.url, on_error=self._errors)
         self._topics()
 
     def publish(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
@@ -244,8 +246,9 @@ class Publisher:
         try:
             topics = interruptible(lambda: self._admin.list_topics(timeout=self._timeout_s)).topics
         except KafkaException as error:
+            why = self._errors.explain(error, self._admin)
             raise UnavailableError(
-                f"no Kafka broker answers at {self._where()} within {self._timeout_s:g} s: {error.args[0].str()}"
+                f"no Kafka broker answers at {self._where()} within {self._timeout_s:g} s: {why}"
             ) from error
         return {name: len(topic.partitions) for name, topic in topics.items() if topic.error is None}
 

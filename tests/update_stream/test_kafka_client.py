@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 import pytest
 
+from inference_session.errors import UnavailableError
+from inference_session.session import InferenceSession
+from inference_session.update_stream import announcements
+from inference_session.update_stream.publisher import Publisher
+from inference_session.urls.kafka_url import KafkaUrl
 from tests.testing.broker import Broker
-from tests.testing.servers import PATIENCE_S
+from tests.testing.certificates import new_authority
+from tests.testing.servers import PATIENCE_S, encrypting, wait_until
+from tests.testing.small_version import SmallVersion
 
 ASSIGN_OFTEN = """
 import sys
@@ -78,3 +86,35 @@ def test_interrupts_are_not_held_up_by_brokers_that_do_not_answer(kind: str) -> 
     done = subprocess.run(command, capture_output=True, text=True, check=False)
 
     assert (done.returncode, done.stdout, done.stderr) == (0, "waits True\n", "")
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("other authority", "certificate verify failed"),
+        ("other name", "certificate verify failed"),
+        ("no tls", "security.protocol"),
+    ],
+    ids=["authority", "name", "no-tls"],
+)
+def test_it_is_told_why_brokers_cannot_be_reached(
+    case: str, reason: str, broker: Broker, small: SmallVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client library itself raises no more than `Broker transport failure`."""
+    monkeypatch.setattr(announcements, "BROKER_TIMEOUT_S", 2.0)
+    authority, other = (new_authority(small.directory.parent / name) for name in ("authority", "other"))
+    certificate = authority.issue("broker.internal" if case == "other name" else "127.0.0.1")
+    trusted = other.file if case == "other authority" else authority.file
+    options = "" if case == "no tls" else f"?security_protocol=ssl&tls_ca_certificate={trusted}"
+    expected = f"no (Kafka )?broker answers.*{reason}"
+    with encrypting(broker.port, certificate.file, certificate.key) as port:
+        url = f"kafka://127.0.0.1:{port}{options}"
+        with pytest.raises(UnavailableError, match=expected):
+            Publisher(url, small.model, timeout_s=2)
+        with (
+            announcements.Announcements(KafkaUrl.parse(url), small.model) as announced,
+            pytest.raises(UnavailableError, match=expected),
+        ):
+            announced.newest(0)
+        with InferenceSession.open(small.directory, update_stream=url) as session:
+            wait_until(lambda: bool(re.search(expected, str(session.stats()["updates"]["failure"]))), "the reason")

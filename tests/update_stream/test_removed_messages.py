@@ -115,7 +115,9 @@ def test_while_updates_wait(
     """The consumer, which reads little ahead, is told that its offset is no longer there."""
     monkeypatch.setattr(
         "inference_session.update_stream.kafka_stream.create_client",
-        lambda kind, url, settings: create_client(kind, url, {**settings, "queued.max.messages.kbytes": 1}),
+        lambda kind, url, settings, *args: create_client(
+            kind, url, {**settings, "queued.max.messages.kbytes": 1}, *args
+        ),
     )
     with serving(small, database, broker) as session:
         for key in range(NUM_FIRST):

@@ -10,7 +10,14 @@ from numpy.typing import NDArray
 
 from inference_session.errors import UnavailableError
 from inference_session.update_stream.encodings import decode
-from inference_session.update_stream.kafka_client import Consumer, KafkaException, TopicPartition, assign, create_client
+from inference_session.update_stream.kafka_client import (
+    BrokerErrors,
+    Consumer,
+    KafkaException,
+    TopicPartition,
+    assign,
+    create_client,
+)
 from inference_session.update_stream.topics import PREFIXES, topic_name
 from inference_session.urls.kafka_url import KafkaUrl
 
@@ -24,9 +31,9 @@ def published_keys(url: str, model: str, folder: str, embedding_dim: int, since:
         UnavailableError: the brokers do not answer.
     """
     topic = topic_name(PREFIXES[0], model, folder)
-    consumer = create_client(
-        Consumer, KafkaUrl.parse(url), {"group.id": f"hotrow.{topic}", "enable.auto.commit": False}
-    )
+    errors = BrokerErrors()
+    settings = {"group.id": f"hotrow.{topic}", "enable.auto.commit": False}
+    consumer = create_client(Consumer, KafkaUrl.parse(url), settings, errors)
     try:
         found = consumer.list_topics(timeout=_BROKER_TIMEOUT_S).topics.get(topic)
         partitions = [] if found is None else list(found.partitions)
@@ -35,7 +42,7 @@ def published_keys(url: str, model: str, folder: str, embedding_dim: int, since:
             _keys_of(consumer, TopicPartition(topic, partition), embedding_dim, since_ms) for partition in partitions
         ]
     except KafkaException as error:
-        raise UnavailableError(f"no Kafka broker answers at {url}: {error.args[0].str()}") from error
+        raise UnavailableError(f"no Kafka broker answers at {url}: {errors.explain(error, consumer)}") from error
     finally:
         consumer.close()
     return np.unique(np.concatenate([np.empty(0, np.int64), *keys]))
