@@ -13,7 +13,7 @@ from onnx import GraphProto, NodeProto, TensorProto
 
 from inference_session.importers.onnx.evaluation import fixed_value
 from inference_session.importers.onnx.graph import attribute, bodies, producers, reads, replace_node, use_counts
-from inference_session.importers.onnx.lookups import GraphLookup, Surgery, skip_identities
+from inference_session.importers.onnx.lookups import EditedModel, GraphLookup, skip_identities
 from inference_session.importers.onnx.taint import values_of_vectors
 from inference_session.model_spec import Pooling
 
@@ -29,30 +29,30 @@ class _Cut(NamedTuple):
     ends: str
 
 
-def pool_bags(surgery: Surgery, lookups: list[GraphLookup]) -> None:
+def pool_bags(edited: EditedModel, lookups: list[GraphLookup]) -> None:
     """Change the graph and the look-ups whose vectors only such a Loop reads."""
     for lookup in lookups:
         if lookup.keys_dims is not None and len(lookup.keys_dims) == len(lookup.row_shape) == 1:
-            _pool(surgery, lookup, {other.vectors for other in lookups})
-    skip_identities(surgery.graph)
+            _pool(edited, lookup, {other.vectors for other in lookups})
+    skip_identities(edited.graph)
 
 
-def _pool(surgery: Surgery, lookup: GraphLookup, vectors: set[str]) -> None:
-    loop = _only_loop(surgery.graph, lookup.vectors)
-    cut = _cut(surgery, loop, lookup) if loop is not None else None
+def _pool(edited: EditedModel, lookup: GraphLookup, vectors: set[str]) -> None:
+    loop = _only_loop(edited.graph, lookup.vectors)
+    cut = _cut(edited, loop, lookup) if loop is not None else None
     if loop is None or cut is None:
         return
-    if values_of_vectors(surgery.graph, vectors).intersection((loop.input[0], cut.begins, cut.ends)):
+    if values_of_vectors(edited.graph, vectors).intersection((loop.input[0], cut.begins, cut.ends)):
         return
-    builder = surgery.builder(lookup.vectors)
+    builder = edited.builder(lookup.vectors)
     # One bag per iteration of the Loop.
     count, zero = builder.add("Reshape", [loop.input[0], builder.integers([1])]), builder.integers([0])
-    begins, ends = (surgery.names.fresh(f"{lookup.vectors}_{part}") for part in ("begins", "ends"))
+    begins, ends = (edited.names.fresh(f"{lookup.vectors}_{part}") for part in ("begins", "ends"))
     for offsets, name in ((cut.begins, begins), (cut.ends, ends)):
         builder.add("Cast", [builder.add("Slice", [offsets, zero, count, zero])], name, to=TensorProto.INT64)
     builder.add("Identity", [lookup.vectors], loop.output[0])
     lookup.pooling, lookup.bags, lookup.keys_dims = _POOLINGS[cut.reduction], (begins, ends), (None, None)
-    replace_node(surgery.graph, loop, builder.nodes)
+    replace_node(edited.graph, loop, builder.nodes)
 
 
 def _only_loop(graph: GraphProto, vectors: str) -> NodeProto | None:
@@ -65,48 +65,48 @@ def _only_loop(graph: GraphProto, vectors: str) -> NodeProto | None:
     return node if is_plain and node.input[0] and vectors not in node.input else None
 
 
-def _cut(surgery: Surgery, loop: NodeProto, lookup: GraphLookup) -> _Cut | None:
+def _cut(edited: EditedModel, loop: NodeProto, lookup: GraphLookup) -> _Cut | None:
     (body,) = bodies(loop)
     reduce = producers(body).get(body.output[1].name)
-    if reduce is None or reduce.op_type not in _POOLINGS or not _runs_to_the_end(surgery, loop, body):
+    if reduce is None or reduce.op_type not in _POOLINGS or not _runs_to_the_end(edited, loop, body):
         return None
-    if attribute(reduce, "keepdims", 1) or _axes(surgery, body, reduce) not in ([0], [-2]):
+    if attribute(reduce, "keepdims", 1) or _axes(edited, body, reduce) not in ([0], [-2]):
         return None
-    cutter = _slice_behind(surgery, body, reduce.input[0], lookup)
+    cutter = _slice_behind(edited, body, reduce.input[0], lookup)
     if cutter is None:
         return None
-    begins, ends = (_offsets_behind(surgery, body, name) for name in cutter.input[1:3])
+    begins, ends = (_offsets_behind(edited, body, name) for name in cutter.input[1:3])
     return _Cut(reduce.op_type, begins, ends) if begins and ends else None
 
 
-def _runs_to_the_end(surgery: Surgery, loop: NodeProto, body: GraphProto) -> bool:
+def _runs_to_the_end(edited: EditedModel, loop: NodeProto, body: GraphProto) -> bool:
     """Whether the number of iterations is the trip count: no condition ends the Loop earlier."""
     made_by, condition = producers(body), body.output[0].name
     while condition in made_by and made_by[condition].op_type in ("Identity", "Cast"):
         condition = made_by[condition].input[0]
-    goes_on = condition == body.input[1].name or _constant(surgery, body, condition) == [1]
-    return goes_on and (not loop.input[1] or _constant(surgery, surgery.graph, loop.input[1]) == [1])
+    goes_on = condition == body.input[1].name or _constant(edited, body, condition) == [1]
+    return goes_on and (not loop.input[1] or _constant(edited, edited.graph, loop.input[1]) == [1])
 
 
-def _slice_behind(surgery: Surgery, body: GraphProto, value: str, lookup: GraphLookup) -> NodeProto | None:
+def _slice_behind(edited: EditedModel, body: GraphProto, value: str, lookup: GraphLookup) -> NodeProto | None:
     """The Slice of the vectors, along the keys and without gaps, that a value of the body is."""
     made_by = producers(body)
     node = made_by.get(value)
-    while node is not None and (node.op_type == "Identity" or _keeps_shape(surgery, body, node, lookup)):
+    while node is not None and (node.op_type == "Identity" or _keeps_shape(edited, body, node, lookup)):
         node = made_by.get(node.input[0])
     if node is None or node.op_type != "Slice" or node.input[0] != lookup.vectors or len(node.input) < 3:
         return None
     axes, steps = ([*node.input[3:5], "", ""])[:2]
-    along_keys = not axes or _constant(surgery, body, axes) in ([0], [-2])
-    return node if along_keys and (not steps or _constant(surgery, body, steps) == [1]) else None
+    along_keys = not axes or _constant(edited, body, axes) in ([0], [-2])
+    return node if along_keys and (not steps or _constant(edited, body, steps) == [1]) else None
 
 
-def _keeps_shape(surgery: Surgery, body: GraphProto, node: NodeProto, lookup: GraphLookup) -> bool:
+def _keeps_shape(edited: EditedModel, body: GraphProto, node: NodeProto, lookup: GraphLookup) -> bool:
     """Whether it is the Reshape by which the hoister restates the shape of a row."""
-    return node.op_type == "Reshape" and _constant(surgery, body, node.input[1]) == [0, *lookup.row_shape]
+    return node.op_type == "Reshape" and _constant(edited, body, node.input[1]) == [0, *lookup.row_shape]
 
 
-def _offsets_behind(surgery: Surgery, body: GraphProto, value: str) -> str | None:
+def _offsets_behind(edited: EditedModel, body: GraphProto, value: str) -> str | None:
     """The list of the main graph whose element at the number of the iteration this is."""
     made_by = producers(body)
     node = made_by.get(value)
@@ -115,15 +115,15 @@ def _offsets_behind(surgery: Surgery, body: GraphProto, value: str) -> str | Non
     if node is None or node.op_type != "Gather" or attribute(node, "axis", 0) or node.input[1] != body.input[0].name:
         return None
     offsets = node.input[0]
-    return offsets if offsets not in made_by and surgery.types.rank(offsets) == 1 else None
+    return offsets if offsets not in made_by and edited.types.rank(offsets) == 1 else None
 
 
-def _axes(surgery: Surgery, body: GraphProto, node: NodeProto) -> list[int] | None:
+def _axes(edited: EditedModel, body: GraphProto, node: NodeProto) -> list[int] | None:
     given = next((list(item.ints) for item in node.attribute if item.name == "axes"), None)
-    return _constant(surgery, body, node.input[1]) if given is None and len(node.input) > 1 else given
+    return _constant(edited, body, node.input[1]) if given is None and len(node.input) > 1 else given
 
 
-def _constant(surgery: Surgery, scope: GraphProto, name: str) -> list[int] | None:
+def _constant(edited: EditedModel, scope: GraphProto, name: str) -> list[int] | None:
     """The elements of a value that is the same for every request and iteration; None for others."""
-    value = fixed_value(surgery.model, scope, name)
+    value = fixed_value(edited.model, scope, name)
     return None if value is None else [int(element) for element in value.ravel()]

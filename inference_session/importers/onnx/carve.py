@@ -14,7 +14,7 @@ from inference_session.importers.onnx.columns import read_columns
 from inference_session.importers.onnx.empty_lists import correct_empty_sums
 from inference_session.importers.onnx.graph import reads, sink_constants
 from inference_session.importers.onnx.hoisting import Hoister
-from inference_session.importers.onnx.lookups import GraphLookup, Surgery, skip_same_casts, take_lookups
+from inference_session.importers.onnx.lookups import EditedModel, GraphLookup, skip_same_casts, take_lookups
 from inference_session.importers.onnx.matrices import share_matrices, vectors_per_sample
 from inference_session.importers.onnx.negative_keys import read_negative_keys
 from inference_session.importers.onnx.pooling import pool_lookups
@@ -85,27 +85,27 @@ def carve_tables(
     model, weights, names = whole.copied(), whole.weights, whole.names
     tables = {name: weights[name] for name in table_names}
     read_directly(model.graph, weights, table_names, names)
-    surgery = Surgery(model, tables, names, Types(model, weights))
-    read_negative_keys(surgery)
-    skip_same_casts(surgery)
+    edited = EditedModel(model, tables, names, Types(model, weights))
+    read_negative_keys(edited)
+    skip_same_casts(edited)
     ask_keys_for_shapes(model.graph, weights, table_names, names)
-    surgery.types = Types(model, weights)
-    Hoister(surgery).run()
-    surgery.types = Types(model, weights)
+    edited.types = Types(model, weights)
+    Hoister(edited).run()
+    edited.types = Types(model, weights)
     if merge:
-        correct_empty_sums(surgery)
-    lookups = take_lookups(surgery)
+        correct_empty_sums(edited)
+    lookups = take_lookups(edited)
     if merge:
-        pool_bags(surgery, lookups)
-        pool_lookups(surgery, lookups)
-        lookups = share_matrices(surgery, lookups)
-        read_columns(surgery, lookups)
+        pool_bags(edited, lookups)
+        pool_lookups(edited, lookups)
+        lookups = share_matrices(edited, lookups)
+        read_columns(edited, lookups)
     read = {lookup.table for lookup in lookups}
     unread = dict.fromkeys(set(tables) - read, CONSTANT_KEYS_ONLY)
-    keys = _keys_network(surgery, lookups)
+    keys = _keys_network(edited, lookups)
     if keys and merge:
-        stack_columns(surgery, keys, lookups)
-    dense = _dense_network(surgery, lookups, declare_shapes=merge)
+        stack_columns(edited, keys, lookups)
+    dense = _dense_network(edited, lookups, declare_shapes=merge)
     return CarvedModel(
         dense,
         _weights_of(dense, weights),
@@ -117,15 +117,15 @@ def carve_tables(
     )
 
 
-def _dense_network(surgery: Surgery, lookups: list[GraphLookup], *, declare_shapes: bool) -> ModelProto:
-    inputs = list(surgery.graph.input)
+def _dense_network(edited: EditedModel, lookups: list[GraphLookup], *, declare_shapes: bool) -> ModelProto:
+    inputs = list(edited.graph.input)
     matrices: dict[str, Dims | None] = {}
     for lookup in lookups:
         name = lookup.matrix or lookup.vectors
         dims = (*(lookup.keys_dims or (None,))[:1], _width(lookups, name)) if lookup.matrix else lookup.dims
         matrices[name] = dims if declare_shapes else None
     inputs += [helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name, dims in matrices.items()]
-    return _network(surgery, inputs, list(surgery.graph.output))
+    return _network(edited, inputs, list(edited.graph.output))
 
 
 def _width(lookups: list[GraphLookup], matrix: str) -> int | None:
@@ -134,24 +134,24 @@ def _width(lookups: list[GraphLookup], matrix: str) -> int | None:
     return sum(filter(None, widths)) if None not in widths else None
 
 
-def _keys_network(surgery: Surgery, lookups: list[GraphLookup]) -> ModelProto | None:
+def _keys_network(edited: EditedModel, lookups: list[GraphLookup]) -> ModelProto | None:
     """The network that computes the keys, and their factors, that are not themselves inputs of the model."""
-    given = {value.name for value in surgery.graph.input}
+    given = {value.name for value in edited.graph.input}
     wanted = dict.fromkeys(name for lookup in lookups for name in lookup.reads)
     factors = {lookup.weights for lookup in lookups}
-    outputs = [_output(surgery, name, is_factor=name in factors) for name in wanted if name not in given]
-    return _network(surgery, list(surgery.graph.input), outputs) if outputs else None
+    outputs = [_output(edited, name, is_factor=name in factors) for name in wanted if name not in given]
+    return _network(edited, list(edited.graph.input), outputs) if outputs else None
 
 
-def _output(surgery: Surgery, name: str, *, is_factor: bool) -> ValueInfoProto:
-    elem_type = TensorProto.FLOAT if is_factor else surgery.types.elem_type(name) or TensorProto.INT64
+def _output(edited: EditedModel, name: str, *, is_factor: bool) -> ValueInfoProto:
+    elem_type = TensorProto.FLOAT if is_factor else edited.types.elem_type(name) or TensorProto.INT64
     return helper.make_tensor_value_info(name, elem_type, None)
 
 
-def _network(surgery: Surgery, inputs: list[ValueInfoProto], outputs: list[ValueInfoProto]) -> ModelProto:
+def _network(edited: EditedModel, inputs: list[ValueInfoProto], outputs: list[ValueInfoProto]) -> ModelProto:
     """The part of a model that its outputs need, with the inputs that it reads."""
-    part = part_of(surgery.model, inputs, outputs, ())
-    sink_constants(part.graph, surgery.names)
+    part = part_of(edited.model, inputs, outputs, ())
+    sink_constants(part.graph, edited.names)
     return part
 
 

@@ -5,25 +5,25 @@ from __future__ import annotations
 from onnx import GraphProto, NodeProto
 
 from inference_session.importers.onnx.graph import attribute, constants, integers, producers
-from inference_session.importers.onnx.lookups import KEY_TYPES, SHAPE_OPS, GraphLookup, Surgery, casts_keys
+from inference_session.importers.onnx.lookups import KEY_TYPES, SHAPE_OPS, EditedModel, GraphLookup, casts_keys
 
 Columns = tuple[int, int]
 _FAR = 1 << 31
 
 
-def read_columns(surgery: Surgery, lookups: list[GraphLookup]) -> None:
+def read_columns(edited: EditedModel, lookups: list[GraphLookup]) -> None:
     """Let look-ups that share a matrix read columns of a model's input [samples, n], where their keys are such columns.
 
     Only those: the vectors of a look-up without a shared matrix need the shape that the graph gave its keys.
     """
-    made_by = producers(surgery.graph)
+    made_by = producers(edited.graph)
     for lookup in lookups:
-        found = _columns_behind(surgery, made_by, lookup.keys) if lookup.matrix and not lookup.weights else None
+        found = _columns_behind(edited, made_by, lookup.keys) if lookup.matrix and not lookup.weights else None
         if found:
             lookup.keys, lookup.columns = found
 
 
-def _columns_behind(surgery: Surgery, made_by: dict[str, NodeProto], keys: str) -> tuple[str, Columns] | None:
+def _columns_behind(edited: EditedModel, made_by: dict[str, NodeProto], keys: str) -> tuple[str, Columns] | None:
     while keys in made_by and _keeps_order(made_by[keys]):
         keys = made_by[keys].input[0]
     node = made_by.get(keys)
@@ -32,11 +32,11 @@ def _columns_behind(surgery: Surgery, made_by: dict[str, NodeProto], keys: str) 
     matrix = node.input[0]
     while matrix in made_by and casts_keys(made_by[matrix]):
         matrix = made_by[matrix].input[0]
-    dims = surgery.types.dims(matrix)
-    is_input = any(value.name == matrix for value in surgery.graph.input)
-    if not is_input or surgery.types.elem_type(matrix) not in KEY_TYPES or dims is None or len(dims) != 2:
+    dims = edited.types.dims(matrix)
+    is_input = any(value.name == matrix for value in edited.graph.input)
+    if not is_input or edited.types.elem_type(matrix) not in KEY_TYPES or dims is None or len(dims) != 2:
         return None
-    columns = columns_of(surgery.graph, node, keys, dims[1]) if isinstance(dims[1], int) else None
+    columns = columns_of(edited.graph, node, keys, dims[1]) if isinstance(dims[1], int) else None
     return (matrix, columns) if columns else None
 
 

@@ -28,7 +28,7 @@ from inference_session.importers.onnx.graph import (
     replace_node,
     text_attribute,
 )
-from inference_session.importers.onnx.lookups import Surgery
+from inference_session.importers.onnx.lookups import EditedModel
 from inference_session.importers.onnx.types import ValueType
 
 _MIN_OPSET = 10
@@ -157,37 +157,39 @@ def _dim(builder: Builder, value: str, axis: int) -> str:
     return builder.add("Gather", [shape, builder.integers([axis])], axis=0)
 
 
-def correct_empty_sums(surgery: Surgery) -> None:
+def correct_empty_sums(edited: EditedModel) -> None:
     """Write reductions and products so that ONNX Runtime answers rightly, where ranks are known."""
-    for scope in all_graphs(surgery.graph):
+    for scope in all_graphs(edited.graph):
         made_by = producers(scope)
         for node in list(scope.node):
             if node.op_type.startswith("Reduce") and not node.domain:
-                _count_axes_from_front(surgery, node)
+                _count_axes_from_front(edited, node)
             elif node.op_type == "MatMul" and not node.domain:
-                _keep_steps_apart(surgery, scope, made_by, node)
+                _keep_steps_apart(edited, scope, made_by, node)
 
 
-def _count_axes_from_front(surgery: Surgery, node: NodeProto) -> None:
-    axes, rank = axes_of(surgery.graph, node), surgery.types.rank(node.input[0])
+def _count_axes_from_front(edited: EditedModel, node: NodeProto) -> None:
+    axes, rank = axes_of(edited.graph, node), edited.types.rank(node.input[0])
     if not axes or not rank or min(axes) >= 0:
         return
     from_front = [axis % rank for axis in axes]
     if len(node.input) > 1:
-        node.input[1] = surgery.builder(node.output[0]).integers(from_front)
+        node.input[1] = edited.builder(node.output[0]).integers(from_front)
     else:
         given = next(item for item in node.attribute if item.name == "axes")
         given.ints[:] = from_front
 
 
-def _keep_steps_apart(surgery: Surgery, scope: GraphProto, made_by: dict[str, NodeProto], product: NodeProto) -> None:
+def _keep_steps_apart(
+    edited: EditedModel, scope: GraphProto, made_by: dict[str, NodeProto], product: NodeProto
+) -> None:
     """Put a Reshape that changes and costs nothing behind a Transpose, unless the sums are known not to be empty."""
-    shapes = [surgery.types.dims(name) for name in product.input]
+    shapes = [edited.types.dims(name) for name in product.input]
     if any(dims and isinstance(dims[max(axis, -len(dims))], int) for dims, axis in zip(shapes, (-1, -2), strict=True)):
         return
     for i, (name, dims) in enumerate(zip(list(product.input), shapes, strict=True)):
         if dims and name in made_by and made_by[name].op_type == "Transpose":
-            builder = surgery.builder(name)
+            builder = edited.builder(name)
             apart = builder.add("Reshape", [name, builder.integers([0] * len(dims))])  # 0: as in the input
             insert_before(scope, product, builder.nodes)
             product.input[i] = apart

@@ -28,7 +28,7 @@ from inference_session.importers.onnx.graph import (
     rename_inner,
     replace_node,
 )
-from inference_session.importers.onnx.lookups import Surgery, casts_keys
+from inference_session.importers.onnx.lookups import EditedModel, casts_keys
 from inference_session.importers.onnx.tables import StaysDenseError, is_row_read
 from inference_session.importers.onnx.taint import values_of_vectors
 
@@ -40,7 +40,7 @@ _ALLOW_ZERO_OPSET = 14
 class Hoister:
     """Moves row reads of some tables up to the main graph."""
 
-    surgery: Surgery
+    edited: EditedModel
 
     def run(self) -> None:
         """Change the main graph.
@@ -48,7 +48,7 @@ class Hoister:
         Raises:
             StaysDenseError: a row read cannot be moved.
         """
-        self._raise_from_bodies_of(self.surgery.graph)
+        self._raise_from_bodies_of(self.edited.graph)
 
     def _raise_from_bodies_of(self, graph: GraphProto) -> None:
         for node in list(graph.node):
@@ -58,11 +58,11 @@ class Hoister:
                     self._raise(graph, node, body, gather)
 
     def _reads_table(self, node: NodeProto) -> bool:
-        return is_row_read(node) and node.input[0] in self.surgery.tables
+        return is_row_read(node) and node.input[0] in self.edited.tables
 
     def _raise(self, graph: GraphProto, node: NodeProto, body: GraphProto, gather: NodeProto) -> None:
-        if self.surgery.opset < _MIN_OPSET:
-            reason = f"is read inside {node.op_type}, in opset {self.surgery.opset}; this needs opset {_MIN_OPSET}"
+        if self.edited.opset < _MIN_OPSET:
+            reason = f"is read inside {node.op_type}, in opset {self.edited.opset}; this needs opset {_MIN_OPSET}"
             raise StaysDenseError(gather.input[0], reason)
         selection = self._selection(body, gather.input[1])
         if selection is not None and (node.op_type != "If" or self._tainted().intersection(node.input)):
@@ -101,10 +101,10 @@ class Hoister:
 
     def _axes(self, node: NodeProto) -> list[int] | None:
         """The axes of a Slice, counted from the front; None where that cannot be known."""
-        axes = integers(constants(self.surgery.graph).get(node.input[3]))
+        axes = integers(constants(self.edited.graph).get(node.input[3]))
         if axes is None or min(axes, default=0) >= 0:
             return axes
-        rank = self.surgery.types.rank(node.input[0])
+        rank = self.edited.types.rank(node.input[0])
         return None if rank is None else [axis % rank for axis in axes]
 
     def _select_vectors(
@@ -112,7 +112,7 @@ class Hoister:
     ) -> None:
         keys = selection[0].input[0] if selection else gather.input[1]
         vectors = self._vectors_before(graph, node, gather.input[0], keys)
-        builder = self.surgery.builder(gather.output[0])
+        builder = self.edited.builder(gather.output[0])
         for step in selection:
             vectors = self._select(builder, step, vectors, gather.input[0])
         self._replace_read(body, gather, builder, vectors)
@@ -125,24 +125,24 @@ class Hoister:
             return self._shaped_as_keys(builder, vectors, step.output[0], table)
         inputs = [vectors, *step.input[1:]]
         if step.op_type == "Slice" and len(step.input) > 3 and step.input[3]:
-            is_narrow = constants(self.surgery.graph)[step.input[3]].data_type == TensorProto.INT32
+            is_narrow = constants(self.edited.graph)[step.input[3]].data_type == TensorProto.INT32
             dtype = np.int32 if is_narrow else np.int64  # ONNX requires the type of the other indices
             inputs[3] = builder.constant(np.array(self._axes(step) or [], dtype))
         return builder.copy(step, inputs)
 
     def _shaped_as_keys(self, builder: Builder, vectors: str, keys: str, table: str) -> str:
         """Reshape vectors to the shape of the keys followed by that of a row."""
-        shape, row_shape = builder.add("Shape", [keys]), self.surgery.tables[table].dims[1:]
+        shape, row_shape = builder.add("Shape", [keys]), self.edited.tables[table].dims[1:]
         if row_shape:
             shape = builder.add("Concat", [shape, builder.integers(row_shape)], axis=0)
         # Keys without elements: a 0 in their shape is a size, and must not be copied from the vectors.
-        if self.surgery.opset >= _ALLOW_ZERO_OPSET:
+        if self.edited.opset >= _ALLOW_ZERO_OPSET:
             return builder.add("Reshape", [vectors, shape], allowzero=1)
         return builder.add("Reshape", [vectors, shape])
 
     def _replace_read(self, body: GraphProto, gather: NodeProto, builder: Builder, vectors: str) -> None:
         """Put new nodes, of which one makes the vectors, in the place of a row read."""
-        rank, row_shape = self.surgery.types.rank(gather.input[1]), self.surgery.tables[gather.input[0]].dims[1:]
+        rank, row_shape = self.edited.types.rank(gather.input[1]), self.edited.tables[gather.input[0]].dims[1:]
         if rank is None:
             builder.add("Identity", [vectors], gather.output[0])
         else:  # for a Loop of no iterations only inference knows that the last dimensions are a row's
@@ -156,16 +156,16 @@ class Hoister:
         branch = self._keys_only(body, gather, [keys], inputs=set())
         flat = self._append_flat_keys(branch, branch.output.pop().name)
         branch.output.append(_int64(flat))
-        empty = self.surgery.builder(output).integers([])
-        other_keys = self.surgery.names.fresh(f"{output}_no_keys_out")
+        empty = self.edited.builder(output).integers([])
+        other_keys = self.edited.names.fresh(f"{output}_no_keys_out")
         other = helper.make_graph([make_node("Identity", [empty], other_keys)], "no_keys", [], [_int64(other_keys)])
         is_then = any(a.name == "then_branch" and a.g.output == body.output for a in node.attribute)
         then_branch, else_branch = (branch, other) if is_then else (other, branch)
-        all_keys = self.surgery.names.fresh(f"{output}_keys")
+        all_keys = self.edited.names.fresh(f"{output}_keys")
         condition = make_node("If", [node.input[0]], all_keys, then_branch=then_branch, else_branch=else_branch)
         self._check_untainted(table, condition)
         insert_before(graph, node, [condition])
-        vectors, builder = self._vectors_before(graph, node, table, all_keys), self.surgery.builder(output)
+        vectors, builder = self._vectors_before(graph, node, table, all_keys), self.edited.builder(output)
         self._replace_read(body, gather, builder, self._shaped_as_keys(builder, vectors, keys, table))
 
     def _raise_from_loop(self, graph: GraphProto, loop: NodeProto, body: GraphProto, gather: NodeProto) -> None:
@@ -177,8 +177,8 @@ class Hoister:
         targets = [keys, results[0], *(results[1 + i] for i in kept)]
         copy = self._keys_only(body, gather, targets, inputs=carried | set(inputs[:2]))
         all_keys, begins = self._append_collected_keys(copy, output)
-        empty = self.surgery.builder(output).integers([])
-        finals = [self.surgery.names.fresh(f"{output}_unread") for _ in kept]
+        empty = self.edited.builder(output).integers([])
+        finals = [self.edited.names.fresh(f"{output}_unread") for _ in kept]
         node = helper.make_node(
             "Loop",
             [*loop.input[:2], *(loop.input[2 + i] for i in kept), empty],
@@ -188,7 +188,7 @@ class Hoister:
         )
         self._check_untainted(table, node)
         insert_before(graph, loop, [node])
-        vectors, builder = self._vectors_before(graph, loop, table, all_keys), self.surgery.builder(output)
+        vectors, builder = self._vectors_before(graph, loop, table, all_keys), self.edited.builder(output)
         picked = self._pick(builder, vectors, begins, inputs[0], keys)
         self._replace_read(body, gather, builder, self._shaped_as_keys(builder, picked, keys, table))
 
@@ -197,17 +197,17 @@ class Hoister:
 
         Appending works for any number of keys per iteration; stacked outputs need the same number.
         """
-        so_far, builder = self.surgery.names.fresh(f"{stem}_so_far"), self.surgery.builder(stem)
+        so_far, builder = self.edited.names.fresh(f"{stem}_so_far"), self.edited.builder(stem)
         flat = self._append_flat_keys(body, body.output.pop(0).name)
         joined = builder.add("Concat", [so_far, flat], axis=0)
         begin = builder.add("Reshape", [builder.add("Size", [so_far]), builder.integers([1])])
         body.node.extend(builder.nodes)
         body.input.append(_int64(so_far))
         body.output.extend([_int64(joined), _int64(begin)])
-        return self.surgery.names.fresh(f"{stem}_keys"), self.surgery.names.fresh(f"{stem}_begins")
+        return self.edited.names.fresh(f"{stem}_keys"), self.edited.names.fresh(f"{stem}_begins")
 
     def _append_flat_keys(self, body: GraphProto, keys: str) -> str:
-        builder = self.surgery.builder(keys)
+        builder = self.edited.builder(keys)
         wide = builder.add("Cast", [keys], to=TensorProto.INT64)
         flat = builder.add("Reshape", [wide, builder.integers([-1])])
         body.node.extend(builder.nodes)
@@ -229,11 +229,11 @@ class Hoister:
         kept = [i for i in range(num_states) if inputs[i] in carried]
         scanned = set(inputs[num_states:])
         copy = self._keys_only(body, gather, [keys, *(results[i] for i in kept)], inputs=carried | scanned)
-        wide = self.surgery.names.fresh(f"{output}_int64")
+        wide = self.edited.names.fresh(f"{output}_int64")
         copy.node.append(make_node("Cast", [copy.output.pop(0).name], wide, to=TensorProto.INT64))
         copy.output.append(_int64(wide))
-        all_keys = self.surgery.names.fresh(f"{output}_keys")
-        finals = [self.surgery.names.fresh(f"{output}_unread") for _ in kept]
+        all_keys = self.edited.names.fresh(f"{output}_keys")
+        finals = [self.edited.names.fresh(f"{output}_unread") for _ in kept]
         attributes: dict[str, Any] = {a.name: list(a.ints) for a in scan.attribute if a.name.startswith("scan_input_")}
         node = helper.make_node(
             "Scan",
@@ -252,7 +252,7 @@ class Hoister:
     def _scan_also(self, scan: NodeProto, body: GraphProto, vectors: str, gather: NodeProto) -> None:
         """Hand vectors to a Scan, one iteration's at a time."""
         scan.input.append(vectors)
-        step = self.surgery.names.fresh(f"{vectors}_step")
+        step = self.edited.names.fresh(f"{vectors}_step")
         body.input.append(ValueInfoProto(name=step))
         replace_node(body, gather, [make_node("Identity", [step], gather.output[0])])
         for item in scan.attribute:
@@ -287,21 +287,21 @@ class Hoister:
         copy.input.extend(value for value in body.input if value.name in inputs)
         for target in targets:
             # An output must be made by a node of the body, and be an output only once.
-            relay = self.surgery.names.fresh(target)
+            relay = self.edited.names.fresh(target)
             copy.node.append(make_node("Identity", [target], relay))
             copy.output.append(ValueInfoProto(name=relay))
-        rename_inner(copy, self.surgery.names)
+        rename_inner(copy, self.edited.names)
         return copy
 
     def _tainted(self) -> set[str]:
-        return values_of_vectors(self.surgery.graph, set(self.surgery.tables))
+        return values_of_vectors(self.edited.graph, set(self.edited.tables))
 
     def _check_untainted(self, table: str, node: NodeProto) -> None:
         if self._tainted() & reads(node):
             raise StaysDenseError(table, "is read inside a loop or branch whose condition depends on looked-up vectors")
 
     def _vectors_before(self, graph: GraphProto, node: NodeProto, table: str, keys: str) -> str:
-        vectors = self.surgery.names.fresh(f"{keys}_vectors")
+        vectors = self.edited.names.fresh(f"{keys}_vectors")
         insert_before(graph, node, [make_node("Gather", [table, keys], vectors, axis=0)])
         return vectors
 

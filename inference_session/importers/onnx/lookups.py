@@ -76,8 +76,8 @@ class GraphLookup:
 
 
 @dataclass
-class Surgery:
-    """A model being taken apart."""
+class EditedModel:
+    """A model that is being changed: its tables and look-ups are taken out of its graph."""
 
     model: ModelProto
     tables: dict[str, Weight]
@@ -99,32 +99,32 @@ class Surgery:
         return Builder(self.graph, self.names, stem)
 
 
-def take_lookups(surgery: Surgery) -> list[GraphLookup]:
+def take_lookups(edited: EditedModel) -> list[GraphLookup]:
     """Remove the row reads from the graph; their vectors become values that no node makes.
 
     Raises:
         StaysDenseError: keys depend on looked-up vectors, or on random numbers.
     """
-    graph, tables = surgery.graph, surgery.tables
+    graph, tables = edited.graph, edited.tables
     tainted = values_of_vectors(graph, set(tables))
     lookups: list[GraphLookup] = []
     gathers = [node for node in graph.node if is_row_read(node) and node.input[0] in tables]
     for gather in gathers:
-        _check_keys(surgery, tables[gather.input[0]], gather.input[1], tainted)
+        _check_keys(edited, tables[gather.input[0]], gather.input[1], tainted)
     for gather in gathers:
         table, keys = tables[gather.input[0]], gather.input[1]
-        fixed_keys = fixed_value(surgery.model, graph, keys)
+        fixed_keys = fixed_value(edited.model, graph, keys)
         if fixed_keys is not None:
-            rows = _fixed_rows(surgery, table, fixed_keys.astype(np.int64), gather.output[0])
+            rows = _fixed_rows(edited, table, fixed_keys.astype(np.int64), gather.output[0])
             replace_node(graph, gather, [rows])
         else:
-            lookups.append(_take(surgery, table, gather))
+            lookups.append(_take(edited, table, gather))
     skip_identities(graph)
     return lookups
 
 
-def _check_keys(surgery: Surgery, table: Weight, keys: str, tainted: set[str]) -> None:
-    graph, tables = surgery.graph, surgery.tables
+def _check_keys(edited: EditedModel, table: Weight, keys: str, tainted: set[str]) -> None:
+    graph, tables = edited.graph, edited.tables
     if keys in tainted:
         sources = [tables[name] for name in tables if keys in values_of_vectors(graph, {name})]
         smallest = min([table, *sources], key=lambda each: each.num_bytes)
@@ -136,7 +136,7 @@ def _check_keys(surgery: Surgery, table: Weight, keys: str, tainted: set[str]) -
             raise StaysDenseError(table.name, f"is read with keys ({keys!r}) that are drawn at random")
 
 
-def _fixed_rows(surgery: Surgery, table: Weight, keys: NDArray[np.int64], output: str) -> NodeProto:
+def _fixed_rows(edited: EditedModel, table: Weight, keys: NDArray[np.int64], output: str) -> NodeProto:
     """Rows that are the same for every request need no look-up: they are read now, once."""
     num_rows = table.dims[0]
     if keys.size * (table.num_bytes // num_rows) > _MAX_FIXED_BYTES:
@@ -144,30 +144,30 @@ def _fixed_rows(surgery: Surgery, table: Weight, keys: NDArray[np.int64], output
     if keys.size and not -num_rows <= keys.min() <= keys.max() < num_rows:
         raise StaysDenseError(table.name, f"is read with constant keys outside its {num_rows} rows")
     rows = table.rows(keys)
-    tensor = TensorProto(name=surgery.names.fresh(f"{output}_rows"), data_type=table.elem_type, dims=rows.shape)
+    tensor = TensorProto(name=edited.names.fresh(f"{output}_rows"), data_type=table.elem_type, dims=rows.shape)
     tensor.raw_data = little_endian(rows)
-    surgery.graph.initializer.append(tensor)
+    edited.graph.initializer.append(tensor)
     return make_node("Identity", [tensor.name], output)
 
 
-def _take(surgery: Surgery, table: Weight, gather: NodeProto) -> GraphLookup:
+def _take(edited: EditedModel, table: Weight, gather: NodeProto) -> GraphLookup:
     """Replace a row read by a look-up, and nodes that give its vectors the shape and type that the graph expects."""
     keys, output = gather.input[1], gather.output[0]
-    base, shape = _keys_behind(surgery, keys)
-    vectors = surgery.names.fresh(f"{table.name}_vectors")
-    lookup = GraphLookup(table.name, base, surgery.types.dims(base), table.dims[1:], vectors)
+    base, shape = _keys_behind(edited, keys)
+    vectors = edited.names.fresh(f"{table.name}_vectors")
+    lookup = GraphLookup(table.name, base, edited.types.dims(base), table.dims[1:], vectors)
     is_narrow = table.elem_type != TensorProto.FLOAT
-    shaped = surgery.names.fresh(f"{output}_float32") if is_narrow else output
-    builder = surgery.builder(vectors)
+    shaped = edited.names.fresh(f"{output}_float32") if is_narrow else output
+    builder = edited.builder(vectors)
     if shape is None:
         builder.add("Identity", [vectors], shaped)
     else:
         builder.add("Reshape", [vectors, builder.integers([*shape, *lookup.row_shape])], shaped)
     if is_narrow:
-        _skip_widening(surgery.graph, output, shaped)
-        if use_counts(surgery.graph)[output]:
+        _skip_widening(edited.graph, output, shaped)
+        if use_counts(edited.graph)[output]:
             builder.add("Cast", [shaped], output, to=table.elem_type)
-    replace_node(surgery.graph, gather, builder.nodes)
+    replace_node(edited.graph, gather, builder.nodes)
     return lookup
 
 
@@ -179,35 +179,35 @@ def _skip_widening(graph: GraphProto, half: str, wide: str) -> None:
             node.op_type, node.input[0] = "Identity", wide
 
 
-def _keys_behind(surgery: Surgery, keys: str) -> tuple[str, list[int] | None]:
+def _keys_behind(edited: EditedModel, keys: str) -> tuple[str, list[int] | None]:
     """The model's input that equals the keys except in shape and integer type, and the shape for the looked-up vectors.
 
     Without such an input, the keys themselves. The shape is None where no reshape is needed.
     """
-    types, dims = surgery.types, surgery.types.dims(keys)
-    base = _input_behind(surgery, keys)
+    types, dims = edited.types, edited.types.dims(keys)
+    base = _input_behind(edited, keys)
     if base is None or base == keys:
         return keys, None
     if dims is not None and None not in dims and types.dims(base) == dims:
         return base, None
     if dims is None or 0 in dims or sum(not isinstance(dim, int) for dim in dims) > 1:
-        return (base, None) if _only_casts(surgery, keys) else (keys, None)
+        return (base, None) if _only_casts(edited, keys) else (keys, None)
     return base, [dim if isinstance(dim, int) else -1 for dim in dims]
 
 
-def _input_behind(surgery: Surgery, keys: str) -> str | None:
-    made_by = producers(surgery.graph)
+def _input_behind(edited: EditedModel, keys: str) -> str | None:
+    made_by = producers(edited.graph)
     while keys in made_by:
         node = made_by[keys]
         if not casts_keys(node) and node.op_type not in SHAPE_OPS:
             return None
         keys = node.input[0]
-    is_input = any(value.name == keys for value in surgery.graph.input)
-    return keys if is_input and surgery.types.elem_type(keys) in KEY_TYPES else None
+    is_input = any(value.name == keys for value in edited.graph.input)
+    return keys if is_input and edited.types.elem_type(keys) in KEY_TYPES else None
 
 
-def _only_casts(surgery: Surgery, keys: str) -> bool:
-    made_by = producers(surgery.graph)
+def _only_casts(edited: EditedModel, keys: str) -> bool:
+    made_by = producers(edited.graph)
     while keys in made_by:
         if not casts_keys(made_by[keys]) and made_by[keys].op_type != "Identity":
             return False
@@ -220,16 +220,16 @@ def casts_keys(node: NodeProto) -> bool:
     return node.op_type == "Cast" and attribute(node, "to", 0) in KEY_TYPES
 
 
-def skip_same_casts(surgery: Surgery) -> None:
+def skip_same_casts(edited: EditedModel) -> None:
     """Let readers of a Cast to the type that its input has read the input: Keras writes many of them."""
-    for scope in all_graphs(surgery.graph):
+    for scope in all_graphs(edited.graph):
         for node in scope.node:
             if node.op_type == "Cast" and not node.domain:
-                elem_type = surgery.types.elem_type(node.input[0])
+                elem_type = edited.types.elem_type(node.input[0])
                 if elem_type and attribute(node, "to", 0) == elem_type:
                     del node.attribute[:]
                     node.op_type = "Identity"
-    skip_identities(surgery.graph)
+    skip_identities(edited.graph)
 
 
 def skip_identities(graph: GraphProto) -> None:

@@ -18,34 +18,34 @@ from inference_session.importers.onnx.graph import (
     replace_node,
     use_counts,
 )
-from inference_session.importers.onnx.lookups import SHAPE_OPS, GraphLookup, Surgery, skip_identities
+from inference_session.importers.onnx.lookups import SHAPE_OPS, EditedModel, GraphLookup, skip_identities
 from inference_session.importers.onnx.types import Dims
 
 
-def share_matrices(surgery: Surgery, lookups: list[GraphLookup]) -> list[GraphLookup]:
+def share_matrices(edited: EditedModel, lookups: list[GraphLookup]) -> list[GraphLookup]:
     """Change the graph; returns the look-ups, those of one matrix adjacent and in its order."""
     shared: list[GraphLookup] = []
-    counts = use_counts(surgery.graph)
-    for concat in [node for node in surgery.graph.node if node.op_type == "Concat" and not node.domain]:
-        shared += _share_among(surgery, lookups, counts, concat)
-    skip_identities(surgery.graph)
-    _skip_flattening(surgery, shared)
+    counts = use_counts(edited.graph)
+    for concat in [node for node in edited.graph.node if node.op_type == "Concat" and not node.domain]:
+        shared += _share_among(edited, lookups, counts, concat)
+    skip_identities(edited.graph)
+    _skip_flattening(edited, shared)
     return [*shared, *(lookup for lookup in lookups if lookup.matrix is None)]
 
 
 def _share_among(
-    surgery: Surgery, lookups: list[GraphLookup], counts: dict[str, int], concat: NodeProto
+    edited: EditedModel, lookups: list[GraphLookup], counts: dict[str, int], concat: NodeProto
 ) -> list[GraphLookup]:
     """Let the neighbours among one Concat's inputs share a matrix; returns the look-ups that now share a matrix."""
-    members = [(name, _member(surgery, lookups, counts, concat, name)) for name in concat.input]
+    members = [(name, _member(edited, lookups, counts, concat, name)) for name in concat.input]
     shared: list[GraphLookup] = []
     inputs: list[str] = []
-    builder = surgery.builder(concat.output[0])
+    builder = edited.builder(concat.output[0])
     for _, block in groupby(members, key=lambda member: member[1] is not None):
         names, found = zip(*block, strict=True)
         run = [lookup for lookup in found if lookup is not None]
         if len(run) > 1:
-            inputs.append(_share(surgery, run, list(names), builder))
+            inputs.append(_share(edited, run, list(names), builder))
             shared += run
         else:
             inputs += names
@@ -54,18 +54,18 @@ def _share_among(
             builder.add("Identity", inputs, concat.output[0])
         else:
             builder.add("Concat", inputs, concat.output[0], axis=attribute(concat, "axis", 0))
-        replace_node(surgery.graph, concat, builder.nodes)
+        replace_node(edited.graph, concat, builder.nodes)
     return shared
 
 
 def _member(
-    surgery: Surgery, lookups: list[GraphLookup], counts: dict[str, int], concat: NodeProto, name: str
+    edited: EditedModel, lookups: list[GraphLookup], counts: dict[str, int], concat: NodeProto, name: str
 ) -> GraphLookup | None:
     """The look-up whose vectors, sample by sample and in their order, are this input of a Concat."""
-    lookup = _lookup_behind(surgery, lookups, counts, name)
+    lookup = _lookup_behind(edited, lookups, counts, name)
     if lookup is None:
         return None
-    dims = lookup.dims if name == lookup.vectors else surgery.types.dims(name)
+    dims = lookup.dims if name == lookup.vectors else edited.types.dims(name)
     if dims is None or len(dims) < 2 or attribute(concat, "axis", 0) not in (1, 1 - len(dims)):
         return None
     per_sample = vectors_per_sample(lookup.dims)
@@ -73,9 +73,9 @@ def _member(
 
 
 def _lookup_behind(
-    surgery: Surgery, lookups: list[GraphLookup], counts: dict[str, int], name: str
+    edited: EditedModel, lookups: list[GraphLookup], counts: dict[str, int], name: str
 ) -> GraphLookup | None:
-    made_by = producers(surgery.graph)
+    made_by = producers(edited.graph)
     while counts[name] == 1 and name in made_by and made_by[name].op_type in SHAPE_OPS:
         name = made_by[name].input[0]
     if counts[name] != 1:
@@ -93,13 +93,13 @@ def vectors_per_sample(dims: Dims | None) -> int | None:
     return math.prod(sizes) if dims and len(sizes) == len(dims) - 1 else None
 
 
-def _share(surgery: Surgery, run: list[GraphLookup], inputs: list[str], builder: Builder) -> str:
+def _share(edited: EditedModel, run: list[GraphLookup], inputs: list[str], builder: Builder) -> str:
     """Let look-ups share a matrix; returns the value that stands for all of them in the Concat."""
     shapes = [
-        lookup.dims if name == lookup.vectors else surgery.types.dims(name)
+        lookup.dims if name == lookup.vectors else edited.types.dims(name)
         for lookup, name in zip(run, inputs, strict=True)
     ]
-    matrix = surgery.names.fresh("joined_vectors")
+    matrix = edited.names.fresh("joined_vectors")
     for lookup in run:
         lookup.matrix = matrix
     rest = [dim for dim in (shapes[0] or ())[2:] if isinstance(dim, int)]
@@ -107,22 +107,22 @@ def _share(surgery: Surgery, run: list[GraphLookup], inputs: list[str], builder:
     return builder.add("Reshape", [matrix, builder.integers([-1, width, *rest])]) if rest else matrix
 
 
-def _skip_flattening(surgery: Surgery, shared: list[GraphLookup]) -> None:
+def _skip_flattening(edited: EditedModel, shared: list[GraphLookup]) -> None:
     """Let nodes that flatten the vectors of a sample read them as the matrix that they are."""
     widths: Counter[str] = Counter()
     for lookup in shared:
         widths[lookup.matrix or ""] += vectors_per_sample(lookup.dims) or 0
-    known = constants(surgery.graph)
-    for shaping in [node for node in surgery.graph.node if node.op_type == "Reshape" and node.input[0] in widths]:
+    known = constants(edited.graph)
+    for shaping in [node for node in edited.graph.node if node.op_type == "Reshape" and node.input[0] in widths]:
         shape, width = integers(known.get(shaping.input[1])) or [], widths[shaping.input[0]]
         if shape[:1] != [-1] or math.prod(shape[1:]) != width:  # its rows are not those of the matrix
             continue
-        for node in [node for node in surgery.graph.node if shaping.output[0] in node.input[:1]]:
+        for node in [node for node in edited.graph.node if shaping.output[0] in node.input[:1]]:
             if _flattens(node, len(shape), width, known):
-                replace_node(surgery.graph, node, [make_node("Identity", [shaping.input[0]], node.output[0])])
-        if not use_counts(surgery.graph)[shaping.output[0]]:
-            replace_node(surgery.graph, shaping, [])
-    skip_identities(surgery.graph)
+                replace_node(edited.graph, node, [make_node("Identity", [shaping.input[0]], node.output[0])])
+        if not use_counts(edited.graph)[shaping.output[0]]:
+            replace_node(edited.graph, shaping, [])
+    skip_identities(edited.graph)
 
 
 def _flattens(node: NodeProto, rank: int, width: int, known: dict[str, TensorProto]) -> bool:

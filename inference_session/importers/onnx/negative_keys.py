@@ -10,28 +10,28 @@ from __future__ import annotations
 from onnx import NodeProto
 
 from inference_session.importers.onnx.graph import all_graphs, constants, copied, integers, producers, replace_node
-from inference_session.importers.onnx.lookups import SHAPE_OPS, Surgery, casts_keys
+from inference_session.importers.onnx.lookups import SHAPE_OPS, EditedModel, casts_keys
 from inference_session.importers.onnx.tables import is_row_read
 
 _MIRRORED = {"Less": "Greater", "Greater": "Less", "LessOrEqual": "GreaterOrEqual", "GreaterOrEqual": "LessOrEqual"}
 _MEANS_NEGATIVE = {("Less", 0): True, ("LessOrEqual", -1): True, ("GreaterOrEqual", 0): False, ("Greater", -1): False}
 
 
-def read_negative_keys(surgery: Surgery) -> None:
+def read_negative_keys(edited: EditedModel) -> None:
     """Let row reads of tables take the keys that such a Where reads, in place of its output.
 
     Casts and changes of shape between the two are repeated for these keys: others may read their outputs.
     """
-    search = _Search(surgery)
-    for scope in all_graphs(surgery.graph):
-        for gather in [node for node in scope.node if is_row_read(node) and node.input[0] in surgery.tables]:
+    search = _Search(edited)
+    for scope in all_graphs(edited.graph):
+        for gather in [node for node in scope.node if is_row_read(node) and node.input[0] in edited.tables]:
             steps = search.steps_behind(gather.input[1])
-            keys = search.wrapped_keys(steps.pop(0), surgery.tables[gather.input[0]].dims[0]) if steps else None
+            keys = search.wrapped_keys(steps.pop(0), edited.tables[gather.input[0]].dims[0]) if steps else None
             if keys is None:
                 continue
             new = [copied(step) for step in (*steps, gather)]
             for step in new[:-1]:
-                step.input[0], step.output[0] = keys, surgery.names.fresh(f"{step.output[0]}_given")
+                step.input[0], step.output[0] = keys, edited.names.fresh(f"{step.output[0]}_given")
                 keys, step.name = step.output[0], f"hotrow_{step.output[0]}"
             new[-1].input[1] = keys
             replace_node(scope, gather, new)
@@ -40,11 +40,11 @@ def read_negative_keys(surgery: Surgery) -> None:
 class _Search:
     """Finds such nodes in a graph and its bodies."""
 
-    def __init__(self, surgery: Surgery) -> None:
-        scopes = all_graphs(surgery.graph)
+    def __init__(self, edited: EditedModel) -> None:
+        scopes = all_graphs(edited.graph)
         self._made_by = {name: node for scope in scopes for name, node in producers(scope).items()}
-        self._constants = constants(surgery.graph)
-        self._types = surgery.types
+        self._constants = constants(edited.graph)
+        self._types = edited.types
 
     def steps_behind(self, keys: str) -> list[NodeProto]:
         """The Where that keys come from, then what changes their shape or type; nothing where there is no Where."""

@@ -24,7 +24,7 @@ from inference_session.importers.onnx.graph import (
     set_nodes,
     sort_nodes,
 )
-from inference_session.importers.onnx.lookups import GraphLookup, Surgery
+from inference_session.importers.onnx.lookups import EditedModel, GraphLookup
 
 _MIN_COLUMNS = 4
 """For fewer, the Split takes as long as what it saves."""
@@ -38,12 +38,12 @@ _SPLIT_BY_INPUT = 13
 """The first opset in which Split takes its sizes as an input."""
 
 
-def stack_columns(surgery: Surgery, network: ModelProto, lookups: Sequence[GraphLookup]) -> None:
+def stack_columns(edited: EditedModel, network: ModelProto, lookups: Sequence[GraphLookup]) -> None:
     """Change the network that computes keys, of these look-ups. Keys [samples] may become [samples, 1].
 
     Only those of look-ups that share a matrix of vectors, for which either is one key for each sample.
     """
-    stacker = _Stacker(surgery, network)
+    stacker = _Stacker(edited, network)
     for outputs in stacker.alike(_loose_keys(lookups)):
         stacker.stack(outputs)
     stacker.finish()
@@ -59,8 +59,8 @@ def _loose_keys(lookups: Sequence[GraphLookup]) -> set[str]:
 class _Stacker:
     """Finds outputs of a network that are computed alike, and computes them together."""
 
-    def __init__(self, surgery: Surgery, network: ModelProto) -> None:
-        self._surgery, self._graph = surgery, network.graph
+    def __init__(self, edited: EditedModel, network: ModelProto) -> None:
+        self._surgery, self._graph = edited, network.graph
         self._made_by, self._constants = producers(network.graph), constants(network.graph)
         self._nodes = list(network.graph.node)
         self._numbers: dict[Hashable, int] = {}

@@ -11,11 +11,11 @@ from onnx import GraphProto, ModelProto, TensorProto, helper
 from inference_session.errors import ConfigurationError, UnsupportedModelError
 from inference_session.importers.onnx.canonical import CanonicalModel
 from inference_session.importers.onnx.context.costs import Costs, saved_costs, tiled_readers, unproven_readers
+from inference_session.importers.onnx.context.division import CONTEXT, ContextDivision
 from inference_session.importers.onnx.context.rewrites import rewrite
 from inference_session.importers.onnx.context.shapes import Shapes, sized
 from inference_session.importers.onnx.context.single_rows import compute_two_rows
 from inference_session.importers.onnx.context.work import Work
-from inference_session.importers.onnx.context.worlds import CONTEXT, Worlds
 from inference_session.importers.onnx.sample_axis import SampleAxis
 from inference_session.importers.onnx.sample_kinds import Observations, PerSample
 from inference_session.importers.onnx.types import value_type
@@ -61,9 +61,9 @@ def split_context(whole: CanonicalModel, context: Sequence[str], cut: Cut) -> Co
     _check(model.graph, context)
     samples = infer_samples(copy, weights)
     proven = all(samples.is_batch(value.name) for value in copy.graph.output)
-    worlds = Worlds(copy.graph, samples, names, context)
-    worlds.divide()
-    _declare(copy.graph, context, worlds)
+    division = ContextDivision(copy.graph, samples, names, context)
+    division.divide()
+    _declare(copy.graph, context, division)
     work = Work(copy, dict(weights), names, tuple(context))
     if cut is Cut.NONE:
         compute_two_rows(work)
@@ -106,13 +106,13 @@ def _check(graph: GraphProto, context: Sequence[str]) -> None:
             )
 
 
-def _declare(graph: GraphProto, context: Sequence[str], worlds: Worlds) -> None:
+def _declare(graph: GraphProto, context: Sequence[str], division: ContextDivision) -> None:
     """Declare another number of rows for the context's inputs, and drop the declarations of its inner values."""
     for value in graph.input:
         if value.name in context:
             value.type.tensor_type.shape.dim[0].dim_param = CONTEXT
     for name, rows in ((ROW_CONTEXT, "rows"), (BLOCK_CONTEXT, "blocks")):
         graph.input.append(helper.make_tensor_value_info(name, TensorProto.INT64, [rows]))
-    kept = [value for value in graph.value_info if not worlds.is_contexts(value.name)]
+    kept = [value for value in graph.value_info if not division.is_contexts(value.name)]
     del graph.value_info[:]
     graph.value_info.extend(kept)

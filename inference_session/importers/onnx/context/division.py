@@ -29,7 +29,7 @@ _FAR = 1 << 31
 
 
 @dataclass
-class Worlds:
+class ContextDivision:
     """Which nodes run once per context, and the graph that does so.
 
     Args:
@@ -41,8 +41,9 @@ class Worlds:
     names: Names
     context: Sequence[str]
     _content: dict[str, frozenset[str]] = field(default_factory=dict)
-    _world: dict[str, str | None] = field(default_factory=dict)
-    """The world of each value; None: of neither, made wherever it is needed."""
+    _side: dict[str, str | None] = field(default_factory=dict)
+    """Whether each value has rows of contexts or of candidates: CONTEXT, CANDIDATES; None: of neither, made wherever it
+    is needed."""
     _made_by: dict[str, NodeProto] = field(default_factory=dict)
     _tiles: dict[str, str] = field(default_factory=dict)
     _copies: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -62,14 +63,14 @@ class Worlds:
 
     def is_contexts(self, name: str) -> bool:
         """Whether a value has one row per context."""
-        return self._world.get(name) == CONTEXT
+        return self._side.get(name) == CONTEXT
 
     # Dependencies
 
     def _find_content(self) -> None:
         for value in self.graph.input:
-            world = CONTEXT if value.name in self.context else CANDIDATES
-            self._content[value.name] = frozenset({world})
+            side = CONTEXT if value.name in self.context else CANDIDATES
+            self._content[value.name] = frozenset({side})
         for node in self.graph.node:
             sources = () if node.op_type in ("Shape", "Size") and not node.domain else reads(node)
             found = frozenset[str]().union(*(self._content.get(name, frozenset()) for name in sources))
@@ -86,30 +87,30 @@ class Worlds:
             demoted.update(output for name in wrong for output in self._made_by[name].output)
 
     def _assign_without(self, demoted: set[str]) -> None:
-        self._world = {value.name: next(iter(self._content[value.name])) for value in self.graph.input}
+        self._side = {value.name: next(iter(self._content[value.name])) for value in self.graph.input}
         for node in self.graph.node:
-            world = self._world_of(node, demoted)
-            self._world.update(dict.fromkeys(filter(None, node.output), world))
+            side = self._side_of(node, demoted)
+            self._side.update(dict.fromkeys(filter(None, node.output), side))
 
-    def _world_of(self, node: NodeProto, demoted: set[str]) -> str | None:
+    def _side_of(self, node: NodeProto, demoted: set[str]) -> str | None:
         outputs = [name for name in node.output if name]
         if any(self.samples.kind(name) is None for name in outputs) or demoted.intersection(outputs):
             return CANDIDATES
         content = self._content[outputs[0]]
         if not content:
             return None
-        if content != {CONTEXT} or any(self._world.get(name) == CANDIDATES for name in reads(node)):
+        if content != {CONTEXT} or any(self._side.get(name) == CANDIDATES for name in reads(node)):
             return CANDIDATES
         return CONTEXT if all(self._is_available(name) for name in reads(node)) else CANDIDATES
 
     def _is_available(self, name: str) -> bool:
         """Whether a value can be computed once per context."""
-        if self._world.get(name) is not None or self._is_constant(name):
-            return self._world.get(name) != CANDIDATES
+        if self._side.get(name) is not None or self._is_constant(name):
+            return self._side.get(name) != CANDIDATES
         node = self._made_by[name]
         if node.op_type in ("Shape", "Size"):
             source = node.input[0]
-            return self._world.get(source) == CONTEXT or (node.op_type == "Shape" and self._can_be_tiled(source))
+            return self._side.get(source) == CONTEXT or (node.op_type == "Shape" and self._can_be_tiled(source))
         return all(self._is_available(source) for source in node.input if source)
 
     def _can_be_tiled(self, name: str) -> bool:
@@ -123,7 +124,7 @@ class Worlds:
         """The context's values that candidates, or outputs, read."""
         found = {value.name for value in self.graph.output}
         for node in self.graph.node:
-            if self._world.get(next(filter(None, node.output))) == CANDIDATES:
+            if self._side.get(next(filter(None, node.output))) == CANDIDATES:
                 found |= reads(node)
         sizes = [name for name in found if self._is_neutral(name)]
         while sizes:
@@ -131,44 +132,44 @@ class Worlds:
             new = reads(node) - found
             found |= new
             sizes += [name for name in new if self._is_neutral(name)]
-        return {name for name in found if self._world.get(name) == CONTEXT}
+        return {name for name in found if self._side.get(name) == CONTEXT}
 
     def _is_neutral(self, name: str) -> bool:
-        return name in self._made_by and self._world.get(name) is None and not self._is_constant(name)
+        return name in self._made_by and self._side.get(name) is None and not self._is_constant(name)
 
     # The new graph
 
     def _emit(self, node: NodeProto) -> None:
         output = next(filter(None, node.output))
-        world = self._world.get(output)
-        if world is not None:
-            self._builder.nodes.append(self._rewired(node, world))
+        side = self._side.get(output)
+        if side is not None:
+            self._builder.nodes.append(self._rewired(node, side))
         elif self._is_constant(output):
             self._builder.nodes.append(self._rewired(node, None))
 
-    def _rewired(self, node: NodeProto, world: str | None) -> NodeProto:
-        """The node with inputs of that world; None: of the world that has them."""
-        here = {name: self._in_world(name, world) for name in sorted(reads(node))}
+    def _rewired(self, node: NodeProto, side: str | None) -> NodeProto:
+        """The node with inputs of that side; None: of the side that has them."""
+        here = {name: self._on_side(name, side) for name in sorted(reads(node))}
         copy = copied(node)
         copy.input[:] = [here.get(name, name) for name in node.input]
         for body in bodies(copy):
             rename(body, lambda name: here.get(name, name))
         return copy
 
-    def _in_world(self, name: str, world: str | None) -> str:
-        found = self._world.get(name)
+    def _on_side(self, name: str, side: str | None) -> str:
+        found = self._side.get(name)
         if self._is_neutral(name):
-            return self._neutral(name, world or self._native_world(name))
-        if found is None or world in (None, found):
+            return self._neutral(name, side or self._native_side(name))
+        if found is None or side in (None, found):
             return name
         return self._tile(name)
 
-    def _native_world(self, name: str) -> str:
-        """The world in which the sizes that a value depends on are known."""
+    def _native_side(self, name: str) -> str:
+        """The side on which the sizes that a value depends on are known."""
         node = self._made_by[name]
         if node.op_type in ("Shape", "Size") and not self._is_neutral(node.input[0]):
-            return self._world.get(node.input[0]) or CANDIDATES
-        found = {self._native_world(source) for source in node.input if self._is_neutral(source)}
+            return self._side.get(node.input[0]) or CANDIDATES
+        found = {self._native_side(source) for source in node.input if self._is_neutral(source)}
         return CONTEXT if found == {CONTEXT} else CANDIDATES
 
     def _tile(self, name: str) -> str:
@@ -184,25 +185,25 @@ class Worlds:
         found = self.samples.axis(name)
         return 0 if found is None else found.axis
 
-    def _neutral(self, name: str, world: str) -> str:
-        """A value that depends on sizes, or is filled by them, made for the number of rows of that world."""
-        if (name, world) not in self._copies:
+    def _neutral(self, name: str, side: str) -> str:
+        """A value that depends on sizes, or is filled by them, made for the number of rows of that side."""
+        if (name, side) not in self._copies:
             node = self._made_by[name]
             for output in filter(None, node.output):
-                copy = output if world == CANDIDATES else self.names.fresh(f"{output}_{world}")
-                self._copies[output, world] = copy
-            if node.op_type == "Shape" and self._world.get(node.input[0]) not in (None, world):
-                self._foreign_shape(node, world, self._copies[name, world])
+                copy = output if side == CANDIDATES else self.names.fresh(f"{output}_{side}")
+                self._copies[output, side] = copy
+            if node.op_type == "Shape" and self._side.get(node.input[0]) not in (None, side):
+                self._foreign_shape(node, side, self._copies[name, side])
             else:
-                copy = self._rewired(node, world)
-                copy.output[:] = [output and self._copies[output, world] for output in node.output]
+                copy = self._rewired(node, side)
+                copy.output[:] = [output and self._copies[output, side] for output in node.output]
                 copy.name = f"hotrow_{copy.output[0]}"
                 self._builder.nodes.append(copy)
-        return self._copies[name, world]
+        return self._copies[name, side]
 
-    def _foreign_shape(self, node: NodeProto, world: str, output: str) -> None:
-        """The shape that a value of the other world would have in this one."""
-        whole = self._shape_with(node.input[0], self._axis(node.input[0]), self._num_rows(world))
+    def _foreign_shape(self, node: NodeProto, side: str, output: str) -> None:
+        """The shape that a value of the other side would have in this one."""
+        whole = self._shape_with(node.input[0], self._axis(node.input[0]), self._num_rows(side))
         limits = {item.name: int(item.i) for item in node.attribute}
         begin, end = limits.get("start", 0), limits.get("end", _FAR)
         self._builder.add("Slice", [whole, *map(self._builder.integers, ([begin], [end]))], output)
@@ -213,9 +214,9 @@ class Worlds:
         zero, at, beyond, far = (self._builder.integers([i]) for i in (0, axis, axis + 1, _FAR))
         return add("Concat", [add("Slice", [shape, zero, at]), num_rows, add("Slice", [shape, beyond, far])], axis=0)
 
-    def _num_rows(self, world: str) -> str:
-        """A list of one number: how many rows a world has."""
-        if world == CANDIDATES:
+    def _num_rows(self, side: str) -> str:
+        """A list of one number: how many rows a side has."""
+        if side == CANDIDATES:
             return self._builder.add("Shape", [ROW_CONTEXT])
         shape = self._builder.add("Shape", [self.context[0]])
         return self._builder.add("Slice", [shape, *map(self._builder.integers, ([0], [1]))])
@@ -223,11 +224,11 @@ class Worlds:
     def _relay_outputs(self) -> None:
         """Give outputs a row for each candidate, under their original names."""
         for value in self.graph.output:
-            if self._world.get(value.name) == CONTEXT:
+            if self._side.get(value.name) == CONTEXT:
                 self._rename(value.name, inner := self.names.fresh(f"{value.name}_context"))
                 self._add_tile(inner, value.name, self._axis(value.name))
             elif self._is_neutral(value.name):
-                self._in_world(value.name, CANDIDATES)
+                self._on_side(value.name, CANDIDATES)
 
     def _rename(self, old: str, new: str) -> None:
         piece = GraphProto(node=self._builder.nodes)
