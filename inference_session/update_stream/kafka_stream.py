@@ -45,7 +45,7 @@ from inference_session.update_stream.kafka_client import (
 from inference_session.update_stream.message_batch import MessageBatch
 from inference_session.update_stream.positions import AppliedPartitions, Partition, partition_of
 from inference_session.update_stream.stream_stats import StreamSnapshot, StreamStats
-from inference_session.update_stream.update_applier import UpdateApplier
+from inference_session.update_stream.update_applier import FIRST_PAUSE_S, LONGEST_PAUSE_S, UpdateApplier
 from inference_session.urls.kafka_url import KafkaUrl
 
 DISCOVERY_S = 1.0
@@ -57,7 +57,6 @@ TAKES = 8
 """How often messages are taken before they are applied: stores write rows faster in larger batches."""
 _POLL_S = 0.05
 _SAVE_S = 1.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 _CLOSE_TIMEOUT_S = 10.0
 _NOT_ALLOWED = (KafkaError.GROUP_AUTHORIZATION_FAILED, KafkaError.TOPIC_AUTHORIZATION_FAILED)
 _HELD_POLL_S = 0.005
@@ -348,7 +347,11 @@ class _CommitWarning:
         """Log the brokers' refusal, unless one was logged before."""
         if not self._is_given:
             self._is_given = True
-            _log.warning("how far updates are applied is not committed as %r: %s", self._group, error.str())
+            _log.warning(
+                "offsets are not committed under the group %r, so others do not see how far updates are applied: %s",
+                self._group,
+                error.str(),
+            )
 
     def on_commit(self, error: KafkaError | None, partitions: Iterable[TopicPartition]) -> None:
         """The client's callback, for a commit and for each of its partitions."""

@@ -77,9 +77,9 @@ def test_offsets_that_may_not_be_committed_are_no_failure(
             for value in (1, 2):
                 broker.send(small.topic("user_weight"), packed(1)[0], vectors(value).tobytes())
                 await_rows(session, "user.weight", [1], value)
-                wait_until(lambda: any("is not committed as" in text for text in caplog.messages), "a warning")
+                wait_until(lambda: any("offsets are not committed" in text for text in caplog.messages), "a warning")
             assert updates(session)["failures"] == 0
-    [told] = [text for text in caplog.messages if "is not committed as" in text]
+    [told] = [text for text in caplog.messages if "offsets are not committed" in text]
     assert "Group authorization failed" in told
 
 
@@ -105,13 +105,13 @@ def test_refused_commits_are_told_of_once(
         broker.send(small.topic("user_weight"), packed(1)[0], vectors(1).tobytes())
         broker.refuse(FIND_COORDINATOR, KafkaError.GROUP_AUTHORIZATION_FAILED)
         with InferenceSession.open(small.directory, persistent_store=database, update_stream=broker.url) as session:
-            wait_until(lambda: any("is not committed as" in text for text in caplog.messages), "a warning")
+            wait_until(lambda: any("offsets are not committed" in text for text in caplog.messages), "a warning")
             broker.refuse(OFFSET_COMMIT, KafkaError.TOPIC_AUTHORIZATION_FAILED)
             broker.allow(FIND_COORDINATOR)
             broker.send(small.topic("user_weight"), packed(1)[0], vectors(2).tobytes())
             await_rows(session, "user.weight", [1], 2)
             wait_until(lambda: KafkaError.TOPIC_AUTHORIZATION_FAILED in refused, "a commit to be refused")
-    assert sum("is not committed as" in text for text in caplog.messages) == 1
+    assert sum("offsets are not committed" in text for text in caplog.messages) == 1
 
 
 @pytest.mark.parametrize("kind", [FETCH, LIST_OFFSETS])

@@ -38,17 +38,17 @@ _COUNTERS = {
     "samples": ("hotrow_samples_total", "Samples (rows of requests) computed"),
     "in_place_updates": (
         "hotrow_in_place_updates_total",
-        ("Times that the version switched to new content of its folder"),
+        "Times that the version switched to new content of its folder",
     ),
     "failed_in_place_updates": (
         "hotrow_failed_in_place_updates_total",
-        ("Times that new content of the version's folder was rejected"),
+        "Times that new content of the version's folder was rejected",
     ),
     "contexts_total": ("hotrow_contexts_total", "Contexts for which candidates were ranked"),
     "candidates_total": ("hotrow_candidates_total", "Candidates that were ranked"),
     "contexts_reused_total": (
         "hotrow_contexts_reused_total",
-        ("Contexts reused from an earlier request instead of computed again"),
+        "Contexts reused from an earlier request instead of computed again",
     ),
     "batches": ("hotrow_batches_total", "Runs of the dense network; joined requests count once"),
     "requests": ("hotrow_requests_total", "Requests answered, with predictions or with an error"),
@@ -89,7 +89,7 @@ _UPDATE_COUNTERS = {
 _UPDATE_GAUGES = {
     "lag_messages": (
         "hotrow_update_lag_messages",
-        ("Messages of the update stream that are published but not applied yet"),
+        "Messages of the update stream that are published but not applied yet",
     ),
     "staleness_s": (
         "hotrow_update_staleness_seconds",
