@@ -13,18 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache, allocate
-from inference_session.kernels.cpu import (
-    bag_staging,
-    bags,
-    cache,
-    capsules,
-    dlpack,
-    gathering,
-    keys,
-    lookup,
-    named_arrays,
-    staging,
-)
+from inference_session.kernels.cpu import cache, keys, lookup
+from inference_session.kernels.cpu.requests import bag_staging, bags, capsules, dlpack, gathering, named_arrays, staging
 from inference_session.model_spec import ModelSpec, TableSpec
 from inference_session.parameter_server.redis import layout as redis_layout
 from inference_session.parameter_server.redis import replies as redis_replies

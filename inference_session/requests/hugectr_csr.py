@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from inference_session.errors import InvalidRequestError
-from inference_session.kernels.cpu.bags import have_one_key_each, place_bags
+from inference_session.kernels.cpu.requests.bags import have_one_key_each, place_bags
 from inference_session.kernels.records import address_of
 from inference_session.model_spec import PREDICTIONS, LookupSpec, ModelSpec, TableSpec, TensorSpec
 

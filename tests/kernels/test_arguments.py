@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from inference_session.kernels.cpu import bag_staging, staging
 from inference_session.kernels.cpu.arguments import Arguments
+from inference_session.kernels.cpu.requests import bag_staging, staging
 
 
 @pytest.mark.parametrize(("module", "kernel"), [(staging, "stage"), (bag_staging, "stage_bags")])

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from inference_session.kernels.cpu import capsules as module
-from inference_session.kernels.cpu.capsules import capsule_wrapper
-from inference_session.kernels.cpu.dlpack import MANAGED_TENSOR
+from inference_session.kernels.cpu.requests import capsules as module
+from inference_session.kernels.cpu.requests.capsules import capsule_wrapper
+from inference_session.kernels.cpu.requests.dlpack import MANAGED_TENSOR
 from inference_session.kernels.records import address_of
 from inference_session.platform.dlpack_layout import CPU, CUDA_HOST, KINDS
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from inference_session.kernels.array_headers import dtype_addresses
 from inference_session.kernels.cpu.arguments import Arguments
-from inference_session.kernels.cpu.dlpack import (
+from inference_session.kernels.cpu.requests.dlpack import (
     DESCRIBED,
     ELEMENT,
     MANAGED_TENSOR,

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from inference_session.kernels.cpu import named_arrays as module
-from inference_session.kernels.cpu.named_arrays import Places, array_taker, find_places
+from inference_session.kernels.cpu.requests import named_arrays as module
+from inference_session.kernels.cpu.requests.named_arrays import Places, array_taker, find_places
 from tests.testing.name_sets import insert_all
 
 Named = tuple[str, Any]

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from inference_session.kernels.array_headers import can_read_arrays, dtype_addresses
 from inference_session.kernels.cpu.arguments import Arguments
-from inference_session.kernels.cpu.dlpack import (
+from inference_session.kernels.cpu.requests.dlpack import (
     ELEMENT,
     MANAGED_TENSOR,
     NO_ROOM,

@@ -25,7 +25,7 @@ def load_quietly(module: str, name: str) -> Any:
 
 def _load_kernels() -> None:
     from inference_session.kernels.cpu import lookup as cpu
-    from inference_session.kernels.cpu import staging
+    from inference_session.kernels.cpu.requests import staging
 
     cpu.compile_kernels()
     staging.compile_kernels()

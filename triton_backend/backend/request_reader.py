@@ -17,7 +17,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
-from inference_session.kernels.cpu.named_arrays import Places, array_taker, compile_kernels, find_places
+from inference_session.kernels.cpu.requests.named_arrays import Places, array_taker, compile_kernels, find_places
 from triton_backend.backend.tensors import arrays_reader, knows_numpy
 from triton_backend.client.probe import PROBE_PARAMETER
 

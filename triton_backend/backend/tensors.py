@@ -11,7 +11,7 @@ import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
 from inference_session.errors import UnsupportedModelError
-from inference_session.kernels.cpu.capsules import capsule_wrapper
+from inference_session.kernels.cpu.requests.capsules import capsule_wrapper
 from inference_session.model_spec import TensorSpec
 from inference_session.platform.dlpack_layout import CPU, CUDA_HOST, KINDS
 from triton_backend.backend.dlpack import ExportedTensor, ImportedTensor

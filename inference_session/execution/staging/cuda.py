@@ -1,9 +1,9 @@
 """The fast path on a GPU (base.py): arrays are copied to the memory that a recorded batch of their shape reads.
 
-Compiled code checks the arrays and copies them (kernels/cpu/gathering.py); the look-up and the network are launched as
-they were recorded. What only the network reads is copied once the look-up has been launched: the GPU looks the keys up
-meanwhile. A key graph runs on the processor, bound to memory of its own, and its results are copied to where inputs
-would be. `InferenceSession.run_many` records shapes that recur.
+Compiled code checks the arrays and copies them (kernels/cpu/requests/gathering.py); the look-up and the network are
+launched as they were recorded. What only the network reads is copied once the look-up has been launched: the GPU looks
+the keys up meanwhile. A key graph runs on the processor, bound to memory of its own, and its results are copied to
+where inputs would be. `InferenceSession.run_many` records shapes that recur.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from inference_session.execution.plan import RecordedPlan
 from inference_session.execution.staging.base import Arrays, StagedBatch, StagingPool
 from inference_session.execution.staging.forms import ARRAY_TYPE, input_records, is_readable
 from inference_session.kernels.array_headers import can_read_arrays, dtype_addresses
-from inference_session.kernels.cpu.gathering import (
+from inference_session.kernels.cpu.requests.gathering import (
     COPY,
     FROM_INT32,
     FROM_UINT32,
@@ -35,7 +35,7 @@ from inference_session.kernels.cpu.gathering import (
     compile_kernels,
     gather,
 )
-from inference_session.kernels.cpu.staging import DIFFERING, INPUT, OPEN
+from inference_session.kernels.cpu.requests.staging import DIFFERING, INPUT, OPEN
 from inference_session.kernels.records import Lookup, address_of
 from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT, ModelSpec
 from inference_session.platform.bounded_memory import BoundedMemory

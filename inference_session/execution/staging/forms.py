@@ -17,9 +17,9 @@ from inference_session.dense_engine.base import ConcatInput, DenseEngine
 from inference_session.execution.lookups import ModelLookups, VectorInput
 from inference_session.execution.network import Network
 from inference_session.kernels.array_headers import dtype_addresses
-from inference_session.kernels.cpu import bag_staging, staging
 from inference_session.kernels.cpu.arguments import Arguments
-from inference_session.kernels.cpu.staging import DIFFERING, INPUT, LOOKUP, MAX_RANK, OPEN
+from inference_session.kernels.cpu.requests import bag_staging, staging
+from inference_session.kernels.cpu.requests.staging import DIFFERING, INPUT, LOOKUP, MAX_RANK, OPEN
 from inference_session.kernels.machine_code import of_ints
 from inference_session.kernels.records import PoolingCode, address_of
 from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT, LookupSpec, ModelSpec, TensorSpec

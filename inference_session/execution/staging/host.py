@@ -32,7 +32,7 @@ from inference_session.execution.staging.forms import (
 )
 from inference_session.execution.staging.key_graph import MAX_BYTES, MAX_PLANS, HostKeyGraph, are_full
 from inference_session.kernels.array_headers import can_read_arrays
-from inference_session.kernels.cpu.staging import NO_ROOM, STAGED, VECTOR_INPUT
+from inference_session.kernels.cpu.requests.staging import NO_ROOM, STAGED, VECTOR_INPUT
 from inference_session.kernels.records import SEGMENT, Lookup, address_of
 from inference_session.model_spec import ModelSpec
 from inference_session.requests.batch import RequestLayout

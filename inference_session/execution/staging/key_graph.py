@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from inference_session.dense_engine import OnnxEngine
 from inference_session.dense_engine.base import BoundRun
 from inference_session.execution.staging.forms import ArrayForm, Memory, enter_results, given_inputs
-from inference_session.kernels.cpu.staging import NOT_STAGED, STAGED
+from inference_session.kernels.cpu.requests.staging import NOT_STAGED, STAGED
 
 MAX_PLANS = 1024
 MAX_BYTES = 64 << 20

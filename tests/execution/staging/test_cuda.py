@@ -16,7 +16,7 @@ from inference_session.execution.concat_operands import with_concat_inputs
 from inference_session.execution.network import Network
 from inference_session.execution.staging.cuda import stage_on_gpu
 from inference_session.importers.hugectr.importer import import_hugectr
-from inference_session.kernels.cpu.gathering import COPY, FROM_UINT32, SAME, gather
+from inference_session.kernels.cpu.requests.gathering import COPY, FROM_UINT32, SAME, gather
 from inference_session.model_spec import (
     BLOCK_CONTEXT,
     ROW_CONTEXT,

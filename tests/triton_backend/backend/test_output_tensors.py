@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from inference_session.kernels.cpu.dlpack import MANAGED_TENSOR
+from inference_session.kernels.cpu.requests.dlpack import MANAGED_TENSOR
 from inference_session.requests.outputs import JoinedAnswer
 
 MODULES = ("triton_backend.backend.tensors", "triton_backend.backend.output_tensors")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from inference_session.kernels.cpu import named_arrays
+from inference_session.kernels.cpu.requests import named_arrays
 from inference_session.kernels.machine_code import of_ints
 from tests.testing.name_sets import insert_all
 from triton_backend.client.probe import PROBE_PARAMETER

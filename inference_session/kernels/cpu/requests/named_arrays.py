@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from inference_session.kernels.array_headers import LIST_ITEMS, OBJECT_TYPE, RANK, SIZES, can_read_arrays
 from inference_session.kernels.cpu.arguments import Arguments, array_at, int_at
-from inference_session.kernels.cpu.capsules import call
 from inference_session.kernels.cpu.intrinsics import kernel, kernel_with_gil, load
+from inference_session.kernels.cpu.requests.capsules import call
 from inference_session.kernels.machine_code import of_ints
 from inference_session.kernels.records import address_of
 

@@ -21,9 +21,9 @@ from inference_session.kernels.array_headers import (
     SIZES,
 )
 from inference_session.kernels.cpu.arguments import Arguments, array_at, int_at
-from inference_session.kernels.cpu.bags import place_bags
 from inference_session.kernels.cpu.intrinsics import copy_bytes, kernel, load, store
-from inference_session.kernels.cpu.staging import (
+from inference_session.kernels.cpu.requests.bags import place_bags
+from inference_session.kernels.cpu.requests.staging import (
     INPUT,
     INT64,
     LOOKUP,

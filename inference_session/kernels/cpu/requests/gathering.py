@@ -20,9 +20,9 @@ from inference_session.kernels.array_headers import (
     RANK,
     SIZES,
 )
-from inference_session.kernels.cpu.bags import have_one_key_each
 from inference_session.kernels.cpu.intrinsics import copy_bytes, kernel, load, store
-from inference_session.kernels.cpu.staging import INPUT, check_arrays, header_at, note_open_sizes
+from inference_session.kernels.cpu.requests.bags import have_one_key_each
+from inference_session.kernels.cpu.requests.staging import INPUT, check_arrays, header_at, note_open_sizes
 
 SAME, FROM_INT32, FROM_UINT32 = range(3)
 """How elements are copied: as they are, or as int64 from narrower integers."""

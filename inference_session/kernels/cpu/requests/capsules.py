@@ -17,8 +17,8 @@ from numba import types
 
 from inference_session.kernels.array_headers import LIST_ITEMS, OBJECT_TYPE, can_read_arrays
 from inference_session.kernels.cpu.arguments import Arguments, array_at
-from inference_session.kernels.cpu.dlpack import MANAGED_TENSOR
 from inference_session.kernels.cpu.intrinsics import intrinsic, kernel, kernel_with_gil, load, pointer_to
+from inference_session.kernels.cpu.requests.dlpack import MANAGED_TENSOR
 from inference_session.kernels.machine_code import of_ints
 
 NUMBER = np.dtype([("kind", np.int64), ("bits", np.int64), ("number", np.int64)], align=True)

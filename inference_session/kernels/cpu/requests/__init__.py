@@ -1,0 +1,1 @@
+"""Reads the arrays of requests, and describes those of answers."""
