@@ -12,7 +12,13 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.errors import InvalidRequestError, StoreError, TableNotFoundError, UnavailableError
+from inference_session.errors import (
+    InvalidRequestError,
+    SessionClosedError,
+    StoreError,
+    TableNotFoundError,
+    UnavailableError,
+)
 from inference_session.tables.base import RowBatch
 
 Store = TypeVar("Store", bound="EmbeddingStore")
@@ -54,6 +60,7 @@ class EmbeddingStore(ABC):
         """`embedding_dims`: the number of elements of each table's vectors."""
         self._embedding_dims = dict(embedding_dims)
         self._malformed = MalformedValues()
+        self._closed = False
 
     @property
     def tables(self) -> tuple[str, ...]:
@@ -180,6 +187,10 @@ class EmbeddingStore(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release what the store holds open. May be called more than once."""
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise SessionClosedError(f"{self!r} has been closed")
 
     def __enter__(self: Store) -> Store:
         return self

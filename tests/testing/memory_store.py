@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.errors import SessionClosedError
 from inference_session.parameter_server.base import EmbeddingStore, check_insert
 from inference_session.tables.base import RowBatch, check_fetch
 
@@ -21,7 +20,6 @@ class MemoryStore(EmbeddingStore):
         self.rows: dict[str, dict[int, NDArray[np.float32]]] = {table: {} for table in embedding_dims}
         self._notes: dict[str, str] = {}
         self._lock = threading.Lock()
-        self._closed = False
 
     @property
     def supports_writes(self) -> bool:
@@ -90,7 +88,3 @@ class MemoryStore(EmbeddingStore):
         self._refuse_if_closed()
         self.embedding_dim(table)
         return self.rows[table]
-
-    def _refuse_if_closed(self) -> None:
-        if self._closed:
-            raise SessionClosedError(f"{self!r} has been closed")

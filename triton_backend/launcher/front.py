@@ -13,12 +13,12 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 from inference_session.errors import ConfigurationError, HotrowError
 from triton_backend.launcher.command import Endpoint, ServerOptions
+from triton_backend.launcher.log import say
 from triton_backend.launcher.ports import authority, reachable
 from triton_backend.launcher.process_group import end_group
 from triton_backend.launcher.reaper import FRONT_FOLDER
@@ -103,7 +103,7 @@ class Front:
     def look(self) -> None:
         """Start it again if it has ended."""
         if self._process is not None and self._process.poll() is not None:
-            print("hotrow: nginx ended and is being restarted", file=sys.stderr)
+            say("nginx ended and is being restarted")
             self._end()
             self.start()
 

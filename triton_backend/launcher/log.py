@@ -34,6 +34,12 @@ _NOISE = (
 )
 
 
+def say(message: str) -> None:
+    """Tell the user of `hotrow serve`, between the server's own lines."""
+    with contextlib.suppress(OSError, ValueError):  # our stderr may be closed
+        print(f"hotrow: {message}", file=sys.stderr, flush=True)
+
+
 class ServerLog:
     """The server's output, shown on our stderr as it comes; a thread reads it to its end."""
 

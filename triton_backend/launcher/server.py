@@ -44,11 +44,11 @@ from triton_backend.launcher.command import (
 )
 from triton_backend.launcher.front import Front, find_nginx
 from triton_backend.launcher.installation import Installation, find_installation
-from triton_backend.launcher.log import ServerLog
+from triton_backend.launcher.log import ServerLog, say
 from triton_backend.launcher.ports import authority, reachable
 from triton_backend.launcher.process_group import end_group, reap_orphans
 from triton_backend.launcher.reaper import remove_shared_memory
-from triton_backend.launcher.watchdog import POLL_S, Watchdog
+from triton_backend.launcher.watchdog import POLL_S, Watchdog, ready_versions
 from triton_backend.repository.servable import (
     IN_PLACE_BACKENDS,
     VIEW_FOLDER,
@@ -177,14 +177,9 @@ class TritonServer:
             ServerError: the server no longer answers; the message has its last lines.
         """
         try:
-            index = self._index()
+            return ready_versions(self._index())
         except (OSError, HTTPException) as error:
             raise ServerError(f"tritonserver no longer answers ({error}): {self._log.reason()}") from error
-        served: dict[str, list[int]] = {}
-        for entry in index:
-            if entry.get("state") == "READY":
-                served.setdefault(entry["name"], []).append(int(entry["version"]))
-        return {name: sorted(served[name]) for name in sorted(served)}
 
     def wait(self) -> None:
         """Watch the backend processes. Never returns; ServerError says how the server ended by itself."""
@@ -245,7 +240,7 @@ class TritonServer:
     def _restart(self) -> None:
         """Start the server again on its ports, with no model loaded."""
         self._num_restarts += 1
-        _say("tritonserver ended together with a backend process and is being restarted")
+        say("tritonserver ended together with a backend process and is being restarted")
         self._end()
         self._process = self._command.start([])
         self._log = ServerLog(self._process.stdout, verbose=self.options.verbose)  # type: ignore[arg-type]
@@ -364,19 +359,15 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
 def _hide(repository: Path, models: Sequence[ServableModel]) -> bool:
     """Say what is not served; returns whether Triton has to see a view without it."""
     for folder in begun_models(repository):
-        _say(f"model {folder.name!r} is not loaded: its first version is not complete")
+        say(f"model {folder.name!r} is not loaded: its first version is not complete")
     hidden = misread_entries(repository, models)
     for path, reason in hidden:
-        _say(f"{str(path)!r} is hidden from the server: {reason}; remove or rename it")
+        say(f"{str(path)!r} is hidden from the server: {reason}; remove or rename it")
     return bool(hidden)
 
 
 def _leave_out(error: HotrowError) -> None:
-    _say(f"one model is not loaded: {error}")
-
-
-def _say(what: str) -> None:
-    print(f"hotrow: {what}", file=sys.stderr)
+    say(f"one model is not loaded: {error}")
 
 
 @contextlib.contextmanager
@@ -385,7 +376,7 @@ def _adapted(repository: Path, folder: Path) -> Iterator[Path]:
     with RepositoryView.followed(repository, folder, has_gpu=has_gpu()) as view:
         if view.moved_to_cpu:
             names = ", ".join(sorted(view.moved_to_cpu))
-            _say(f"no GPU on this machine; models of KIND_GPU run on the CPU: {names}")
+            say(f"no GPU on this machine; models of KIND_GPU run on the CPU: {names}")
         yield folder
 
 

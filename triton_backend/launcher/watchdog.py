@@ -22,14 +22,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.error import HTTPError
@@ -39,6 +40,7 @@ from triton_backend.backend import heartbeat
 from triton_backend.backend.heartbeat import RESTARTS_PARAMETER
 from triton_backend.client.probe import encode_probe
 from triton_backend.launcher import stubs
+from triton_backend.launcher.log import say
 from triton_backend.launcher.stubs import Stub
 from triton_backend.repository.chosen_versions import with_versions
 from triton_backend.repository.model_config import CONFIG_FILE
@@ -93,6 +95,12 @@ class LoadedVersions:
 
     versions: tuple[int, ...]
     config: Mapping[str, Any]
+
+
+def ready_versions(index: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
+    """The versions that answer, ascending, by model, of Triton's index of its repository."""
+    ready = sorted((entry["name"], int(entry["version"])) for entry in index if entry.get("state") == "READY")
+    return {name: [version for _, version in group] for name, group in groupby(ready, itemgetter(0))}
 
 
 class Watchdog:
@@ -184,7 +192,7 @@ class Watchdog:
             self._suspected.discard(stub.pid)
         elif stub.pid not in self._suspected:
             self._suspected.add(stub.pid)
-            _say(f"{stub} has been silent for {silence_s:.0f} s")
+            say(f"{stub} has been silent for {silence_s:.0f} s")
         return silence_s > SILENT_S and stub.pid not in self._examined
 
     def _examine(self, stub: Stub) -> None:
@@ -204,7 +212,7 @@ class Watchdog:
     def _lose(self, stub: Stub, how: str) -> None:
         self._lost.add(stub.pid)
         self._lost_at = time.monotonic()
-        _say(f"{stub} {how}")
+        say(f"{stub} {how}")
         self._observe(PROBE_TIMEOUT_S)  # what a busy server has swapped in meanwhile must not be undone
         loaded = self._loaded.get(stub.model)
         if loaded and stub.version in loaded.versions:
@@ -233,7 +241,7 @@ class Watchdog:
                 attempt += 1
         while self._replaced[model]:
             self._end(self._replaced[model].pop())
-        _say(f"model {model!r} {'serves again' if model in self._loaded else 'was unloaded and stays unloaded'}")
+        say(f"model {model!r} {'serves again' if model in self._loaded else 'was unloaded and stays unloaded'}")
 
     def _pending_restart(self, model: str, done: int) -> int:
         """The number of the last loss, if that came after number `done`; 0: this thread is no longer needed."""
@@ -251,7 +259,7 @@ class Watchdog:
             self._load_once(model, number, attempt)
         except (HotrowError, OSError, HTTPException) as error:
             wait_s = RETRY_S[min(attempt, len(RETRY_S) - 1)]
-            _say(f"model {model!r} could not be loaded again, next attempt in {wait_s:.0f} s: {error}")
+            say(f"model {model!r} could not be loaded again, next attempt in {wait_s:.0f} s: {error}")
             time.sleep(wait_s)
             return False
         return True
@@ -281,7 +289,7 @@ class Watchdog:
         present = {int(name) for name in names if is_version(name)}
         left = present.intersection(wanted) or set(sorted(present)[-1:]) or set(wanted)
         if gone := sorted(set(wanted) - left):
-            _say(f"the folder of model {model!r} version {gone[0]} is gone; loading version {max(left)}")
+            say(f"the folder of model {model!r} version {gone[0]} is gone; loading version {max(left)}")
         return tuple(sorted(left))
 
     def _await_loads_of_others(self, model: str) -> None:
@@ -295,21 +303,18 @@ class Watchdog:
         """Record what is served. What cannot be queried now keeps its recorded value."""
         self._observed_at = time.monotonic()
         with suppress(OSError, HTTPException):
-            ready: dict[str, list[int]] = {}
             # Before the query: its answer lacks what is loaded meanwhile.
             missing = self._missing.copy()
             healing = {model for model, thread in list(self._healing.items()) if thread.is_alive()}
             index = json.loads(self._server.request("POST", "v2/repository/index", timeout=timeout_s))
             self._loading = {entry["name"] for entry in index if entry.get("state") == "LOADING"}
-            for entry in index:
-                if entry.get("state") == "READY":
-                    ready.setdefault(entry["name"], []).append(int(entry["version"]))
+            ready = ready_versions(index)
             for model in set(self._loaded) - set(ready) - missing - (self._loading & healing):
                 self._loaded.pop(model, None)
             for model, versions in ready.items():
                 path = f"v2/models/{in_url(model)}/config"
                 config = json.loads(self._server.request("GET", path, timeout=timeout_s))
-                self._loaded[model] = LoadedVersions(tuple(sorted(versions)), config)
+                self._loaded[model] = LoadedVersions(tuple(versions), config)
 
     def _end_replaced(self) -> None:
         """Kill processes that the server has not ended although a load has replaced them."""
@@ -320,7 +325,7 @@ class Watchdog:
             del self._drained_at[pid]
             if stub is not None and pid not in self._lost:
                 self._lost.add(pid)
-                _say(f"{stub} was replaced and is killed: the server does not end it")
+                say(f"{stub} was replaced and is killed: the server does not end it")
                 self._end(stub)
 
     def _end(self, stub: Stub) -> None:
@@ -338,8 +343,3 @@ def _let_newer_versions_be_noticed(folder: Path, loaded: tuple[int, ...]) -> Non
     with suppress(OSError):  # the repository may be read-only
         if any(is_version(path.name) and int(path.name) > max(loaded) for path in folder.iterdir()):
             os.utime(folder / CONFIG_FILE)
-
-
-def _say(message: str) -> None:
-    with suppress(OSError, ValueError):  # our stderr may be closed
-        print(f"hotrow: {message}", file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.errors import HotrowError, SessionClosedError, StoreError
+from inference_session.errors import HotrowError, StoreError
 from inference_session.parameter_server.base import ERASED_SUFFIX, EmbeddingStore, FetchRequest, check_insert
 from inference_session.parameter_server.namespace import Namespace, StoredTable
 from inference_session.parameter_server.redis import layout
@@ -69,7 +69,6 @@ class RedisStore(EmbeddingStore):
         )
         """Sends commands to the server, or servers, that have the rows."""
         self._is_eviction_known = False
-        self._closed = False
 
     @property
     def supports_writes(self) -> bool:
@@ -380,10 +379,6 @@ class RedisStore(EmbeddingStore):
         """See RedisClient.replies."""
         self._refuse_if_closed()
         return self.client.replies(commands, lenient=lenient)
-
-    def _refuse_if_closed(self) -> None:
-        if self._closed:
-            raise SessionClosedError(f"{self!r} has been closed")
 
 
 def list_redis_tables(url: StoreUrl, *, timeout_ms: int) -> list[StoredTable]:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.errors import SessionClosedError, StoreError, UnavailableError
+from inference_session.errors import StoreError, UnavailableError
 from inference_session.parameter_server.base import EmbeddingStore, check_insert
 from inference_session.parameter_server.namespace import Namespace, StoredTable
 from inference_session.parameter_server.rocksdb.database import (
@@ -74,7 +74,6 @@ class RocksDbStore(EmbeddingStore):
         self._tags = {table: namespace.tag(table) for table in embedding_dims}
         self._lock = threading.Lock()  # held while the database is opened or closed
         self._rests = Rests()
-        self._closed = False
         self._opened: OpenDatabase | None = None
         """Replaced as a whole, so that every call sees one state of it."""
         self._folders = ExitStack()
@@ -332,10 +331,6 @@ class RocksDbStore(EmbeddingStore):
             if row is not None:
                 self._malformed.add_row(self, table, int(key), len(row), expected)
         return found
-
-    def _refuse_if_closed(self) -> None:
-        if self._closed:
-            raise SessionClosedError(f"{self!r} has been closed")
 
 
 def list_rocksdb_tables(path: Path) -> list[StoredTable]:
