@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.training.checks import member, number
+from hotrow.training.checks import check, member, number
 from hotrow.training.hugectr.arguments.embedding_collection import EmbeddingCollectionConfig
 from hotrow.training.hugectr.arguments.enums import Tensor_t
 from hotrow.training.hugectr.arguments.parameters import (
@@ -60,8 +60,15 @@ class Model:
         """Join the processes of the job; see `join_processes`.
 
         Raises:
-            ConfigurationError: the batch size is not a multiple of the processes; or as `join_processes`.
+            ConfigurationError: an argument is of another kind, or the batch size is not a multiple of the processes; or
+                as `join_processes`.
         """
+        for name, value, kind, made_by in (
+            ("solver", solver, Solver, "CreateSolver"),
+            ("reader_params", reader_params, DataReaderParams, "DataReaderParams"),
+            ("opt_params", opt_params, OptParamsPy, "CreateOptimizer"),
+        ):
+            check(isinstance(value, kind), f"Model: {name}", value, f"what {made_by} returns")
         if etc_params is not None and solver.repeat_dataset:
             raise ConfigurationError("the embedding training cache is for epoch mode: repeat_dataset=False")
         self._cache_params = etc_params

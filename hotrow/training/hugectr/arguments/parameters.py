@@ -205,7 +205,7 @@ class DataReaderParams:
         self.float_label_dense, self.data_source_params = float_label_dense, data_source_params
         self.num_workers, self.cache_eval_data, self.async_param = num_workers, cache_eval_data, async_param
         self.read_file_sequentially = read_file_sequentially
-        self.slot_size_array = list(slot_size_array)
+        self.slot_size_array = _sizes("DataReaderParams: slot_size_array", slot_size_array)
 
     @property
     def raw_format(self) -> RawFormat:
@@ -316,6 +316,11 @@ class SparseEmbedding:
         check(self.combiner in ("sum", "mean"), "SparseEmbedding: combiner", self.combiner, "'sum', 'mean'")
         for name, lowest in (("workspace_size_per_gpu_in_mb", 0), ("embedding_vec_size", 1)):
             whole(f"SparseEmbedding: {name}", getattr(self, name), lowest)
+        for name in ("sparse_embedding_name", "bottom_name"):
+            check(isinstance(getattr(self, name), str), f"SparseEmbedding: {name}", getattr(self, name), "a name")
+        self.slot_size_array = _sizes("SparseEmbedding: slot_size_array", self.slot_size_array)
+        is_optimizer = self.optimizer is None or isinstance(self.optimizer, OptParamsPy)
+        check(is_optimizer, "SparseEmbedding: optimizer", self.optimizer, "what CreateOptimizer returns")
 
 
 class DenseLayer:
@@ -412,6 +417,12 @@ class GroupDenseLayer:
             DenseLayer(Layer_t.FusedInnerProduct, bottom, [top], num_output=width, act_type=activation)
             for bottom, top, width, activation in zip(bottoms, tops, outputs, activations, strict=True)
         ]
+
+
+def _sizes(name: str, values: Any) -> list[int]:
+    are_sizes = isinstance(values, Iterable) and all(is_whole(value) and value >= 0 for value in values)
+    check(are_sizes, name, values, "a list of whole numbers from 0")
+    return list(map(int, values))
 
 
 def _names(names: str | Sequence[str]) -> list[str]:

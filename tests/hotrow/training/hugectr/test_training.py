@@ -358,6 +358,12 @@ def test_names_order_and_defaults_are_those_of_release_3_4() -> None:
     assert (adam.beta1, adam.beta2, adam.epsilon, adam.update_type) == (0.9, 0.999, 1e-7, Update_t.Global)
 
 
+def sparse_embedding(*values: Any, **named: Any) -> hugectr.SparseEmbedding:
+    """With these arguments behind the names."""
+    kind = hugectr.Embedding_t.DistributedSlotSparseEmbeddingHash
+    return hugectr.SparseEmbedding(kind, 1, 8, "sum", "table", "data", *values, **named)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -384,6 +390,26 @@ def test_names_order_and_defaults_are_those_of_release_3_4() -> None:
         (
             lambda: hugectr.CreateSolver(training_callbacks=[1]),
             r"training_callbacks is \[1\]; allowed: a list of Train",
+        ),
+        (
+            lambda: hugectr.DataReaderParams(DataReaderType_t.Parquet, "a", eval_source="b", slot_size_array=["x"]),
+            r"DataReaderParams: slot_size_array is \['x'\]; allowed: a list of whole numbers from 0",
+        ),
+        (
+            lambda: sparse_embedding(hugectr.CreateOptimizer()),
+            "SparseEmbedding: slot_size_array is .*; allowed: a list of wh",
+        ),
+        (
+            lambda: sparse_embedding(optimizer="Adam"),
+            "SparseEmbedding: optimizer is 'Adam'; allowed: what CreateOptimizer",
+        ),
+        (
+            lambda: sparse_embedding(slot_size_array=7),
+            "SparseEmbedding: slot_size_array is 7; allowed: a list of whole",
+        ),
+        (
+            lambda: hugectr.Model(hugectr.CreateSolver(), hugectr.CreateOptimizer(), hugectr.CreateOptimizer()),
+            "Model: reader_params is .*; allowed: what DataReaderParams returns",
         ),
         (lambda: hugectr.EmbeddingTablePlaceHolder(-1, 10, 4, 0, 10), "id_space is -1; allowed: whole numbers from 0"),
         (
