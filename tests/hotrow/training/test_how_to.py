@@ -93,8 +93,12 @@ def _write_dump(folder: Path) -> None:
     np.ones((5, 4), np.float32).tofile(folder / "items_emb_values.rank_0.world_size_1")
 
 
-def test_move_a_hugectr_script(tmp_path: Path) -> None:
-    """A script that imports hugectr runs unchanged, and so does a JSON configuration; in fewer steps than written."""
+@pytest.mark.triton
+def test_move_a_hugectr_script(tritonserver: None, tmp_path: Path) -> None:
+    """A script that imports hugectr runs unchanged, in fewer steps than written, and what it saved is served.
+
+    So does a JSON configuration.
+    """
     from tests.testing.hugectr_configurations import dcn_configuration
     from tests.testing.hugectr_training_samples import SAMPLES, make_data
 
@@ -103,12 +107,21 @@ def test_move_a_hugectr_script(tmp_path: Path) -> None:
     page = Walkthrough(
         HOW_TO / "move-a-hugectr-script.md",
         tmp_path,
-        {"max_iter=2300": "max_iter=23", "=1000": "=10", "display=200": "display=5"},
+        {"max_iter=2300": "max_iter=23", "=1000": "=10", "display=200": "display=5", "_2000.": "_20."},
         ENVIRONMENT,
         prelude={"": NETWORK.replace("import hugectr", "from hotrow.training import hugectr")},
     )
     (training,) = (block.text for block in blocks(page.page) if block.language == "python")
     (tmp_path / "train.py").write_text(NETWORK + page.placed(training), encoding="utf-8")
+    (ps_json,) = (block.text for block in blocks(page.page) if block.language == "json")
+    (tmp_path / "ps.json").write_text(page.placed(ps_json), encoding="utf-8")
     page.run()
-    for name in ("wdl_dense_10.model", "wdl0_sparse_10.model/emb_vector", "wdl_opt_dense_10.model", "wdl.json"):
+    assert "model    wdl (version 1)" in page.outputs[-1]
+    for name in (
+        "wdl_dense_10.model",
+        "wdl_dense_20.model",
+        "wdl0_sparse_10.model/emb_vector",
+        "wdl_opt_dense_10.model",
+        "wdl.json",
+    ):
         assert (tmp_path / name).exists(), name
