@@ -33,6 +33,7 @@ from tests.testing import concat_model, small_model
 from tests.testing.faulty_stores import FaultStore
 from tests.testing.hooked_store import HookedStore
 from tests.testing.memory_store import MemoryStore
+from tests.testing.server_calls import await_inserts
 from tests.testing.servers import PATIENCE_S, wait_until
 from tests.testing.stored_model import (
     DIMS,
@@ -84,10 +85,6 @@ def rows_of(session: InferenceSession) -> StoredRows:
     assert isinstance(session.rows, StoredRows)
     assert session.rows.readers[0].device.name == "cuda:0"
     return session.rows
-
-
-def await_inserts(rows: StoredRows) -> None:
-    assert rows.wait_for_inserts(PATIENCE_S)
 
 
 @pytest.mark.parametrize("num_samples", [0, 1, 7, 64, 1000])

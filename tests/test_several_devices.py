@@ -23,11 +23,12 @@ from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
-from inference_session.rows import Rows, StoredRows, fetch
+from inference_session.rows import StoredRows, fetch
 from inference_session.rows.hot_keys import interleaved, read_hot_keys
 from tests.testing import small_model
 from tests.testing.hooked_store import HookedStore
 from tests.testing.memory_store import MemoryStore
+from tests.testing.server_calls import await_inserts
 from tests.testing.servers import PATIENCE_S, wait_until
 from tests.testing.several_devices import StandIn, StandInCache, stand_in
 from tests.testing.stored_model import (
@@ -95,12 +96,6 @@ def on_each_device(session: InferenceSession, table: str, keys: Any) -> list[NDA
     answers = rows_on_each(session, table, keys)
     await_inserts(session.rows)
     return answers
-
-
-def await_inserts(rows: Rows) -> None:
-    """Until what was missing is cached."""
-    assert isinstance(rows, StoredRows)
-    assert rows.wait_for_inserts(PATIENCE_S)
 
 
 def cache_counts(session: InferenceSession) -> list[CacheStats]:

@@ -33,7 +33,8 @@ from tests.testing import small_model
 from tests.testing.faulty_stores import FaultStore
 from tests.testing.hooked_store import HookedStore
 from tests.testing.memory_store import MemoryStore
-from tests.testing.servers import PATIENCE_S, wait_until
+from tests.testing.server_calls import await_inserts
+from tests.testing.servers import wait_until
 from tests.testing.stored_model import DIMS, HASHED_DEFAULT, assert_answers, push, url_of, write_stored
 
 TINY_CACHE_BYTES = 2000
@@ -452,13 +453,13 @@ def test_async_inserts_answer_by_default_and_then_by_row(
         nothing["hashed/key"] = version[1]["hashed/key"]
         rows = session.rows
         assert isinstance(rows, StoredRows)
-        assert rows.wait_for_inserts(PATIENCE_S)
+        await_inserts(rows)
         for spec in small_model.TABLES:
             rows.caches[0].clear(spec.folder)
 
         first = session.run(inputs)
         defaults = session.stats()["tables"]["user_weight"]["default_vectors"]
-        assert rows.wait_for_inserts(PATIENCE_S)
+        await_inserts(rows)
         second = session.run(inputs)
 
     assert defaults == 60

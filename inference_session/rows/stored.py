@@ -71,16 +71,12 @@ class StoredRows(Rows):
         return {table: interleaved([cache.hottest(table) for cache in self.caches]) for table in tables}
 
     def stats(self) -> RowStats:
-        dropped = [reader.num_dropped for reader in self.readers if reader.num_dropped is not None]
+        dropped = [reader.late.num_dropped for reader in self.readers if reader.late is not None]
         return RowStats(
             cache=CacheStats.added([cache.stats() for cache in self.caches]),
             dropped_inserts=sum(dropped) if dropped else None,
             server=self.server.stats(),
         )
-
-    def wait_for_inserts(self, timeout_s: float) -> bool:
-        """Wait until rows that were missing are in the caches; returns whether they are."""
-        return all(reader.wait_for_inserts(timeout_s) for reader in self.readers)
 
     def close(self) -> None:
         self.writer.close()
@@ -114,7 +110,8 @@ class StoredReader(RowReader):
         self._defaults = [np.full(spec.embedding_dim, spec.default_vector, np.float32) for spec in specs]
         self._async_from = math.inf if async_from is None else async_from
         is_late = async_from is not None or cache.inserts_at_once
-        self._late = LateInserts(self._insert_late, max(cache.inserts_at_once, 1)) if is_late else None
+        self.late = LateInserts(self._insert_late, max(cache.inserts_at_once, 1)) if is_late else None
+        """What caches rows after the look-up was answered; None: it is done before."""
 
     def prepare(self, segments: NDArray[np.void]) -> PreparedLookup | None:
         return self._cache.prepare(segments)
@@ -138,19 +135,10 @@ class StoredReader(RowReader):
                     return
                 self._writer.bring_in(self._cache, table, keys[begin : begin + _KEYS_PER_FETCH])
 
-    @property
-    def num_dropped(self) -> int | None:
-        """Look-ups whose missing rows were not cached, as too many waited for that; None: none may wait."""
-        return None if self._late is None else self._late.num_dropped
-
-    def wait_for_inserts(self, timeout_s: float) -> bool:
-        """Wait until rows that were missing are in the cache; returns whether they are."""
-        return self._late is None or self._late.wait(timeout_s)
-
     def close(self) -> None:
         """See RowReader. What waits for the cache is dropped."""
-        if self._late is not None:
-            self._late.close()
+        if self.late is not None:
+            self.late.close()
 
     def _complete(self, misses: Misses, waits: bool) -> None:
         """Answer keys that the cache lacks: with their rows, or with default vectors if the look-up does not wait."""
@@ -167,8 +155,8 @@ class StoredReader(RowReader):
             still_missing.complete()
         if not rows.by_table:  # other threads have cached all of these rows since the miss
             return
-        if self._late is not None and (self._cache.inserts_at_once or not waits):
-            self._late.put(rows)
+        if self.late is not None and (self._cache.inserts_at_once or not waits):
+            self.late.put(rows)
         else:
             # Not before `complete`: the cache might evict rows for these that have yet to be pooled.
             self._writer.keep(self._cache, [rows])

@@ -1,4 +1,4 @@
-"""Calls of a parameter server that only tests make."""
+"""Calls of a parameter server, and of the rows over it, that only tests make."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from inference_session.parameter_server.base import FetchRequest
 from inference_session.parameter_server.server import ParameterServer
+from inference_session.rows import Rows, StoredRows
+from tests.testing.servers import PATIENCE_S
 
 
 def fetch_any(server: ParameterServer, requests: Sequence[FetchRequest]) -> list[NDArray[np.bool_]]:
@@ -29,3 +31,9 @@ def fetch_any(server: ParameterServer, requests: Sequence[FetchRequest]) -> list
 def await_promotions(server: ParameterServer) -> None:
     """Return when all promotions queued so far are done."""
     server.upkeep.promotions.wait()
+
+
+def await_inserts(rows: Rows) -> None:
+    """Return when rows that look-ups missed are in the caches."""
+    assert isinstance(rows, StoredRows)
+    assert all(reader.late is None or reader.late.wait(PATIENCE_S) for reader in rows.readers)
