@@ -118,7 +118,8 @@ class InferenceSession:
         cpu.compile_kernels()
         self._model = model = open_model(version, config, devices)
         # Others may read these four, but only a session calls what changes them.
-        _, self.layout, self.rows, self.replicas, self.kept_contexts = model
+        self.layout, self.rows = model.layout, model.rows
+        self.replicas, self.kept_contexts = model.replicas, model.kept_contexts
         self.has_fast_path = self.replicas.all[0].staging_pool is not None
         """Whether `run_arrays` answers any requests to this model."""
         self._writer = self.rows.writer
@@ -375,10 +376,9 @@ class InferenceSession:
     def _count_into(self, stats: SessionStats, recorder: KeyRecorder | None) -> None:
         """Count requests in `stats`, and record their keys."""
         self._stats = stats
-        rejects_unknown = self.config.unknown_keys == "reject"
-        self.fast_path = FastPath(self._model, stats, recorder=recorder, rejects_unknown=rejects_unknown)
+        self.fast_path = FastPath(self._model, stats, recorder)
         """Answers most requests; see `run_arrays`."""
-        self._full_path = FullPath(self._model, stats, recorder=recorder, rejects_unknown=rejects_unknown)
+        self._full_path = FullPath(self._model, stats, recorder)
 
     def _begin_counting(self) -> None:
         """From now on, requests are counted, make rows hot, and are recorded if a setting asks for it."""

@@ -42,23 +42,20 @@ class FastPath:
     Its methods return None where a request has to go through `run_many`. Nothing has been counted then.
     """
 
-    def __init__(
-        self, model: Model, stats: SessionStats, *, recorder: KeyRecorder | None, rejects_unknown: bool
-    ) -> None:
+    def __init__(self, model: Model, stats: SessionStats, recorder: KeyRecorder | None) -> None:
         """Answer on the model's devices.
 
         Args:
             model: what computes the answers.
             stats: where requests are counted.
             recorder: gets the keys that are looked up; None: nobody asked for them.
-            rejects_unknown: whether unknown keys are an error, which `run_many` raises.
         """
         spec = model.spec
         self._spec, self._layout, self._replicas, self._stats = spec, model.layout, model.replicas, stats
         self._count = stats.count_staged
-        self._recorder, self._rejects_unknown = recorder, rejects_unknown
+        self._recorder, self._rejects_unknown = recorder, model.rejects_unknown  # `run_many` raises the error
         self._joins_requests, self._ranks = spec.joins_requests, spec.ranking is not None
-        self._is_plain = not rejects_unknown and recorder is None and not self._ranks
+        self._is_plain = not model.rejects_unknown and recorder is None and not self._ranks
         self._input_names = tuple(tensor.name for tensor in spec.inputs)
         replicas = model.replicas.all
         self._only_replica = replicas[0] if len(replicas) == 1 else None

@@ -31,12 +31,9 @@ if TYPE_CHECKING:
 class FullPath:
     """Answers the requests of one session, and counts them. Safe to use from several threads."""
 
-    def __init__(
-        self, model: Model, stats: SessionStats, *, recorder: KeyRecorder | None, rejects_unknown: bool
-    ) -> None:
+    def __init__(self, model: Model, stats: SessionStats, recorder: KeyRecorder | None) -> None:
         """Answer on the model's devices; arguments as of FastPath."""
-        self._model, self._stats = model, stats
-        self._recorder, self._rejects_unknown = recorder, rejects_unknown
+        self._model, self._stats, self._recorder = model, stats, recorder
         self.input_types = {tensor.name: np.dtype(tensor.dtype) for tensor in model.spec.inputs}
         """The type of each input that a request may have."""
         if model.spec.ranking is not None:
@@ -98,7 +95,7 @@ class FullPath:
             mark("network")
             outputs = plan.run_network(batch)
             num_unknown = plan.num_unknown(lookup)
-        if self._rejects_unknown:
+        if self._model.rejects_unknown:
             network.refuse_unknown(num_unknown)
         self._stats.count_keys(network.tables, lookup.num_keys, num_unknown)
         return RunResult(outputs, num_unknown)

@@ -58,6 +58,8 @@ class Model(NamedTuple):
     """In the order of the readers of `rows`."""
     kept_contexts: KeptContexts | None
     """Ranks candidates and keeps their contexts, where the settings ask for it."""
+    rejects_unknown: bool
+    """Whether unknown keys are an error of the request."""
 
 
 def open_model(version: VersionDirectory, config: SessionConfig, devices: Sequence[Device]) -> Model:
@@ -97,7 +99,8 @@ def open_model(version: VersionDirectory, config: SessionConfig, devices: Sequen
         once = None if ranking is network or config.context_cache_bytes else ranking
         pool = None if is_split else create_staging_pool(layout, network, once)
         replicas.append(Replica(network, ranking, thread, pool))
-    return Model(spec, layout, rows, Replicas(replicas), _keep_contexts(version, config, rows, layout))
+    kept_contexts = _keep_contexts(version, config, rows, layout)
+    return Model(spec, layout, rows, Replicas(replicas), kept_contexts, config.unknown_keys == "reject")
 
 
 def _network_specs(spec: ModelSpec) -> list[_NetworkSpec]:
