@@ -86,10 +86,12 @@ class _Follower:
                 self._serve(self._announced)
             self._announced, self._failure = None, ""
         except (HotrowError, OSError) as error:
+            is_rejected = isinstance(error, RemoteError)  # by the server, which would reject it again
             if str(error) != self._failure:
-                click.echo(f"hotrow: {error}", err=True)
+                then = "waiting for another version" if is_rejected else f"trying again every {_RETRY_S:g} s"
+                click.echo(f"hotrow: {error}; {then}", err=True)
             self._failure = str(error)
-            if isinstance(error, RemoteError):  # the server has rejected it, and would again
+            if is_rejected:
                 self._announced = None
             time.sleep(_RETRY_S)
 
