@@ -272,7 +272,9 @@ class HdfsSource(ModelSource):
             return f"no TLS connection to the {what} at {node}"
         if isinstance(error, requests.Timeout):
             return f"the {what} at {node} did not answer in time"
-        if "NewConnectionError" in repr(error) or "NameResolutionError" in repr(error):
+        if "NameResolutionError" in repr(error):
+            return f"no connection to the {what} at {node}; this machine finds no address of that name"
+        if "NewConnectionError" in repr(error):
             hint = "" if what == "DataNode" else "; PORT is that of its web page, 9870 unless it was changed"
             return f"no connection to the {what} at {node}{hint}"
         return f"the {what} at {node} closed the connection"

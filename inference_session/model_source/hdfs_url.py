@@ -28,7 +28,7 @@ class HdfsUrl:
         scheme, _, rest = text.partition("://")
         if scheme not in _DEFAULT_PORTS:
             allowed = ", ".join(f"{name}://" for name in _DEFAULT_PORTS)
-            raise ConfigurationError(f"files cannot be read from a {scheme}:// URL; allowed: a path, {allowed}")
+            raise ConfigurationError(f"files cannot be read from {scheme}:// URLs; allowed: a path, {allowed}")
         authority, slash, path = rest.partition("/")
         if "@" in authority:
             raise ConfigurationError(f"a {scheme}:// URL names no user: set HADOOP_USER_NAME instead")

@@ -68,6 +68,13 @@ def test_nobody_at_the_port(impatient: None) -> None:
         create_source(f"hdfs://127.0.0.1:{port}/a/b").stat("")
 
 
+def test_a_name_without_an_address(impatient: None) -> None:
+    """It is said to be that, as it often is the name of a DataNode that only the cluster knows."""
+    place = "no-such-host.invalid:9870"
+    with pytest.raises(UnavailableError, match=f"NameNode at {place}; this machine finds no address of that name"):
+        create_source(f"hdfs://{place}/a/b").stat("")
+
+
 def test_no_attempt_begins_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A DataNode that times out each time would make one more take another 20 seconds."""
     monkeypatch.setattr(hdfs_source, "PAUSES_S", (0.01, 0.01))

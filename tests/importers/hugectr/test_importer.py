@@ -294,7 +294,7 @@ DAMAGES: list[tuple[Callable[[Source], None], type[Exception], str]] = [
         ConfigurationError,
         "has 1 sparse_files, but .* has 2 tables in 2 embedding layers",
     ),
-    (_set("sparse_files", ["s3://a/b", "c"]), ConfigurationError, "files cannot be read from a s3:// URL"),
+    (_set("sparse_files", ["s3://a/b", "c"]), ConfigurationError, "files cannot be read from s3:// URLs"),
     (_cut_graph, UnsupportedModelError, "layers of type 'GRU' are not supported"),
 ]
 
