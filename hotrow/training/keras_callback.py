@@ -26,7 +26,6 @@ from inference_session.version_directory.session_file import write_spec
 from triton_backend.repository.config_writer import write_model_config
 
 _CHUNK_ROWS = 1 << 16
-_NO_KEYS = np.empty(0, np.int64)
 
 
 class KerasCallback(keras.callbacks.Callback):
@@ -131,7 +130,7 @@ class _LayerTable:
             keys = np.flatnonzero((part != before).any(axis=1))
             if len(keys):
                 before[keys] = part[keys]
-                yield Changes(self._folder, (keys + begin).astype(np.int64), part[keys], _NO_KEYS)
+                yield Changes(self._folder, (keys + begin).astype(np.int64), part[keys])
 
 
 def _rows(layer: Any) -> NDArray[np.float32]:

@@ -26,7 +26,7 @@ class Changes(NamedTuple):
     """[n]"""
     vectors: NDArray[np.float32]
     """[n, embedding_dim]"""
-    deleted: NDArray[np.int64]
+    deleted: NDArray[np.int64] = np.empty(0, np.int64)
     """[m], none of them among `keys`."""
 
     @property
