@@ -4,31 +4,19 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
 
 from hotrow.command_group import CommandGroup
-from hotrow.options.paths import FILE, FOLDER, LocalFolder
+from hotrow.options.paths import FILE, FOLDER, FileOrUrl
+from hotrow.options.versions import name_option, repository_option, version_option
 from hotrow.output.progress import byte_progress
 from inference_session.errors import ConfigurationError
-from inference_session.model_spec import ModelSpec, VectorType, is_folder_name
-from inference_session.platform.staging import MAX_VERSION
+from inference_session.model_spec import ModelSpec, VectorType
 from triton_backend.repository.config_writer import write_model_config
 from triton_backend.repository.instances import suitable_instances
 from triton_backend.repository.model_config import MAX_BATCH_SIZE
 from triton_backend.repository.view import has_gpu
-
-
-class FileOrUrl(click.Path):
-    """An existing file on this machine, or an unchanged URL."""
-
-    def __init__(self) -> None:
-        super().__init__(exists=True, dir_okay=False)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The path or URL."""
-        return str(value) if "://" in str(value) else str(super().convert(value, param, ctx))
 
 
 class Instances(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic from click 8.3 on
@@ -45,24 +33,6 @@ class Instances(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # gen
         return int(str(value))
 
 
-def model_name(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
-    if not is_folder_name(value.replace(".", "_")) or value.startswith("."):
-        raise click.BadParameter(
-            f"{value!r} may contain only letters, digits, '_', '-' and '.', and must not start with '.'"
-        )
-    return value
-
-
-_name = click.option("--name", required=True, callback=model_name, help="Name by which clients request the model.")
-repository_option = click.option(
-    "--repository",
-    required=True,
-    type=LocalFolder(),
-    help="Model repository; created if it does not exist.",
-)
-version_option = click.option(
-    "--version", type=click.IntRange(1, MAX_VERSION), help="Version number.  [default: one above the highest]"
-)
 _tables = click.option(
     "--tables",
     type=click.Choice(["float32", "float16", "int8"]),
@@ -79,7 +49,7 @@ def command() -> None:
 
 @command.command(short_help="Import an ONNX model, as of PyTorch, Keras or JAX.")
 @click.argument("model", type=FileOrUrl(), metavar="MODEL.onnx")
-@_name
+@name_option
 @repository_option
 @version_option
 @click.option(
@@ -222,7 +192,7 @@ def hugectr(
     metavar="DIR",
     help="Distributed checkpoint, a folder or hdfs:// URL, whose weights replace those in the program.",
 )
-@_name
+@name_option
 @repository_option
 @version_option
 def from_torch(program: Path, checkpoint: str | None, name: str, repository: Path, version: int | None) -> None:
@@ -256,7 +226,7 @@ def from_torch(program: Path, checkpoint: str | None, name: str, repository: Pat
 
 @command.command(short_help="Import tables that DynamicEmb dumped.")
 @click.argument("dump", type=FOLDER)
-@_name
+@name_option
 @repository_option
 @version_option
 def dynamicemb(dump: Path, name: str, repository: Path, version: int | None) -> None:

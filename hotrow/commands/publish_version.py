@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hotrow.commands.import_model import model_name, repository_option, version_option
 from hotrow.options.paths import FOLDER
+from hotrow.options.versions import name_option, repository_option, version_option
 from hotrow.output.formatting import in_units
 from hotrow.output.progress import byte_progress
 from inference_session.model_spec import ModelSpec
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("folder", type=FOLDER)
-@click.option("--name", required=True, callback=model_name, help="The model to which the version belongs.")
+@name_option
 @repository_option
 @version_option
 @click.option(

@@ -24,6 +24,17 @@ class LocalFolder(click.Path):
             self.fail(str(error), param, ctx)
 
 
+class FileOrUrl(click.Path):
+    """An existing file on this machine, or an unchanged URL."""
+
+    def __init__(self) -> None:
+        super().__init__(exists=True, dir_okay=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The path or URL."""
+        return str(value) if "://" in str(value) else str(super().convert(value, param, ctx))
+
+
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 FOLDER = LocalFolder(exists=True)
 
