@@ -30,10 +30,8 @@ def published_keys(url: str, model: str, folder: str, embedding_dim: int, since:
     Raises:
         UnavailableError: the brokers do not answer.
     """
-    topic = topic_name(PREFIXES[0], model, folder)
-    errors = BrokerErrors()
-    settings = {"group.id": f"hotrow.{topic}", "enable.auto.commit": False}
-    consumer = create_client(Consumer, KafkaUrl.parse(url), settings, errors)
+    topic, brokers, errors = topic_name(PREFIXES[0], model, folder), KafkaUrl.parse(url), BrokerErrors()
+    consumer = create_client(Consumer, brokers, {"group.id": f"hotrow.{topic}", "enable.auto.commit": False}, errors)
     try:
         found = consumer.list_topics(timeout=_BROKER_TIMEOUT_S).topics.get(topic)
         partitions = [] if found is None else list(found.partitions)
@@ -42,7 +40,7 @@ def published_keys(url: str, model: str, folder: str, embedding_dim: int, since:
             _keys_of(consumer, TopicPartition(topic, partition), embedding_dim, since_ms) for partition in partitions
         ]
     except KafkaException as error:
-        raise UnavailableError(f"no Kafka broker answers at {url}: {errors.explain(error, consumer)}") from error
+        raise UnavailableError(f"no Kafka broker answers at {brokers}: {errors.explain(error, consumer)}") from error
     finally:
         consumer.close()
     return np.unique(np.concatenate([np.empty(0, np.int64), *keys]))

@@ -22,6 +22,7 @@ from inference_session.errors import ConfigurationError, SessionClosedError
 from inference_session.model_spec import folder_names
 from inference_session.platform.staging import MAX_VERSION
 from inference_session.update_stream.publisher import DEFAULT_TIMEOUT_S, Encoding, Publisher
+from inference_session.urls.kafka_url import KafkaUrl
 
 _CLOCKS_DIFFER = timedelta(minutes=1)
 """The largest difference between the clocks of the ranks and of the process that saved a checkpoint."""
@@ -75,8 +76,13 @@ class UpdatePublisher:
         """
         whole("every_steps", every_steps)
         if not isinstance(url, str) or not isinstance(name, str):
-            raise ConfigurationError(f"url {url!r} and name {name!r} must both be text")
+            # The types: a URL may contain a password.
+            raise ConfigurationError(
+                f"url and name must both be text; found {type(url).__name__} and {type(name).__name__}"
+            )
         self._model, self._every_steps, self._url, self._name = model, every_steps, url, name
+        self._brokers = str(KafkaUrl.parse(url))
+        """The URL without its password."""
         self._ranks = Ranks()
         cuts = find_cuts(unwrapped(model))
         self._outbox = Outbox(lambda: Publisher(url, name, encoding=encoding, timeout_s=timeout_s))
@@ -159,7 +165,7 @@ class UpdatePublisher:
             self._end()
 
     def __repr__(self) -> str:
-        return f"<UpdatePublisher of model {self._name!r} to {self._url!r}, every {self._every_steps} steps>"
+        return f"<UpdatePublisher of model {self._name!r} to {self._brokers!r}, every {self._every_steps} steps>"
 
     def _check_open(self) -> None:
         if self._is_closed:

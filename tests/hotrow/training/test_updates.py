@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from hotrow import training  # noqa: E402
+from hotrow.training.row_updates import published  # noqa: E402
 from hotrow.training.row_updates.outbox import Changes, merge  # noqa: E402
 from inference_session import InferenceSession  # noqa: E402
 from inference_session.errors import ConfigurationError, SessionClosedError, UnavailableError  # noqa: E402
@@ -191,6 +193,27 @@ def test_bad_arguments_are_refused(broker: Broker) -> None:
         with pytest.raises(UnavailableError, match="no Kafka broker answers"):
             training.UpdatePublisher(model, other.url, "ctr", timeout_s=1.0)
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_no_text_shows_the_password_of_a_broker(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither that of an object, nor of an error."""
+    url = broker.url.replace("://", "://trainer:secret@") + "?security_protocol=plaintext"
+    model = models.Clicks(bag_collection(), 16)
+
+    with training.UpdatePublisher(model, url, "ctr") as updates:
+        texts = [repr(updates)]
+    with pytest.raises(ConfigurationError, match="must both be text") as no_name:
+        training.UpdatePublisher(model, url, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(published, "_BROKER_TIMEOUT_S", 0.1)
+    with Broker() as other:
+        other.stop()
+        with pytest.raises(UnavailableError, match="no Kafka broker answers") as no_broker:
+            published.published_keys(
+                url.replace(broker.url[8:], other.url[8:]), "ctr", "user", 4, datetime.now(timezone.utc)
+            )
+
+    assert "trainer" in texts[0]
+    assert not [text for text in (*texts, str(no_name.value), str(no_broker.value)) if "secret" in text]
 
 
 def test_a_version_that_is_none_is_refused_before_it_is_queued(broker: Broker) -> None:
