@@ -59,9 +59,11 @@ def _load_version(server: RemoteServer, model: str, version: int, beside: list[i
 def _report(server: RemoteServer, model: str, version: int | None, before: list[int]) -> None:
     """Print the current state; an error unless the requested version is ready."""
     ready = server.ready_versions(model)
-    if not ready or (version is not None and version not in ready):
+    if version is not None and version not in ready:
         found = ", ".join(map(str, ready)) or "none"
-        raise RemoteError(f"{model}: version {version or 'requested'} is not loaded; loaded: {found}")
+        raise RemoteError(f"{model}: version {version} is not loaded; loaded: {found}")
+    if not ready:
+        raise RemoteError(f"{model}: the server has loaded no version of it")
     others = "".join(f", {other} stays loaded" for other in ready[:-1])
     was = f" (before: {before[-1]})" if before and before[-1] != ready[-1] else ""
     click.echo(f"{model}: version {ready[-1]} serves{was}{others}")

@@ -68,11 +68,8 @@ class _RepositoryIndex:
         self._server = server
 
     def states(self) -> list[IndexEntry]:
-        """One per version; ConnectionError where the server does not answer."""
-        try:
-            index = [] if self._server is None else self._server.repository_index()
-        except HotrowError as error:
-            raise ConnectionError(f"gRPC: {error}") from error
+        """One per version; errors as `RemoteServer.repository_index`."""
+        index = [] if self._server is None else self._server.repository_index()
         return [IndexEntry(*(entry.get(key, "") for key in ("name", "version", "state", "reason"))) for entry in index]
 
 
@@ -89,7 +86,7 @@ def _look(view: TopView, metrics_url: str, index: _RepositoryIndex) -> None:
     """Query the server once; failures are shown as well."""
     try:
         view.add(MetricsPage.fetch(metrics_url, timeout_s=_TIMEOUT_S), index.states())
-    except (OSError, ValueError) as error:
+    except (HotrowError, OSError, ValueError) as error:
         view.lose(str(error))
 
 

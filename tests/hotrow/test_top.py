@@ -280,6 +280,16 @@ def test_once_fails_where_no_server_answers(failing_server: str) -> None:
     assert "cannot read the metrics of a server: HTTP Error 503" in str(result.exception)
 
 
+def test_a_grpc_port_that_does_not_answer_is_named(failing_server: str) -> None:
+    """The metrics of the server can be read."""
+    _Endings.num_answers = 2
+    address = f"127.0.0.1:{free_port()}"
+    result = CliRunner().invoke(command, ["--metrics-url", failing_server, "--once", "--url", address])
+
+    assert isinstance(result.exception, UnavailableError)
+    assert str(result.exception).startswith(address)
+
+
 @pytest.mark.parametrize("address", ["h:8002", "http://h:8002", "http://h:8002/", "h:8002/metrics"])
 def test_the_page_follows_from_the_address_of_its_server(address: str) -> None:
     """The server answers an empty page at `/`, which looked like a server without models."""
