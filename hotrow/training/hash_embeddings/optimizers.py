@@ -35,6 +35,12 @@ class RowOptimizer(ABC):
             step: steps of this embedding, this one included; from 1 on.
         """
 
+    def kernel(self, step: int) -> tuple[str, tuple[float, ...]] | None:
+        """The kernel of `device_rows` that does on a GPU what `update` does, and its settings: rate, three factors,
+        epsilon. None: no kernel does; a class derived from one with a kernel may learn by another formula.
+        """
+        return None
+
 
 def _check(name: str, value: float, *, below: float = math.inf) -> None:
     check(0 <= value < below, name, value, f"numbers from 0 below {below}")
@@ -54,8 +60,10 @@ class SGD(RowOptimizer):
         return {}
 
     def update(self, vectors: Tensor, gradients: Tensor, states: Mapping[str, Tensor], step: int) -> None:
-        """As RowOptimizer says."""
         vectors.add_(gradients, alpha=-self.lr)
+
+    def kernel(self, step: int) -> tuple[str, tuple[float, ...]] | None:
+        return ("learn_sgd", (self.lr, 0.0, 0.0, 0.0, 0.0)) if type(self) is SGD else None
 
 
 @dataclass
@@ -75,9 +83,11 @@ class Adagrad(RowOptimizer):
         return {"sum": self.initial_accumulator_value}
 
     def update(self, vectors: Tensor, gradients: Tensor, states: Mapping[str, Tensor], step: int) -> None:
-        """As RowOptimizer says."""
         total = states["sum"].addcmul_(gradients, gradients)
         vectors.addcdiv_(gradients, total.sqrt().add_(self.eps), value=-self.lr)
+
+    def kernel(self, step: int) -> tuple[str, tuple[float, ...]] | None:
+        return ("learn_adagrad", (self.lr, 0.0, 0.0, 0.0, self.eps)) if type(self) is Adagrad else None
 
 
 @dataclass
@@ -99,26 +109,17 @@ class Adam(RowOptimizer):
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
     def update(self, vectors: Tensor, gradients: Tensor, states: Mapping[str, Tensor], step: int) -> None:
-        """As RowOptimizer says."""
         first, second = self.betas
         average = states["exp_avg"].lerp_(gradients, 1 - first)
         squares = states["exp_avg_sq"].mul_(second).addcmul_(gradients, gradients, value=1 - second)
         vectors.addcdiv_(average, squares.sqrt().add_(self.eps), value=-self.rate(step))
 
+    def kernel(self, step: int) -> tuple[str, tuple[float, ...]] | None:
+        first, second = self.betas
+        settings = self.rate(step), 1 - first, second, 1 - second, self.eps
+        return ("learn_adam", settings) if type(self) is Adam else None
+
     def rate(self, step: int) -> float:
         """The learning rate, corrected for the averages that begin at zero."""
         first, second = self.betas
         return self.lr * math.sqrt(1 - second**step) / (1 - first**step)
-
-
-def kernel_of(optimizer: RowOptimizer, step: int) -> tuple[str, tuple[float, ...]] | None:
-    """The kernel that does on a GPU what `update` does, and its settings: rate, three factors, epsilon."""
-    # A class derived from one of these may learn by another formula.
-    if type(optimizer) is SGD:
-        return "learn_sgd", (optimizer.lr, 0.0, 0.0, 0.0, 0.0)
-    if type(optimizer) is Adagrad:
-        return "learn_adagrad", (optimizer.lr, 0.0, 0.0, 0.0, optimizer.eps)
-    if type(optimizer) is Adam:
-        first, second = optimizer.betas
-        return "learn_adam", (optimizer.rate(step), 1 - first, second, 1 - second, optimizer.eps)
-    return None

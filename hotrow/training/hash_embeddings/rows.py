@@ -19,7 +19,7 @@ from hotrow.training.hash_embeddings.key_index import (
     most_requested,
     requested,
 )
-from hotrow.training.hash_embeddings.optimizers import RowOptimizer, kernel_of
+from hotrow.training.hash_embeddings.optimizers import RowOptimizer
 from hotrow.training.kernels import device_rows
 from hotrow.training.row_access import add_up, gather, longer, scatter
 
@@ -149,7 +149,7 @@ class HashRows:
             gradients: float32 [n, embedding_dim]; may be overwritten.
             are_distinct: whether no row but 0 is named more than once.
         """
-        kernel = kernel_of(self.optimizer, self.steps) if device_rows.can_run(self.device) else None
+        kernel = self.optimizer.kernel(self.steps) if device_rows.can_run(self.device) else None
         if kernel is not None:
             name, settings = kernel
             states = [self.states[name] for name in self.optimizer.states()]
@@ -207,7 +207,8 @@ class HashRows:
 
     def put(self, rows: Rows) -> None:
         """Add rows, or overwrite them; parts of a row that are not given are as in a new row."""
-        places = self._added(rows.keys.to(self.device))
+        places = self.index.find_or_add(rows.keys.to(self.device))
+        self._make_room()
         scatter(self.vectors, places, rows.vectors.to(self.device, torch.float32))
         for name, value in self.optimizer.states().items():
             given = rows.states.get(name)
@@ -266,11 +267,14 @@ class HashRows:
     def _begin_added(self, first: int) -> None:
         """Make the rows that were added, from the given one on."""
         if self.index.num_rows > first:
-            if len(self.index.keys) > len(self.vectors):
-                self._make_room(len(self.index.keys))
+            self._make_room()
             self._begin(first)
 
-    def _make_room(self, num_rows: int) -> None:
+    def _make_room(self) -> None:
+        """Make room for as many rows as the index has."""
+        num_rows = len(self.index.keys)
+        if num_rows <= len(self.vectors):
+            return
         self.vectors = longer(self.vectors, num_rows)
         if self.counts_use:
             self.last_used, self.times_used = longer(self.last_used, num_rows), longer(self.times_used, num_rows)

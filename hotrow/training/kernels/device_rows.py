@@ -237,7 +237,7 @@ def learn(
         states: of the same shape, two at most.
         rows: int64 [n]; 0 stands for none.
         gradients: float32 [n, dim]; may be overwritten.
-        settings: of `kernel_of`.
+        settings: of `RowOptimizer.kernel`.
         are_distinct: whether no row but 0 is named more than once.
     """
     if not are_distinct and name != _LINEAR:

@@ -105,8 +105,8 @@ def _write_all(trainer: Trainer, names: SnapshotNames, staging: Path) -> list[st
         written += _write_table(table, trainer.processes, names, number, staging)
     optimizer = trainer.dense_optimizer
     columns = [
-        torch.cat([states[i].reshape(-1) for states in optimizer.states]) if optimizer.states else torch.empty(0)
-        for i in range(len(optimizer.rule.state_names))
+        torch.cat([states[name].reshape(-1) for states in optimizer.states]) if optimizer.states else torch.empty(0)
+        for name in optimizer.rule.state_names
     ]
     kind = optimizer.rule.__class__.__name__
     written += _write_states(staging, names.dense_states, columns, kind, optimizer.num_steps, {})
@@ -128,7 +128,7 @@ def _write_table(
         _write(staging / f"{states}{_KEYS}", iter(partial(file.read, _BYTES_AT_ONCE), b""))
     about = {"num_rows": (folder / KEY_FILE).stat().st_size // 8, "keys": _digest(folder / KEY_FILE)}
     parts = (part for column in columns for part in column)
-    written = _write_states(staging, states, parts, table.rule.__class__.__name__, table.num_steps, about)
+    written = _write_states(staging, states, parts, table.rule.__class__.__name__, table.rows.steps, about)
     return [names.sparse(number), f"{states}{_KEYS}", *written]
 
 
@@ -228,7 +228,7 @@ def load_dense_states(trainer: Trainer, place: str, params: DataSourceParams) ->
     optimizer = trainer.dense_optimizer
     about = _about_states(place, params, optimizer.rule.__class__.__name__)
     path = fetch(params.place_of(place))
-    tensors = [states[i] for i in range(len(optimizer.rule.state_names)) for states in optimizer.states]
+    tensors = [states[name] for name in optimizer.rule.state_names for states in optimizer.states]
     num_halves = path.stat().st_size // 2 if path.exists() and not about else -1
     # HugeCTR 3 writes halves in mixed precision.
     _read_into(path, tensors, "<f2" if num_halves == sum(tensor.numel() for tensor in tensors) else "<f4")
@@ -272,8 +272,8 @@ def load_table_states(
             "weights of the same snapshot first"
         )
     for name, values in zip(order, states, strict=True):
-        table.set_state(names.index(name), rows[rows > 0], values[rows > 0])
-    table.num_steps = about.get("num_steps", 0)
+        table.set_state(name, rows[rows > 0], values[rows > 0])
+    table.rows.steps = about.get("num_steps", 0)
 
 
 def _keys_of_rows(table: EmbeddingTable, path: Path, params: DataSourceParams, key_type: KeyType) -> NDArray[np.int64]:

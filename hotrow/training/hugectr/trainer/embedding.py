@@ -11,16 +11,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from hotrow.training.hash_embeddings.key_index import create_index, distinct, mixed_bits
+from hotrow.training.hash_embeddings.key_index import mixed_bits
+from hotrow.training.hash_embeddings.rows import HashRows, Rows
 from hotrow.training.hugectr.arguments.enums import Update_t
 from hotrow.training.hugectr.arguments.parameters import OptParamsPy
 from hotrow.training.hugectr.trainer.batch import DeviceBags
-from hotrow.training.hugectr.trainer.optimizers import table_rule
+from hotrow.training.hugectr.trainer.optimizers import Rule, table_rule
 from hotrow.training.hugectr.trainer.processes import Processes
-from hotrow.training.kernels import device_rows
 from hotrow.training.row_access import add_up, gather, longer
 
-_MIN_ROWS = 1024
 _LIMIT = 0.05
 """HugeCTR draws the elements of a new row evenly from -0.05 to 0.05."""
 _FRACTION_BITS = 24
@@ -58,42 +57,37 @@ class EmbeddingTable:
         self.name = name
         self.embedding_dim = embedding_dim
         self.is_trainable = True
-        self.num_steps = 0
-        """All steps of the optimizer so far."""
         self.read_from = ""
         """The sparse folder that rows were read from last."""
         self.rule = table_rule(params)
         self._moves_all = params.update_type is Update_t.Global and self.rule.moves_untouched
-        self._seed = seed
         self._processes = processes or Processes(0, 1, torch.device("cpu"))
         self._device = self._processes.device
         self.finds_distinct = self._processes.count > 1 or self._device.type == "cpu"
         """Whether each key of a batch is searched once. A GPU is faster without, and adds gradients up by rows."""
-        self._rows = create_index(self._device)
-        self._weight = torch.zeros((_MIN_ROWS, embedding_dim), device=self._device)
-        self._states = [self._fresh(_MIN_ROWS) for _ in self.rule.state_names]
+        self.rows = _TableRows(embedding_dim, self.rule, self._device, seed)
         self._is_changed: Tensor | None = None
         """bool [rows], since they were taken last; None where nobody takes them."""
 
     @property
     def num_rows(self) -> int:
         """Rows that have a key, on this process."""
-        return self._rows.num_rows - 1
+        return self.rows.num_rows
 
     @property
     def keys(self) -> Tensor:
         """int64 [num_rows]"""
-        return self._rows.keys[1 : self._rows.num_rows]
+        return self.rows.all().keys
 
     @property
     def weight(self) -> Tensor:
         """[num_rows, embedding_dim], in the order of `keys`."""
-        return self._weight[1 : self._rows.num_rows]
+        return self.rows.all().vectors
 
     @property
     def states(self) -> list[Tensor]:
         """As `weight`, by the names of the rule's states."""
-        return [state[1 : self._rows.num_rows] for state in self._states]
+        return list(self.rows.all().states.values())
 
     @property
     def columns(self) -> list[Tensor]:
@@ -111,7 +105,7 @@ class EmbeddingTable:
         """
         keys, places = bags.distinct_keys if self.finds_distinct else (bags.keys, None)
         kept = self._kept(keys)
-        rows = self._find_or_add(keys if kept is None else keys[kept])
+        rows = self.rows.find_or_add(keys if kept is None else keys[kept])
         vectors = self._vectors(rows, kept, len(keys))
         return BatchRows(rows, kept, vectors.requires_grad_(self.is_trainable), places)
 
@@ -138,74 +132,57 @@ class EmbeddingTable:
         Keys that were never trained on have zeros, as serving answers them. All processes call it with the same batch.
         """
         if self._processes.count == 1:
-            return self._weight[: self._rows.num_rows], self._rows.find(bags.keys)
+            return self.rows.vectors[: self.num_rows + 1], self.rows.find(bags.keys)
         keys, places = bags.distinct_keys
         kept = self._kept(keys)
-        return self._vectors(self._rows.find(keys[kept]), kept, len(keys)), places
+        return self._vectors(self.rows.find(keys[kept]), kept, len(keys)), places
 
     def update(self, touched: BatchRows, gradient: Tensor, lr: float) -> None:
         """One step of the optimizer, given the gradients of `touched.vectors`, which may be overwritten."""
-        self.num_steps += 1
+        self.rows.steps += 1
+        self.rule.lr = lr
         if self._is_changed is not None:
-            self._is_changed[slice(1, self._rows.num_rows) if self._moves_all else touched.rows] = True
+            if len(self._is_changed) < len(self.rows.vectors):
+                self._is_changed = longer(self._is_changed, len(self.rows.vectors), 0)
+            self._is_changed[slice(1, self.num_rows + 1) if self._moves_all else touched.rows] = True
         gradient = gradient if touched.kept is None else gradient[touched.kept]
         if self._moves_all:
-            self._update_all(touched.rows, gradient, lr)
-            return
-        rows, are_distinct = touched.rows, touched.places is not None
-        kernel = self.rule.kernel(lr, self.num_steps) if device_rows.can_run(self._device) else None
-        if kernel is not None:
-            name, settings = kernel
-            gradient = gradient.contiguous()
-            device_rows.learn(name, self._weight, self._states, rows, gradient, *settings, are_distinct=are_distinct)
-            return
-        if not are_distinct:
-            rows, places = distinct(rows)
-            gradient = add_up(len(rows), places, gradient)
-        wholes = [self._weight, *self._states]
-        weight, *states = (whole.index_select(0, rows) for whole in wholes)
-        self.rule.update(weight, gradient, states, lr, self.num_steps)
-        for whole, part in zip(wholes, [weight, *states], strict=True):
-            whole.index_copy_(0, rows, part)
+            used = self.rows.all()
+            gradient = add_up(self.num_rows, touched.rows - 1, gradient)
+            self.rule.update(used.vectors, gradient, used.states, self.rows.steps)
+        else:
+            self.rows.learn(touched.rows, gradient.contiguous(), are_distinct=touched.places is not None)
 
     def track_changes(self) -> None:
         """Note from now on which rows change."""
-        self._is_changed = torch.zeros(len(self._weight), dtype=torch.bool, device=self._device)
+        self._is_changed = torch.zeros(len(self.rows.vectors), dtype=torch.bool, device=self._device)
 
     def take_changes(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Keys [n] and vectors [n, embedding_dim], kept by this process, that changed since the last call."""
         if self._is_changed is None:
             raise ValueError("track_changes comes first")
-        rows = self._is_changed[: self._rows.num_rows].nonzero().squeeze(1)
+        rows = self._is_changed.nonzero().squeeze(1)
         self._is_changed.zero_()
-        return self._rows.keys[rows].cpu().numpy(), self._weight[rows].cpu().numpy()
+        return self.rows.index.keys[rows].cpu().numpy(), self.rows.vectors[rows].cpu().numpy()
 
     def load(self, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """Replace all rows by these, as far as this process keeps them; their states begin anew."""
-        self._rows = create_index(self._device)
-        self._states = [self._fresh(len(self._weight)) for _ in self.rule.state_names]
         _, last = np.unique(keys[::-1], return_index=True)  # of rows with one key, the last is found when served
         order = np.sort(len(keys) - 1 - last)
-        rows = self._rows.find_or_add(torch.from_numpy(keys[order]).to(self._device))
-        self._make_room()
-        self._weight.index_copy_(0, rows, torch.from_numpy(vectors[order]).to(self._device))
-        self.num_steps = 0
+        self.rows.clear()
+        self.rows.put(Rows(torch.from_numpy(keys[order]), torch.from_numpy(vectors[order])))
+        self.rows.steps = 0
         if self._is_changed is not None:
             self._is_changed.zero_()
 
     def rows_of(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """int64 [n] to the rows that this process keeps, int64 [n]; 0 for other keys."""
-        return self._rows.find(torch.from_numpy(keys).to(self._device)).cpu().numpy()
+        return self.rows.find(torch.from_numpy(keys).to(self._device)).cpu().numpy()
 
-    def set_state(self, number: int, rows: NDArray[np.int64], values: NDArray[np.float32]) -> None:
-        """Set the state of that number of some rows, as `rows_of` gives them, to [n, embedding_dim]."""
+    def set_state(self, name: str, rows: NDArray[np.int64], values: NDArray[np.float32]) -> None:
+        """Set a state of some rows, as `rows_of` gives them, to [n, embedding_dim]."""
         places = torch.from_numpy(rows).to(self._device)
-        self._states[number].index_copy_(0, places, torch.from_numpy(values).to(self._device))
-
-    def _update_all(self, rows: Tensor, gradient: Tensor, lr: float) -> None:
-        used = self._rows.num_rows
-        states = [state[:used] for state in self._states]
-        self.rule.update(self._weight[:used], add_up(used, rows, gradient), states, lr, self.num_steps)
+        self.rows.states[name].index_copy_(0, places, torch.from_numpy(values).to(self._device))
 
     def _pool_all(self, vectors: Tensor, bags: DeviceBags, combiner: str) -> Tensor:
         """As `pool`, of vectors that are those of the batch's keys, in their order."""
@@ -224,41 +201,26 @@ class EmbeddingTable:
     def _vectors(self, rows: Tensor, kept: Tensor | None, num_keys: int) -> Tensor:
         """[num_keys, embedding_dim]: the vectors of a batch's distinct keys, each from the process that keeps it."""
         if kept is None:
-            return self._weight.index_select(0, rows)
-        vectors = self._weight.new_zeros((num_keys, self.embedding_dim))
-        vectors[kept] = self._weight.index_select(0, rows)
+            return self.rows.vectors.index_select(0, rows)
+        vectors = self.rows.vectors.new_zeros((num_keys, self.embedding_dim))
+        vectors[kept] = self.rows.vectors.index_select(0, rows)
         return self._processes.add_up(vectors)
 
-    def _find_or_add(self, keys: Tensor) -> Tensor:
-        """The rows of keys, each given once; new keys get initial values."""
-        begin = self._rows.num_rows
-        rows = self._rows.find_or_add(keys)
-        end = self._rows.num_rows
-        self._make_room()
-        if end > begin:
-            self._weight[begin:end] = self._first_vectors(self._rows.keys[begin:end])
-        return rows
 
-    def _first_vectors(self, keys: Tensor) -> Tensor:
-        """float32 [n, embedding_dim], from key and seed alone: the same on any number of processes."""
-        columns = torch.arange(1, self.embedding_dim + 1, device=keys.device) * _ODD
+class _TableRows(HashRows):
+    """Rows whose first vectors follow from key and seed alone: the same on any number of processes."""
+
+    def __init__(self, embedding_dim: int, rule: Rule, device: torch.device, seed: int) -> None:
+        super().__init__(torch.empty((0, embedding_dim)), rule, device)
+        self._seed = seed
+
+    def initial_vectors(self, keys: Tensor) -> Tensor:
+        """float32 [n, embedding_dim]"""
+        columns = torch.arange(1, self.initial.shape[1] + 1, device=keys.device) * _ODD
         start = mixed_bits(torch.tensor(self._seed % 2**63))
         bits = mixed_bits(mixed_bits(keys + start)[:, None] + columns)
         fractions = (bits & ((1 << _FRACTION_BITS) - 1)).to(torch.float32) / (1 << _FRACTION_BITS)
         return (2.0 * fractions - 1.0) * _LIMIT
-
-    def _make_room(self) -> None:
-        num_rows = self._rows.num_rows
-        if num_rows <= len(self._weight):
-            return
-        num_rows = max(num_rows, 2 * len(self._weight))
-        self._weight = longer(self._weight, num_rows, 0)
-        self._states = [longer(state, num_rows, self.rule.first_state) for state in self._states]
-        if self._is_changed is not None:
-            self._is_changed = longer(self._is_changed, num_rows, 0)
-
-    def _fresh(self, num_rows: int) -> Tensor:
-        return torch.full((num_rows, self.embedding_dim), self.rule.first_state, device=self._device)
 
 
 class _Chosen(torch.autograd.Function):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from hotrow.training.hash_embeddings.optimizers import RowOptimizer
 from hotrow.training.hugectr.arguments.enums import Optimizer_t, Update_t
 from hotrow.training.hugectr.arguments.parameters import OptParamsPy
 from inference_session.errors import UnsupportedModelError
@@ -16,8 +16,8 @@ _TINY = 1.1920928955078125e-07
 """The number that Ftrl adds below its roots."""
 
 
-class Rule(ABC):
-    """Updates weights by gradients. The caller keeps its states, in tensors as large as the weights."""
+class Rule(RowOptimizer):
+    """Updates the weights of a network, or rows of a table. The caller keeps its states, as large as the weights."""
 
     state_names: tuple[str, ...] = ()
     first_state = 0.0
@@ -27,31 +27,27 @@ class Rule(ABC):
 
     def __init__(self, params: OptParamsPy) -> None:
         self.params = params
+        self.lr = 0.0
+        """The rate of the next step, which the caller sets."""
 
     @property
     def original_states(self) -> tuple[str, ...]:
         """The states in the order in which HugeCTR saves those of a table; it does not save all of them."""
         return self.state_names
 
-    @abstractmethod
-    def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
-        """One step in place, the first of which is number 1."""
-
-    def kernel(self, lr: float, step: int) -> tuple[str, tuple[float, ...]] | None:
-        """The kernel of `device_rows` that updates rows of a table on a GPU, and its settings; None where none does."""
-        return None
+    def states(self) -> Mapping[str, float]:
+        return dict.fromkeys(self.state_names, self.first_state)
 
     def update_all(
         self,
         weights: Sequence[Tensor],
         gradients: Sequence[Tensor],
-        states: Sequence[Sequence[Tensor]],
-        lr: float,
+        states: Sequence[Mapping[str, Tensor]],
         step: int,
     ) -> None:
         """As `update`, of several weights."""
         for weight, gradient, own in zip(weights, gradients, states, strict=True):
-            self.update(weight, gradient, own, lr, step)
+            self.update(weight, gradient, own, step)
 
 
 class Adam(Rule):
@@ -60,32 +56,32 @@ class Adam(Rule):
     state_names = ("m", "v")
     moves_untouched = True
 
-    def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
-        self.update_all([weight], [gradient], [states], lr, step)
+    def update(self, vectors: Tensor, gradients: Tensor, states: Mapping[str, Tensor], step: int) -> None:
+        self.update_all([vectors], [gradients], [states], step)
 
     def update_all(
         self,
         weights: Sequence[Tensor],
         gradients: Sequence[Tensor],
-        states: Sequence[Sequence[Tensor]],
-        lr: float,
+        states: Sequence[Mapping[str, Tensor]],
         step: int,
     ) -> None:
         """As `Rule`, in one pass over all of them."""
-        params, (m, v) = self.params, zip(*states, strict=True)
+        params = self.params
+        m, v = ([own[name] for own in states] for name in self.state_names)
         # torch corrects the root before it adds epsilon.
         epsilon = params.epsilon / (1.0 - params.beta2**step) ** 0.5
         # Filled on the device: a number that is copied there would make the host wait.
         steps = [torch.full((), float(step), device=weights[0].device)] * len(weights)
         # What torch.optim.Adam(fused=True) calls; what it does before, in Python, takes longer than the pass itself.
         torch._fused_adam_(
-            list(weights), list(gradients), list(m), list(v), [], steps, lr=lr, beta1=params.beta1, beta2=params.beta2,
+            list(weights), list(gradients), m, v, [], steps, lr=self.lr, beta1=params.beta1, beta2=params.beta2,
             weight_decay=0.0, eps=epsilon, amsgrad=False, maximize=False,
         )  # fmt: skip
 
-    def kernel(self, lr: float, step: int) -> tuple[str, tuple[float, ...]]:
+    def kernel(self, step: int) -> tuple[str, tuple[float, ...]]:
         beta1, beta2 = self.params.beta1, self.params.beta2
-        rate = lr * (1.0 - beta2**step) ** 0.5 / (1.0 - beta1**step)
+        rate = self.lr * (1.0 - beta2**step) ** 0.5 / (1.0 - beta1**step)
         return "learn_adam", (rate, 1.0 - beta1, beta2, 1.0 - beta2, self.params.epsilon)
 
 
@@ -98,18 +94,18 @@ class LazyAdam(Rule):
     def original_states(self) -> tuple[str, ...]:
         return ("m", "v")
 
-    def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
+    def update(self, vectors: Tensor, gradients: Tensor, states: Mapping[str, Tensor], step: int) -> None:
         """As `Rule`; `touched` holds the step before which each element was touched last, less 1."""
-        m, v, touched = states
+        m, v, touched = (states[name] for name in self.state_names)
         beta1, beta2 = self.params.beta1, self.params.beta2
         last = touched + 1.0
         skipped = step - last
         kept = beta1**skipped
-        alpha = lr / (1.0 - beta1) * (1.0 - beta2**last).sqrt() / (1.0 - beta1**last) * (1.0 - kept)
+        alpha = self.lr / (1.0 - beta1) * (1.0 - beta2**last).sqrt() / (1.0 - beta1**last) * (1.0 - kept)
         # The part of the last gradient's movement that is still to be applied.
-        weight.sub_(alpha * m / (v.sqrt() + self.params.epsilon))
-        m.mul_(kept).add_(gradient, alpha=1.0 - beta1)
-        v.mul_(beta2**skipped).addcmul_(gradient, gradient, value=1.0 - beta2)
+        vectors.sub_(alpha * m / (v.sqrt() + self.params.epsilon))
+        m.mul_(kept).add_(gradients, alpha=1.0 - beta1)
+        v.mul_(beta2**skipped).addcmul_(gradients, gradients, value=1.0 - beta2)
         touched.fill_(float(step - 1))
 
 
@@ -122,13 +118,12 @@ class AdaGrad(Rule):
         super().__init__(params)
         self.first_state = params.initial_accu_value
 
-    def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
-        (total,) = states
-        total.addcmul_(gradient, gradient)
-        weight.addcdiv_(gradient, total.sqrt().add_(self.params.epsilon), value=-lr)
+    def update(self, vectors: Tensor, gradients: Tensor, states: Mapping[str, Tensor], step: int) -> None:
+        total = states["sum"].addcmul_(gradients, gradients)
+        vectors.addcdiv_(gradients, total.sqrt().add_(self.params.epsilon), value=-self.lr)
 
-    def kernel(self, lr: float, step: int) -> tuple[str, tuple[float, ...]]:
-        return "learn_adagrad", (lr, 0.0, 0.0, 0.0, self.params.epsilon)
+    def kernel(self, step: int) -> tuple[str, tuple[float, ...]]:
+        return "learn_adagrad", (self.lr, 0.0, 0.0, 0.0, self.params.epsilon)
 
 
 class MomentumSGD(Rule):
@@ -137,10 +132,9 @@ class MomentumSGD(Rule):
     state_names = ("momentum",)
     moves_untouched = True
 
-    def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
-        (momentum,) = states
-        momentum.mul_(self.params.momentum_factor).sub_(gradient, alpha=lr)
-        weight.add_(momentum)
+    def update(self, vectors: Tensor, gradients: Tensor, states: Mapping[str, Tensor], step: int) -> None:
+        momentum = states["momentum"].mul_(self.params.momentum_factor).sub_(gradients, alpha=self.lr)
+        vectors.add_(momentum)
 
 
 class Nesterov(Rule):
@@ -149,22 +143,21 @@ class Nesterov(Rule):
     state_names = ("accm",)
     moves_untouched = True
 
-    def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
-        (accm,) = states
-        mu = self.params.momentum_factor
-        weight.sub_(accm, alpha=mu)
-        accm.mul_(mu).sub_(gradient, alpha=lr)
-        weight.add_(accm, alpha=1.0 + mu)
+    def update(self, vectors: Tensor, gradients: Tensor, states: Mapping[str, Tensor], step: int) -> None:
+        accm, mu = states["accm"], self.params.momentum_factor
+        vectors.sub_(accm, alpha=mu)
+        accm.mul_(mu).sub_(gradients, alpha=self.lr)
+        vectors.add_(accm, alpha=1.0 + mu)
 
 
 class SGD(Rule):
     """Plain steps."""
 
-    def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
-        weight.sub_(gradient, alpha=lr)
+    def update(self, vectors: Tensor, gradients: Tensor, states: Mapping[str, Tensor], step: int) -> None:
+        vectors.sub_(gradients, alpha=self.lr)
 
-    def kernel(self, lr: float, step: int) -> tuple[str, tuple[float, ...]]:
-        return "learn_sgd", (lr, 0.0, 0.0, 0.0, 0.0)
+    def kernel(self, step: int) -> tuple[str, tuple[float, ...]]:
+        return "learn_sgd", (self.lr, 0.0, 0.0, 0.0, 0.0)
 
 
 class Ftrl(Rule):
@@ -176,17 +169,17 @@ class Ftrl(Rule):
     def original_states(self) -> tuple[str, ...]:
         return ("n", "z")
 
-    def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
-        if lr == 0.0:
+    def update(self, vectors: Tensor, gradients: Tensor, states: Mapping[str, Tensor], step: int) -> None:
+        if self.lr == 0.0:
             return
-        z, n = states
+        z, n = states["z"], states["n"]
         before = (n + _TINY).sqrt()
-        n.addcmul_(gradient, gradient)
+        n.addcmul_(gradients, gradients)
         root = (n + _TINY).sqrt()
-        z.add_(gradient).add_((before - root) * weight / lr)
+        z.add_(gradients).add_((before - root) * vectors / self.lr)
         held = self.params.lambda1 * z.sign() - z
-        steps = (self.params.beta + root) / lr + self.params.lambda2
-        weight.copy_(torch.where(z.abs() > self.params.lambda1, held / steps, 0.0))
+        steps = (self.params.beta + root) / self.lr + self.params.lambda2
+        vectors.copy_(torch.where(z.abs() > self.params.lambda1, held / steps, 0.0))
 
 
 _RULES: dict[Optimizer_t, type[Rule]] = {

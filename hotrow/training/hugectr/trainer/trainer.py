@@ -29,8 +29,8 @@ class DenseOptimizer:
     """The optimizer of the dense network, and its states."""
 
     rule: Rule
-    states: list[list[Tensor]]
-    """By weight, then by the names of the rule's states."""
+    states: list[dict[str, Tensor]]
+    """By weight, then by name."""
     num_steps: int = 0
 
     def step(self, weights: Sequence[Tensor], scaler: float, lr: float) -> None:
@@ -41,7 +41,8 @@ class DenseOptimizer:
         if not chosen:
             return
         changed, gradients, states = (list(column) for column in zip(*chosen, strict=True))
-        self.rule.update_all(changed, _unscaled(gradients, scaler), states, lr, self.num_steps)
+        self.rule.lr = lr
+        self.rule.update_all(changed, _unscaled(gradients, scaler), states, self.num_steps)
         for weight in changed:
             weight.grad = None
 
@@ -93,7 +94,7 @@ class Trainer:
         self.staging = Staging(processes)
         rule = dense_rule(params)
         self.dense_optimizer = DenseOptimizer(
-            rule, [[torch.full_like(w.data, rule.first_state) for _ in rule.state_names] for w in self.weights]
+            rule, [{name: torch.full_like(w.data, v) for name, v in rule.states().items()} for w in self.weights]
         )
         own = {item.table: each for item, each in zip(graph.embeddings, table_params, strict=True)}
         self.tables = [

@@ -64,7 +64,7 @@ def _fill(model: Model, number: int) -> None:
     """So that each file shows which save wrote it."""
     trainer = model.trainer
     optimizer = trainer.dense_optimizer
-    dense = [*trainer.weights, *(state for states in optimizer.states for state in states)]
+    dense = [*trainer.weights, *(state for states in optimizer.states for state in states.values())]
     tables = [tensor for table in trainer.tables for tensor in (table.weight, *table.states)]
     statistics = [tensor for pair in trainer.network.statistics() for tensor in pair]
     for tensor in (*dense, *tables, *statistics):

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from hotrow.training import hugectr
+from hotrow.training.hash_embeddings import rows as hash_rows
 from hotrow.training.hash_embeddings.key_index import SortedIndex, create_index
 from hotrow.training.hugectr import (
     DataReaderType_t,
@@ -30,7 +31,7 @@ from hotrow.training.hugectr import (
 )
 from hotrow.training.hugectr.graph.graph_json import dense_document, read_dense
 from hotrow.training.hugectr.readers.block import Bags, Block
-from hotrow.training.hugectr.trainer import batch, embedding
+from hotrow.training.hugectr.trainer import batch
 from hotrow.training.hugectr.trainer.batch import Batch, DeviceBags, Staging
 from hotrow.training.hugectr.trainer.embedding import EmbeddingTable
 from hotrow.training.hugectr.trainer.metrics import Metrics, auc
@@ -83,11 +84,12 @@ def test_dense_optimizers_follow_their_formulas(kind: Optimizer_t) -> None:
     rule = dense_rule(params)
     expected = random.normal(size=20)
     weight = torch.tensor(expected, dtype=torch.float32)
-    states = [torch.full((20,), rule.first_state) for _ in rule.state_names]
+    states = {name: torch.full((20,), rule.first_state) for name in rule.state_names}
+    rule.lr = 0.05
     slow = {name: np.full(20, rule.first_state) for name in rule.state_names}
     for t in range(1, 30):
         gradient = random.normal(size=20)
-        rule.update(weight, torch.tensor(gradient, dtype=torch.float32), states, 0.05, t)
+        rule.update(weight, torch.tensor(gradient, dtype=torch.float32), states, t)
         oracle_step(kind, params, expected, gradient, slow, 0.05, t)
     np.testing.assert_allclose(weight.numpy(), expected, atol=2e-5)
 
@@ -176,10 +178,10 @@ def test_an_index_may_give_rows_in_any_order(monkeypatch: pytest.MonkeyPatch) ->
     found = []
     keys, vectors = np.array([9, 2, 7, 2]), np.arange(8, dtype=np.float32).reshape(4, 2)
     for create in (create_index, SortedIndex):
-        monkeypatch.setattr(embedding, "create_index", create)
+        monkeypatch.setattr(hash_rows, "create_index", create)
         table = EmbeddingTable("t", 2, optimizer(Optimizer_t.AdaGrad))
         table.load(keys, vectors)
-        table.set_state(0, table.rows_of(np.array([7, 9])), np.ones((2, 2), np.float32))
+        table.set_state("sum", table.rows_of(np.array([7, 9])), np.ones((2, 2), np.float32))
         bags = lists(np.array([5, 2, 5, 1]), np.arange(5))
         touched = table.touch(bags)
         table.pool(touched.vectors, touched.places, bags, "sum").sum().backward()
@@ -187,8 +189,8 @@ def test_an_index_may_give_rows_in_any_order(monkeypatch: pytest.MonkeyPatch) ->
         with torch.no_grad():
             table.update(touched, touched.vectors.grad, 0.1)
         assert table.weight[table.rows_of(np.array([7])) - 1].tolist() == [[4.0, 5.0]]
-        rows = zip(table.keys.tolist(), table.weight.tolist(), table.states[0].tolist(), strict=True)
-        found.append(sorted(rows))
+        learned = zip(table.keys.tolist(), table.weight.tolist(), table.states[0].tolist(), strict=True)
+        found.append(sorted(learned))
     assert found[0] == found[1]
 
 
