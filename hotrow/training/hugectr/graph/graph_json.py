@@ -97,14 +97,15 @@ _FIELDS: Mapping[str, tuple[_Field, ...]] = {
 _FORMER_NAMES = {"Multiply": "WeightMultiply"}
 """Types of layers in configurations of releases before 3.0, and their later names."""
 _REGULARIZER = (_Field("regularizer_type", ("regularizer",), Regularizer_t), _Field("lambda_", ("lambda",)))
-_HPARAMS: Mapping[Optimizer_t, tuple[str, Mapping[str, str]]] = {
-    Optimizer_t.Adam: ("adam_hparam", {"beta1": "beta1", "beta2": "beta2", "epsilon": "epsilon"}),
-    Optimizer_t.AdaGrad: ("adagrad_hparam", {"initial_accu_value": "initial_accu_value", "epsilon": "epsilon"}),
-    Optimizer_t.MomentumSGD: ("momentum_sgd_hparam", {"momentum_factor": "momentum_factor"}),
-    Optimizer_t.Nesterov: ("nesterov_hparam", {"momentum_factor": "momentum_factor"}),
-    Optimizer_t.SGD: ("sgd_hparam", {"atomic_update": "atomic_update"}),
-    Optimizer_t.Ftrl: ("ftrl_hparam", {"beta": "beta", "lambda1": "lambda1", "lambda2": "lambda2"}),
+_HPARAMS: Mapping[Optimizer_t, tuple[str, Sequence[str]]] = {
+    Optimizer_t.Adam: ("adam_hparam", ("beta1", "beta2", "epsilon")),
+    Optimizer_t.AdaGrad: ("adagrad_hparam", ("initial_accu_value", "epsilon")),
+    Optimizer_t.MomentumSGD: ("momentum_sgd_hparam", ("momentum_factor",)),
+    Optimizer_t.Nesterov: ("nesterov_hparam", ("momentum_factor",)),
+    Optimizer_t.SGD: ("sgd_hparam", ("atomic_update",)),
+    Optimizer_t.Ftrl: ("ftrl_hparam", ("beta", "lambda1", "lambda2")),
 }
+"""By optimizer, the section of its parameters, and their names there and in OptParamsPy."""
 
 
 def data_document(layer: Input) -> Document:
@@ -156,7 +157,7 @@ def embedding_document(layer: SparseEmbedding, params: OptParamsPy, num_gpus: in
         "optimizer": {
             "type": params.optimizer_type.value,
             "update_type": params.update_type.value,
-            name: {field: getattr(params, argument) for field, argument in fields.items()},
+            name: {field: getattr(params, field) for field in fields},
         },
     }
 
@@ -266,7 +267,7 @@ def read_optimizer(document: Mapping[str, Any]) -> OptParamsPy:
     kind = _member(Optimizer_t, _get(document, "type"))
     name, fields = _HPARAMS[kind]
     given = document.get(name, {})
-    arguments = {argument: given[field] for field, argument in fields.items() if field in given}
+    arguments = {field: given[field] for field in fields if field in given}
     update = _member(Update_t, document.get("update_type", "Local"))
     return OptParamsPy(kind, update, **arguments)
 

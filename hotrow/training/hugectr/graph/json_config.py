@@ -15,15 +15,6 @@ from hotrow.training.hugectr.graph.graph_json import read_optimizer
 from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.importers.hugectr.json_file import JsonFile, read_json
 
-_SOLVER = frozenset(
-    {
-        "auc_threshold", "batchsize", "batchsize_eval", "dense_model_file", "dense_opt_states_file", "display",
-        "eval_batches", "eval_interval", "eval_metrics", "export_predictions_prefix", "gpu",
-        "input_key_type", "lr_policy", "max_eval_batches",
-        "max_eval_samples", "max_iter", "mixed_precision", "model_name", "num_epochs", "seed", "snapshot",
-        "snapshot_prefix", "sparse_model_file", "sparse_opt_states_file",
-    }
-)  # fmt: skip
 _WITHOUT_EFFECT = frozenset(
     {"algorithm_search", "all_reduce_algo", "cuda_graph", "device_layout", "enable_tf32_compute", "gen_loss_summary"}
 )
@@ -38,6 +29,8 @@ _TEXTS = frozenset(
         "model_name", "snapshot_prefix",
     }
 )  # fmt: skip
+_FILES = frozenset({"sparse_model_file", "sparse_opt_states_file"})
+_SOLVER = _WHOLE_NUMBERS.keys() | _TEXTS | _FILES | {"auc_threshold", "eval_metrics", "gpu", "mixed_precision"}
 _SCHEDULE = ("warmup_steps", "decay_start", "decay_steps", "decay_power", "end_lr")
 
 
@@ -127,7 +120,7 @@ def _allowed(name: str, value: Any) -> str | None:
         return f"whole numbers from {_WHOLE_NUMBERS[name]}"
     if name in _TEXTS and not isinstance(value, str):
         return "text"
-    if name in ("sparse_model_file", "sparse_opt_states_file") and not _are(str, value) and not isinstance(value, str):
+    if name in _FILES and not _are(str, value) and not isinstance(value, str):
         return "text, or a list of it"
     if name == "eval_metrics" and not _are(str, value):
         return 'a list of text, such as ["AUC:0.8"]'

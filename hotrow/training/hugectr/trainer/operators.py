@@ -96,14 +96,12 @@ def _reduce_sum(attributes: Attributes, constants: Constants) -> Function:
     return lambda x: x.sum(dim=axes, keepdim=keeps)
 
 
-def _reduce_mean(attributes: Attributes, _constants: Constants) -> Function:
-    axes, keeps = list(attributes["axes"]), bool(attributes["keepdims"])
-    return lambda x: x.mean(dim=axes, keepdim=keeps)
+def _over_axes(function: Function) -> Callable[[Attributes, Constants], Function]:
+    def make(attributes: Attributes, _constants: Constants) -> Function:
+        axes, keeps = list(attributes["axes"]), bool(attributes["keepdims"])
+        return lambda x: function(x, dim=axes, keepdim=keeps)
 
-
-def _reduce_max(attributes: Attributes, _constants: Constants) -> Function:
-    axes, keeps = list(attributes["axes"]), bool(attributes["keepdims"])
-    return lambda x: x.amax(dim=axes, keepdim=keeps)
+    return make
 
 
 def _softmax(attributes: Attributes, _constants: Constants) -> Function:
@@ -140,8 +138,8 @@ OPERATORS: Mapping[str, Callable[[Attributes, Constants], Function]] = {
     "MatMul": _same(torch.matmul),
     "Mul": _same(torch.mul),
     "Pad": _pad,
-    "ReduceMax": _reduce_max,
-    "ReduceMean": _reduce_mean,
+    "ReduceMax": _over_axes(torch.amax),
+    "ReduceMean": _over_axes(torch.mean),
     "ReduceSum": _reduce_sum,
     "Relu": _same(torch.relu),
     "Reshape": _reshape,
