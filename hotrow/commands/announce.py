@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import click
 
-from inference_session.platform.staging import MAX_VERSION
+from hotrow.options.versions import VERSION
 from inference_session.update_stream.topics import announcement_topic
 
 
 @click.command()
 @click.argument("model")
-@click.argument("version", type=click.IntRange(1, MAX_VERSION))
+@click.argument("version", type=VERSION)
 @click.option("--to", "url", required=True, metavar="KAFKA_URL", help="kafka://HOST:PORT[,HOST:PORT]")
 def command(model: str, version: int, url: str) -> None:
     """Announce VERSION of MODEL, network and rows, to every server for which `hotrow follow` runs.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import click
 
 from hotrow.options.server import ServerAddress, server_options
+from hotrow.options.versions import VERSION
 from hotrow.output.progress import waiting
 from inference_session.errors import ConfigurationError
-from inference_session.platform.staging import MAX_VERSION
 from triton_backend.client.server import NoSuchVersionError, RemoteError, RemoteServer
 
 
@@ -15,7 +15,7 @@ from triton_backend.client.server import NoSuchVersionError, RemoteError, Remote
 @click.argument("model")
 @click.option(
     "--version",
-    type=click.IntRange(1, MAX_VERSION),
+    type=VERSION,
     help="Serve exactly this version.  [default: the newest, or as the version policy in config.pbtxt says]",
 )
 @click.option(

@@ -9,19 +9,17 @@ import numpy as np
 
 from hotrow.options.paths import FILE
 from hotrow.options.server import ServerAddress, server_options
+from hotrow.options.versions import VERSION
 from hotrow.output.formatting import counted
 from hotrow.output.progress import waiting
 from inference_session.errors import ConfigurationError
-from inference_session.platform.staging import MAX_VERSION
 from triton_backend.client.recorded_requests import RecordedRequest, largest_difference, not_finite, read_requests
 from triton_backend.client.server import RemoteError, RemoteServer
-
-_VERSION = click.IntRange(1, MAX_VERSION)
 
 
 @click.command()
 @click.argument("model")
-@click.option("--version", type=_VERSION, required=True, help="The version to test; it must be loaded.")
+@click.option("--version", type=VERSION, required=True, help="The version to test; it must be loaded.")
 @click.option(
     "--requests",
     type=FILE,
@@ -30,7 +28,7 @@ _VERSION = click.IntRange(1, MAX_VERSION)
 )
 @click.option(
     "--compare-with",
-    type=_VERSION,
+    type=VERSION,
     metavar="OLD",
     help=("Send the requests to this version too, and compare the answers."),
 )

@@ -17,12 +17,11 @@ def _model_name(ctx: click.Context, parameter: click.Parameter, value: str) -> s
     return value
 
 
+VERSION = click.IntRange(1, MAX_VERSION)
 name_option = click.option(
     "--name", required=True, callback=_model_name, help="Name by which clients request the model."
 )
 repository_option = click.option(
     "--repository", required=True, type=LocalFolder(), help="Model repository; created if it does not exist."
 )
-version_option = click.option(
-    "--version", type=click.IntRange(1, MAX_VERSION), help="Version number.  [default: one above the highest]"
-)
+version_option = click.option("--version", type=VERSION, help="Version number.  [default: one above the highest]")
