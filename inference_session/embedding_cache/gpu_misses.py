@@ -24,10 +24,9 @@ from inference_session.embedding_cache.base import Misses
 from inference_session.embedding_cache.missing_rows import MissingRows
 from inference_session.kernels.cuda import launch as gpu
 from inference_session.kernels.cuda.records import Tiles, numbered_tables
-from inference_session.kernels.records import Lookup, PoolingCode, VectorCode, address_of
+from inference_session.kernels.records import FLOAT_BYTES, KEY_BYTES, Lookup, PoolingCode, VectorCode, address_of
 
 _BEYOND_ALL_ROWS = np.iinfo(np.int64).max
-_KEY_BYTES, _FLOAT_BYTES = 8, 4
 _MOST_BYTES = 1 << 28
 """Device memory for the vectors of bags that have missing keys; a single look-up may need more."""
 
@@ -39,7 +38,7 @@ def parts_within(lookup: Lookup, dims: NDArray[np.int64]) -> Sequence[NDArray[np
     if not missed["pooling"].any():
         return [numbers] if len(numbers) else []
     num_floats = _num_positions(missed) * dims[missed["table"]] * (missed["pooling"] != PoolingCode.NONE)
-    part = np.cumsum(num_floats * _FLOAT_BYTES) // _MOST_BYTES
+    part = np.cumsum(num_floats * FLOAT_BYTES) // _MOST_BYTES
     return np.split(numbers, np.flatnonzero(np.diff(part)) + 1)
 
 
@@ -84,13 +83,13 @@ class GpuMisses(Misses):
         fills, pools = self._alone.copy(), self._segments[self._pooled]
         rows, numbers = self._row_numbers(), self._device.pinned((int(self._num_keys.max()),), np.int64)
         numbers[:] = np.arange(len(numbers))
-        fills["keys_address"] = address_of(rows) + _KEY_BYTES * _begins(self._num_keys)
+        fills["keys_address"] = address_of(rows) + KEY_BYTES * _begins(self._num_keys)
         pools["keys_address"] = address_of(numbers)
         pools["table"] = len(self._dims) + np.arange(len(pools))
         tables = self._tables()
         for segments, tiles in ((fills, self._tiles), (pools, None)):
-            segments["key_bytes"] = segments["key_stride"] = _KEY_BYTES
-            segments["row_stride"] = segments["keys_per_row"] * _KEY_BYTES
+            segments["key_bytes"] = segments["key_stride"] = KEY_BYTES
+            segments["row_stride"] = segments["keys_per_row"] * KEY_BYTES
             if len(segments):
                 gpu.prepare(segments, address_of(tables), tiles=tiles).run()
         self._lookup.num_unknown[self._numbers] = self.rows.num_unknown()
@@ -104,7 +103,7 @@ class GpuMisses(Misses):
         for i in self._pooled.tolist():
             shape = (int(alone["num_rows"][i]), int(alone["keys_per_row"][i] * self._dims[alone["table"][i]]))
             alone["output_address"][i] = address_of(self._device.empty(shape))
-            alone["output_stride"][i], alone["output_code"][i] = shape[1] * _FLOAT_BYTES, VectorCode.FLOAT32
+            alone["output_stride"][i], alone["output_code"][i] = shape[1] * FLOAT_BYTES, VectorCode.FLOAT32
         for field in ("pooling", "weights_address", "begins_address", "ends_address"):
             alone[field] = 0
         return alone

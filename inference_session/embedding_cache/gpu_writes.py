@@ -22,6 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from inference_session.device.cuda import CudaDevice
 from inference_session.device.pinned import is_pinned, pinned_empty
 from inference_session.errors import InvalidRequestError, UnavailableError
+from inference_session.kernels.records import FLOAT_BYTES, KEY_BYTES
 from inference_session.kernels.threads import run_parts
 
 _STAGED_BYTES = 1 << 24
@@ -32,7 +33,6 @@ _SMALL_BYTES = 1 << 18
 """Of a piece whose transfer takes the device less time than it takes to let others use it meanwhile."""
 _POLL_S = 20e-6
 _THREAD_BYTES, _MAX_THREADS = 1 << 21, 4
-_KEY_BYTES, _FLOAT_BYTES = 8, 4
 _ALIGNMENT = 128
 """Of arrays on the device: bytes that it reads at once."""
 
@@ -72,7 +72,7 @@ class GivenRows(GivenKeys):
 
     def parts(self, num_bytes: int) -> Iterator[_Part]:
         """The rows in parts of about the same size, of at most this many bytes, or of one row."""
-        row_bytes = _KEY_BYTES + _FLOAT_BYTES * self.vectors.shape[1]
+        row_bytes = KEY_BYTES + FLOAT_BYTES * self.vectors.shape[1]
         num_rows = len(self.keys)
         num_parts = -(-num_rows // max(num_bytes // row_bytes, 1))
         for i in range(num_parts):
@@ -90,7 +90,7 @@ class _Part(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """As the cache wants them."""
-        return self.keys.size * _KEY_BYTES + self.vectors.size * _FLOAT_BYTES
+        return self.keys.size * KEY_BYTES + self.vectors.size * FLOAT_BYTES
 
 
 class _GivenPiece(NamedTuple):
@@ -194,7 +194,7 @@ class Uploads:
 
     def _upload(self, parts: Sequence[_Part], pinned: _PinnedBuffers | None, turn: int) -> _UploadedPiece:
         """Launch the copies to the device, through pinned memory or from where the only part is."""
-        sizes = [(part.keys.size * _KEY_BYTES, part.vectors.size * _FLOAT_BYTES) for part in parts]
+        sizes = [(part.keys.size * KEY_BYTES, part.vectors.size * FLOAT_BYTES) for part in parts]
         ends = np.cumsum(-(-np.array(sizes) // _ALIGNMENT) * _ALIGNMENT).reshape(-1, 2)
         num_bytes = int(ends[-1, -1])
         offsets = np.concatenate([[0], ends.flat[:-1]]).reshape(-1, 2)

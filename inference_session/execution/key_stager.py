@@ -11,10 +11,8 @@ from numpy.typing import NDArray
 from inference_session.device.base import Device
 from inference_session.errors import InvalidRequestError
 from inference_session.execution.lookups import ModelLookups
-from inference_session.kernels.records import address_of
+from inference_session.kernels.records import KEY_BYTES, address_of
 from inference_session.requests.batch import JoinedBatch, RaggedBags, StagedValues
-
-_KEY_BYTES = 8
 
 
 class KeyStager:
@@ -26,7 +24,7 @@ class KeyStager:
         self._lookups, self._device = lookups, device
         self._loose_names = tuple(lookups.key_names[i] for i in lookups.loose)
         loose_keys = num_keys[lookups.loose]
-        self._loose_offsets = _KEY_BYTES * (np.cumsum(loose_keys) - loose_keys)
+        self._loose_offsets = KEY_BYTES * (np.cumsum(loose_keys) - loose_keys)
         """Where the keys of each loose look-up begin, where none of them are ragged."""
 
     def stage(self, segments: NDArray[np.void], batch: JoinedBatch) -> NDArray[np.int64]:
@@ -124,7 +122,7 @@ class _Numbers:
 
     def add(self, parts: Sequence[NDArray[Any]]) -> int:
         """Add numbers; returns their offset in bytes."""
-        begin = self._size * _KEY_BYTES
+        begin = self._size * KEY_BYTES
         self.parts.extend(parts)
         self._size += sum(part.size for part in parts)
         return begin

@@ -12,11 +12,9 @@ from numpy.typing import NDArray
 
 from inference_session.dense_engine.base import ConcatInput
 from inference_session.errors import InvalidRequestError
-from inference_session.kernels.records import SEGMENT, PoolingCode, VectorCode
+from inference_session.kernels.records import KEY_BYTES, SEGMENT, PoolingCode, VectorCode
 from inference_session.model_spec import LookupSpec, ModelSpec
 from inference_session.requests.batch import JoinedBatch, Part, RaggedBags
-
-_KEY_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -151,14 +149,14 @@ class ModelLookups:
         segments = np.zeros(len(keys), SEGMENT)
         segments["table"] = self._tables
         segments["pooling"] = [PoolingCode[lookup.pooling.upper()] for lookup in self.lookups]
-        segments["key_bytes"] = segments["key_stride"] = _KEY_BYTES
+        segments["key_bytes"] = segments["key_stride"] = KEY_BYTES
         described = [
             self._describe_matrix(each, segments, keys)
             if each.is_matrix
             else (self._describe_alone(each, segments, keys), [])
             for each in self.vector_inputs
         ]
-        segments["row_stride"] = segments["keys_per_row"] * _KEY_BYTES
+        segments["row_stride"] = segments["keys_per_row"] * KEY_BYTES
         for members in self.packed.values():
             self._describe_packed(members, segments, keys[members.lookups[0]][0])
         num_keys = np.array([math.prod(shape) for shape in keys], np.int64)

@@ -15,6 +15,7 @@ import numpy as np
 
 from inference_session.errors import ModelFormatError
 from inference_session.importers.report import ImportReport
+from inference_session.kernels.records import FLOAT_BYTES, KEY_BYTES
 from inference_session.model_spec import (
     KEY_FILE,
     TABLES_FOLDER,
@@ -31,7 +32,6 @@ from inference_session.tables.table_index import build_index
 from inference_session.version_directory.publishing import finish_version
 
 _FILE = re.compile(r"(?P<table>.+)_emb_(?P<kind>keys|values)\.rank_(?P<rank>\d+)\.world_size_(?P<size>\d+)")
-_KEY_BYTES, _FLOAT_BYTES = 8, 4
 _CHUNK_BYTES = 8 << 20
 
 
@@ -75,9 +75,9 @@ class _Part:
     def num_rows(self) -> int:
         """The number of rows, by the size of the keys' file."""
         num_bytes = self.keys.stat().st_size
-        if num_bytes % _KEY_BYTES:
+        if num_bytes % KEY_BYTES:
             raise ModelFormatError(f"{self.keys}: {num_bytes} bytes are not a whole number of int64 keys")
-        return num_bytes // _KEY_BYTES
+        return num_bytes // KEY_BYTES
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class _DumpedTable:
         dims: dict[int, Path] = {}
         for part in self.parts:
             num_bytes, num_rows = part.values.stat().st_size, part.num_rows
-            dim, rest = divmod(num_bytes, max(num_rows, 1) * _FLOAT_BYTES)
+            dim, rest = divmod(num_bytes, max(num_rows, 1) * FLOAT_BYTES)
             if rest or (num_rows == 0) != (num_bytes == 0):
                 raise ModelFormatError(f"{part.values}: {num_bytes} bytes are not float32 vectors for {num_rows} keys")
             if num_rows:

@@ -15,6 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+KEY_BYTES, FLOAT_BYTES = 8, 4
+"""Of a key, int64, and of an element of a vector, float32."""
+
 
 class VectorCode(IntEnum):
     """How a table stores its vectors."""

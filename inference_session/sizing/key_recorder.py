@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from inference_session.config import SessionConfig
 from inference_session.errors import ConfigurationError, TraceFormatError
 from inference_session.kernels.cpu.keys import compile_kernels, copy_keys
-from inference_session.kernels.records import Lookup
+from inference_session.kernels.records import KEY_BYTES, Lookup
 from inference_session.model_spec import is_folder_name
 from inference_session.sizing.key_sample import sampled_keys
 from inference_session.sizing.trace_file import TracePart, read_trace
@@ -35,7 +35,6 @@ from inference_session.version_directory.version import VersionDirectory
 
 RECORDING_FILE = "trace.json"
 _KEYS_SUFFIX = ".keys"
-_KEY_BYTES = 8
 _MAX_WAITING_BYTES = 32 << 20
 _INTERVAL_S = 1.0
 _MOST_HALVINGS = 62
@@ -76,10 +75,10 @@ class KeyRecorder:
         segments, num_keys = lookup.segments, lookup.num_keys
         num_all = int(num_keys.sum())
         with self._lock:
-            if self._waiting_bytes + num_all * _KEY_BYTES > _MAX_WAITING_BYTES:
+            if self._waiting_bytes + num_all * KEY_BYTES > _MAX_WAITING_BYTES:
                 self._num_dropped += num_all
                 return
-            self._waiting_bytes += num_all * _KEY_BYTES
+            self._waiting_bytes += num_all * KEY_BYTES
         keys = np.empty(num_all, np.int64)
         copy_keys(segments, keys)
         with self._lock:

@@ -33,13 +33,12 @@ from inference_session.execution.staging.forms import (
 from inference_session.execution.staging.key_graph import MAX_BYTES, MAX_PLANS, HostKeyGraph, are_full
 from inference_session.kernels.array_headers import can_read_arrays
 from inference_session.kernels.cpu.requests.staging import NO_ROOM, STAGED, VECTOR_INPUT
-from inference_session.kernels.records import SEGMENT, Lookup, address_of
+from inference_session.kernels.records import FLOAT_BYTES, SEGMENT, Lookup, address_of
 from inference_session.model_spec import ModelSpec
 from inference_session.requests.batch import RequestLayout
 from inference_session.requests.outputs import Outputs
 
 _FIRST_REQUESTS, MAX_REQUESTS = 16, 4096
-_FLOAT_BYTES = 4
 
 _Case: TypeAlias = "tuple[bytes, int, tuple[str, ...] | None]"
 """What tells batches apart: their open sizes and the shapes of computed keys, the number of requests, the outputs that
@@ -192,7 +191,7 @@ class HostStaging:
         inputs = dict(zip([each.dense_input for each in self._vector_inputs], vectors, strict=True))
         for name, record in zip(self._form.names, self._inputs, strict=True):
             if record["vector_input"] >= 0:
-                first, width = record["column_bytes"] // _FLOAT_BYTES, math.prod(shapes[name][1:])
+                first, width = record["column_bytes"] // FLOAT_BYTES, math.prod(shapes[name][1:])
                 inputs[name] = vectors[record["vector_input"]][:, first : first + width]
         others = self._dense.input_names - inputs.keys()
         inputs.update(given_inputs(self._form, self._memory, self._open_sizes, others))
@@ -203,7 +202,7 @@ class HostStaging:
         if vector_input.is_matrix:
             record = self._vector_records[self._vector_inputs.index(vector_input)]
             num_rows = self._open_sizes[-1 if record["is_contexts"] else 0]
-            return int(num_rows), int(record["row_bytes"]) // _FLOAT_BYTES
+            return int(num_rows), int(record["row_bytes"]) // FLOAT_BYTES
         table = self._spec.table_in(first.table)
         if first.pooling != "none":
             return (*shapes[first.keys][:-1], table.embedding_dim)
@@ -230,8 +229,8 @@ def _vector_records(vector_inputs: Sequence[VectorInput]) -> NDArray[np.void]:
     records = np.zeros(len(vector_inputs), VECTOR_INPUT)
     for record, vector_input in zip(records, vector_inputs, strict=True):
         if (concat := vector_input.concat_input) is not None:
-            record["vector_bytes"] = _FLOAT_BYTES * concat.first_given
-            record["given_bytes"] = _FLOAT_BYTES * (concat.width - concat.first_given)
+            record["vector_bytes"] = FLOAT_BYTES * concat.first_given
+            record["given_bytes"] = FLOAT_BYTES * (concat.width - concat.first_given)
     return records
 
 

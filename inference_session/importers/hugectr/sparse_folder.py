@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from inference_session.errors import ModelFormatError
 from inference_session.importers.hugectr.kept_rows import KeptTable
 from inference_session.importers.hugectr.ps_fields import KeyType
+from inference_session.kernels.records import FLOAT_BYTES, KEY_BYTES
 from inference_session.model_spec import KEY_FILE, VECTOR_FILE, VectorType, bytes_per_row
 from inference_session.platform.large_pages import copy_file, open_for_writing
 from inference_session.platform.progress import Progress
@@ -23,8 +24,6 @@ from inference_session.tables.ordered_keys import contains
 from inference_session.tables.quantized_rows import dequantize_rows
 from inference_session.tables.table_index import build_index
 
-_KEY_BYTES = 8
-_FLOAT_BYTES = 4
 _KEYS_PER_CHUNK = 1 << 20
 _COPY_BYTES = 16 << 20
 
@@ -44,7 +43,7 @@ class SparseFolder:
     def num_rows(self) -> int:
         """The number of rows, by the sizes of both files; ModelFormatError where they do not fit each other."""
         key_bytes, vector_bytes = _size(self.path / KEY_FILE), _size(self.path / VECTOR_FILE)
-        num_rows, rest = divmod(key_bytes, _KEY_BYTES)
+        num_rows, rest = divmod(key_bytes, KEY_BYTES)
         if rest:
             raise ModelFormatError(f"{self.path / KEY_FILE}: {key_bytes} bytes are not a whole number of int64 keys")
         expected = num_rows * bytes_per_row(self.embedding_dim, self.dtype)
@@ -72,8 +71,8 @@ class SparseFolder:
 
 def stored_embedding_dim(folder: Path) -> int | None:
     """The layout that the sizes of a sparse folder's files imply; None where it has no row."""
-    num_rows = _size(folder / KEY_FILE) // _KEY_BYTES
-    return max(1, _size(folder / VECTOR_FILE) // _FLOAT_BYTES // num_rows) if num_rows else None
+    num_rows = _size(folder / KEY_FILE) // KEY_BYTES
+    return max(1, _size(folder / VECTOR_FILE) // FLOAT_BYTES // num_rows) if num_rows else None
 
 
 def write_table(
@@ -127,7 +126,7 @@ def _keep_rows(source: SparseFolder, target: Path) -> int:
 
 
 def _count_keys(progress: Progress, num_keys: int) -> None:
-    progress(num_keys * _KEY_BYTES)
+    progress(num_keys * KEY_BYTES)
 
 
 def _size(path: Path) -> int:

@@ -36,11 +36,11 @@ from inference_session.kernels.cpu.requests.staging import (
     header_at,
     lay_out_vectors,
 )
-from inference_session.kernels.records import SEGMENT
+from inference_session.kernels.records import FLOAT_BYTES, KEY_BYTES, SEGMENT
 
 DENSE, KEYS, OFFSETS = range(3)
 """The arrays of a request, in this order."""
-_KEY_BYTES, _OFFSET_BYTES, _FLOAT_BYTES = 8, 4, 4
+_OFFSET_BYTES = 4
 _POSITION_BYTES = 16
 """Where a bag begins and ends."""
 
@@ -172,8 +172,8 @@ def _count_samples(
         num_samples += counts[r]
         num_keys += keys
         num_offsets = max(num_offsets, offsets)
-    inputs[DENSE].wanted_bytes = num_samples * form.dense_dim * _FLOAT_BYTES if inputs[DENSE].is_read else 0
-    inputs[KEYS].wanted_bytes = num_keys * _KEY_BYTES if inputs[KEYS].element_bytes < _KEY_BYTES else 0
+    inputs[DENSE].wanted_bytes = num_samples * form.dense_dim * FLOAT_BYTES if inputs[DENSE].is_read else 0
+    inputs[KEYS].wanted_bytes = num_keys * KEY_BYTES if inputs[KEYS].element_bytes < KEY_BYTES else 0
     positions = num_samples * form.slots_per_sample * _POSITION_BYTES
     inputs[OFFSETS].wanted_bytes = positions + num_offsets * _OFFSET_BYTES
     return num_samples
@@ -222,7 +222,7 @@ def _copy_offsets(arrays: int, request: int, slots: Any, inputs: Any, form: Any,
     source = header_at(arrays, 3, request, OFFSETS)
     copy_bytes(offsets, load(source + DATA, np.int64, 0), _size(source) * _OFFSET_BYTES)
     begins = _positions_address(inputs, form, place)
-    ends = begins + place.num_samples * form.slots_per_sample * _KEY_BYTES
+    ends = begins + place.num_samples * form.slots_per_sample * KEY_BYTES
     num_keys = _size(header_at(arrays, 3, request, KEYS))
     return place_bags(offsets, slots, place.num_samples, num_keys, begins, ends)
 
@@ -232,9 +232,9 @@ def _keys(arrays: int, request: int, inputs: Any, place: Any) -> Any:
     """The address of one request's keys as int64, which are widened where they are uint32."""
     array = header_at(arrays, 3, request, KEYS)
     source = load(array + DATA, np.int64, 0)
-    if inputs[KEYS].element_bytes == _KEY_BYTES:
+    if inputs[KEYS].element_bytes == KEY_BYTES:
         return source
-    target = inputs[KEYS].address + place.keys_before * _KEY_BYTES
+    target = inputs[KEYS].address + place.keys_before * KEY_BYTES
     for i in range(_size(array)):
         store(target, np.int64, i, np.int64(load(source, np.uint32, i)))
     return target
@@ -243,7 +243,7 @@ def _keys(arrays: int, request: int, inputs: Any, place: Any) -> Any:
 @kernel
 def _copy_dense(arrays: int, request: int, inputs: Any, form: Any, place: Any) -> None:
     if inputs[DENSE].is_read:
-        sample_bytes = form.dense_dim * _FLOAT_BYTES
+        sample_bytes = form.dense_dim * FLOAT_BYTES
         source = load(header_at(arrays, 3, request, DENSE) + DATA, np.int64, 0)
         copy_bytes(
             inputs[DENSE].address + place.samples_before * sample_bytes, source, place.num_samples * sample_bytes
@@ -253,8 +253,8 @@ def _copy_dense(arrays: int, request: int, inputs: Any, form: Any, place: Any) -
 @kernel
 def _enter_bags(segment: Any, keys_address: int, inputs: Any, form: Any, place: Any, bags_before: int) -> None:
     """Enter where the keys and bags of one table are, behind `bags_before` bags of other tables."""
-    begins = _positions_address(inputs, form, place) + bags_before * _KEY_BYTES
-    segment.keys_address, segment.key_bytes, segment.key_stride = keys_address, _KEY_BYTES, _KEY_BYTES
+    begins = _positions_address(inputs, form, place) + bags_before * KEY_BYTES
+    segment.keys_address, segment.key_bytes, segment.key_stride = keys_address, KEY_BYTES, KEY_BYTES
     segment.row_stride, segment.keys_per_row, segment.weights_address = 0, 0, 0
     segment.begins_address = begins
-    segment.ends_address = begins + place.num_samples * form.slots_per_sample * _KEY_BYTES
+    segment.ends_address = begins + place.num_samples * form.slots_per_sample * KEY_BYTES
