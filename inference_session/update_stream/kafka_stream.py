@@ -58,6 +58,7 @@ TAKES = 8
 _POLL_S = 0.05
 _SAVE_S = 1.0
 _CLOSE_TIMEOUT_S = 10.0
+_DISCONNECT_TIMEOUT_S = 1.0
 _NOT_ALLOWED = (KafkaError.GROUP_AUTHORIZATION_FAILED, KafkaError.TOPIC_AUTHORIZATION_FAILED)
 _HELD_POLL_S = 0.005
 _HOLD_TIMEOUT_S = 10.0
@@ -123,6 +124,8 @@ class KafkaUpdateStream:
             closing=self._closing,
             while_waiting=self._wait_for_stores,
         )
+        self._has_let_go = threading.Event()
+        """Set once the thread uses the rows no more."""
         self._lost_broker = threading.Event()
         """Set where a connection has ended: on the next one, topics may be others."""
         group = f"hotrow.{model}.{version}.{socket.gethostname()}"
@@ -174,9 +177,10 @@ class KafkaUpdateStream:
     def close(self) -> None:
         """Stop applying updates, and save how far they were applied. May be called more than once."""
         self._closing.set()
-        self._thread.join(_CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
+        if not self._has_let_go.wait(_CLOSE_TIMEOUT_S):
             _log.warning("%r is still applying its last messages; they are read again at the next start", self)
+        # Where the last commit goes to a broker that is down, the client waits for a minute.
+        self._thread.join(_DISCONNECT_TIMEOUT_S)
 
     def __repr__(self) -> str:
         return f"<KafkaUpdateStream of model {self._model!r} from {str(self._url)!r}>"
@@ -195,6 +199,7 @@ class KafkaUpdateStream:
             # their memory and the mapped files.
             del self._updates
             self._followed.release_rows()
+            self._has_let_go.set()
             self._consumer.close()
 
     def _may_go_on(self) -> bool:

@@ -11,6 +11,7 @@ import threading
 import weakref
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import confluent_kafka
 import numpy as np
@@ -270,6 +271,37 @@ def test_a_lost_broker_is_survived(small: SmallVersion) -> None:
         broker.send(topic, (packed(4)[0], vectors(4).tobytes()))
         await_rows(session, "user.weight", [4], 4)
         wait_until(lambda: session.stats()["updates"]["failure"] is None, "the failure to be over")
+
+
+class ClosedLate:
+    """A consumer whose `close` waits for an event, as where the last commit goes to a broker that is down."""
+
+    def __init__(self, consumer: Any, is_up: threading.Event) -> None:
+        self._consumer, self._is_up = consumer, is_up
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._consumer, name)
+
+    def close(self) -> None:
+        self._is_up.wait()
+        self._consumer.close()
+
+
+def test_a_session_is_closed_before_its_consumer(
+    broker: Broker, small: SmallVersion, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All messages are applied by then, and no warning says otherwise."""
+    create, is_up = kafka_stream.create_consumer, threading.Event()
+    monkeypatch.setattr(kafka_stream, "create_consumer", lambda *args: ClosedLate(create(*args), is_up))
+    session = InferenceSession.open(small.directory, update_stream=broker.url)
+    [thread] = (one for one in threading.enumerate() if one.name == "hotrow-update-stream")
+
+    session.close()
+
+    assert thread.is_alive()
+    assert "still applying" not in caplog.text
+    is_up.set()
+    thread.join()
 
 
 def test_a_version_opens_without_its_broker(small: SmallVersion) -> None:
