@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from hotrow.training.checkpoints.files import METADATA_FILE, CheckpointReader
 from hotrow.training.checkpoints.training_state import TrainingState
 from hotrow.training.checks import whole
+from hotrow.training.model_notes import RestoredState, note_restored, publisher_of
 from hotrow.training.ranks import Ranks
-from hotrow.training.state import RestoredState, note_restored, publisher_of
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError
 from inference_session.model_source import Copy, create_source, is_url
 from inference_session.model_source.base import ModelSource

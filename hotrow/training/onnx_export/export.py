@@ -19,6 +19,7 @@ from onnx import ModelProto
 from torch import Tensor, nn
 
 from hotrow.training.checks import check, is_whole
+from hotrow.training.model_notes import exporting
 from hotrow.training.onnx_export.assembly import assemble
 from hotrow.training.onnx_export.cutting import Cut, find_cuts
 from hotrow.training.onnx_export.dense_network import (
@@ -31,7 +32,6 @@ from hotrow.training.onnx_export.dense_network import (
 from hotrow.training.onnx_export.exported_table import ExportedTable, RankRows
 from hotrow.training.onnx_export.inputs import Form, ServedInputs
 from hotrow.training.ranks import Ranks
-from hotrow.training.state import exporting
 from hotrow.training.tables import FileWriter, Table, as_vectors, chunks, create_file, write_table
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, HotrowError, UnavailableError, UnsupportedModelError

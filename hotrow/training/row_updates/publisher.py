@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 from torch import nn
 
 from hotrow.training.checks import whole
+from hotrow.training.model_notes import RestoredState, note_publisher, take_restored
 from hotrow.training.onnx_export.cutting import find_cuts
 from hotrow.training.onnx_export.dense_network import unwrapped
 from hotrow.training.ranks import Ranks
 from hotrow.training.row_updates.followed_tables import KINDS, FollowedTable, kind_of
 from hotrow.training.row_updates.outbox import Outbox, OutboxStats
-from hotrow.training.row_updates.published import published_keys
+from hotrow.training.row_updates.published_keys import published_keys
 from hotrow.training.row_updates.touched_rows import Watch
-from hotrow.training.state import RestoredState, note_publisher, take_restored
 from inference_session.errors import ConfigurationError, SessionClosedError
 from inference_session.model_spec import folder_names
 from inference_session.platform.staging import MAX_VERSION

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hotrow.training.hash_embeddings.table import HashTable
+from hotrow.training.model_notes import is_exporting
 from hotrow.training.onnx_export.cutting import Cut
-from hotrow.training.state import is_exporting
 from hotrow.training.tables import Table
 from inference_session.errors import UnsupportedModelError
 

@@ -15,7 +15,7 @@ from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from hotrow import training  # noqa: E402
-from hotrow.training.row_updates import published  # noqa: E402
+from hotrow.training.row_updates import published_keys  # noqa: E402
 from hotrow.training.row_updates.outbox import Changes, merge  # noqa: E402
 from inference_session import InferenceSession  # noqa: E402
 from inference_session.errors import ConfigurationError, SessionClosedError, UnavailableError  # noqa: E402
@@ -204,11 +204,11 @@ def test_no_text_shows_the_password_of_a_broker(broker: Broker, monkeypatch: pyt
         texts = [repr(updates)]
     with pytest.raises(ConfigurationError, match="must both be text") as no_name:
         training.UpdatePublisher(model, url, None)  # type: ignore[arg-type]
-    monkeypatch.setattr(published, "_BROKER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(published_keys, "_BROKER_TIMEOUT_S", 0.1)
     with Broker() as other:
         other.stop()
         with pytest.raises(UnavailableError, match="no Kafka broker answers") as no_broker:
-            published.published_keys(
+            published_keys.published_keys(
                 url.replace(broker.url[8:], other.url[8:]), "ctr", "user", 4, datetime.now(timezone.utc)
             )
 

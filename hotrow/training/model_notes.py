@@ -1,4 +1,4 @@
-"""State of a model in training that the parts of this package share."""
+"""Notes about models in training that the parts of this package share."""
 
 from __future__ import annotations
 
