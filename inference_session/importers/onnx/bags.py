@@ -14,7 +14,7 @@ from onnx import GraphProto, NodeProto, TensorProto
 from inference_session.importers.onnx.evaluation import fixed_value
 from inference_session.importers.onnx.graph import attribute, bodies, producers, reads, replace_node, use_counts
 from inference_session.importers.onnx.lookups import EditedModel, GraphLookup, skip_identities
-from inference_session.importers.onnx.taint import values_of_vectors
+from inference_session.importers.onnx.vector_values import values_of_vectors
 from inference_session.model_spec import Pooling
 
 _POOLINGS: dict[str, Pooling] = {"ReduceSum": "sum", "ReduceMean": "mean"}

@@ -34,9 +34,9 @@ from inference_session.importers.onnx.graph import (
     set_nodes,
     sort_nodes,
 )
+from inference_session.importers.onnx.model_file import Blob
 from inference_session.importers.onnx.types import Types
 from inference_session.importers.onnx.weights import Weight, weight_of
-from inference_session.importers.onnx.wire import Blob
 
 FLOAT_TYPES = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16})
 _SMALL_BYTES = 4096

@@ -30,7 +30,7 @@ from inference_session.importers.onnx.graph import (
 )
 from inference_session.importers.onnx.lookups import EditedModel, casts_keys
 from inference_session.importers.onnx.tables import StaysDenseError, is_row_read
-from inference_session.importers.onnx.taint import values_of_vectors
+from inference_session.importers.onnx.vector_values import values_of_vectors
 
 _MIN_OPSET = 10
 _ALLOW_ZERO_OPSET = 14
@@ -65,7 +65,7 @@ class Hoister:
             reason = f"is read inside {node.op_type}, in opset {self.edited.opset}; this needs opset {_MIN_OPSET}"
             raise StaysDenseError(gather.input[0], reason)
         selection = self._selection(body, gather.input[1])
-        if selection is not None and (node.op_type != "If" or self._tainted().intersection(node.input)):
+        if selection is not None and (node.op_type != "If" or self._vector_values().intersection(node.input)):
             self._select_vectors(graph, node, body, gather, selection)
         elif node.op_type == "If":
             self._raise_from_branch(graph, node, body, gather)
@@ -163,7 +163,7 @@ class Hoister:
         then_branch, else_branch = (branch, other) if is_then else (other, branch)
         all_keys = self.edited.names.fresh(f"{output}_keys")
         condition = make_node("If", [node.input[0]], all_keys, then_branch=then_branch, else_branch=else_branch)
-        self._check_untainted(table, condition)
+        self._refuse_vectors(table, condition)
         insert_before(graph, node, [condition])
         vectors, builder = self._vectors_before(graph, node, table, all_keys), self.edited.builder(output)
         self._replace_read(body, gather, builder, self._shaped_as_keys(builder, vectors, keys, table))
@@ -186,7 +186,7 @@ class Hoister:
             name=f"hotrow_{all_keys}",
             body=copy,
         )
-        self._check_untainted(table, node)
+        self._refuse_vectors(table, node)
         insert_before(graph, loop, [node])
         vectors, builder = self._vectors_before(graph, loop, table, all_keys), self.edited.builder(output)
         picked = self._pick(builder, vectors, begins, inputs[0], keys)
@@ -244,7 +244,7 @@ class Hoister:
             num_scan_inputs=num_scanned,
             **attributes,
         )
-        self._check_untainted(table, node)
+        self._refuse_vectors(table, node)
         insert_before(graph, scan, [node])
         vectors = self._vectors_before(graph, scan, table, all_keys)
         self._scan_also(scan, body, vectors, gather)
@@ -278,9 +278,9 @@ class Hoister:
 
     def _keys_only(self, body: GraphProto, gather: NodeProto, targets: list[str], *, inputs: set[str]) -> GraphProto:
         """A copy of a body, under fresh names, that computes the targets alone and gives them out."""
-        tainted = self._tainted()
+        from_vectors = self._vector_values()
         nodes = needed_nodes(body.node, targets)
-        if tainted.intersection(targets) or any(tainted & reads(node) for node in nodes):
+        if from_vectors.intersection(targets) or any(from_vectors & reads(node) for node in nodes):
             reason = f"is read inside a loop or branch with keys that depend on looked-up vectors ({gather.input[1]!r})"
             raise StaysDenseError(gather.input[0], reason)
         copy = GraphProto(name=f"{body.name}_keys", node=nodes)
@@ -293,11 +293,11 @@ class Hoister:
         rename_inner(copy, self.edited.names)
         return copy
 
-    def _tainted(self) -> set[str]:
+    def _vector_values(self) -> set[str]:
         return values_of_vectors(self.edited.graph, set(self.edited.tables))
 
-    def _check_untainted(self, table: str, node: NodeProto) -> None:
-        if self._tainted() & reads(node):
+    def _refuse_vectors(self, table: str, node: NodeProto) -> None:
+        if self._vector_values() & reads(node):
             raise StaysDenseError(table, "is read inside a loop or branch whose condition depends on looked-up vectors")
 
     def _vectors_before(self, graph: GraphProto, node: NodeProto, table: str, keys: str) -> str:

@@ -24,6 +24,7 @@ from inference_session.importers.onnx.empty_lists import guard_empty_lists, may_
 from inference_session.importers.onnx.evaluation import open_network, save_network
 from inference_session.importers.onnx.graph import all_nodes, attribute
 from inference_session.importers.onnx.independence import samples_are_independent
+from inference_session.importers.onnx.model_file import read_skeleton
 from inference_session.importers.onnx.probe import PRIME_SIZES, Arrays, Findings, Prober, close
 from inference_session.importers.onnx.ranking import RankingImport
 from inference_session.importers.onnx.ranking_trials import TOLERANCE, RankingTrials
@@ -31,7 +32,6 @@ from inference_session.importers.onnx.replay import Replay
 from inference_session.importers.onnx.spec import TablePlace, model_spec, table_folders
 from inference_session.importers.onnx.types import NUMPY_TYPES, ValueType, value_type
 from inference_session.importers.onnx.weights import Weight, refer_to, weight_of
-from inference_session.importers.onnx.wire import read_skeleton
 from inference_session.importers.report import DenseInitializer, ImportReport, shortened
 from inference_session.model_spec import (
     DENSE_FILE,

@@ -26,8 +26,8 @@ from inference_session.importers.onnx.graph import (
     use_counts,
 )
 from inference_session.importers.onnx.tables import StaysDenseError, is_row_read
-from inference_session.importers.onnx.taint import values_of_vectors
 from inference_session.importers.onnx.types import Dims, Types
+from inference_session.importers.onnx.vector_values import values_of_vectors
 from inference_session.importers.onnx.weights import Weight, little_endian
 from inference_session.model_spec import Pooling
 
@@ -106,11 +106,11 @@ def take_lookups(edited: EditedModel) -> list[GraphLookup]:
         StaysDenseError: keys depend on looked-up vectors, or on random numbers.
     """
     graph, tables = edited.graph, edited.tables
-    tainted = values_of_vectors(graph, set(tables))
+    from_vectors = values_of_vectors(graph, set(tables))
     lookups: list[GraphLookup] = []
     gathers = [node for node in graph.node if is_row_read(node) and node.input[0] in tables]
     for gather in gathers:
-        _check_keys(edited, tables[gather.input[0]], gather.input[1], tainted)
+        _check_keys(edited, tables[gather.input[0]], gather.input[1], from_vectors)
     for gather in gathers:
         table, keys = tables[gather.input[0]], gather.input[1]
         fixed_keys = fixed_value(edited.model, graph, keys)
@@ -123,9 +123,9 @@ def take_lookups(edited: EditedModel) -> list[GraphLookup]:
     return lookups
 
 
-def _check_keys(edited: EditedModel, table: Weight, keys: str, tainted: set[str]) -> None:
+def _check_keys(edited: EditedModel, table: Weight, keys: str, from_vectors: set[str]) -> None:
     graph, tables = edited.graph, edited.tables
-    if keys in tainted:
+    if keys in from_vectors:
         sources = [tables[name] for name in tables if keys in values_of_vectors(graph, {name})]
         smallest = min([table, *sources], key=lambda each: each.num_bytes)
         if table in sources or smallest is table:

@@ -13,8 +13,8 @@ from inference_session.importers.onnx.graph import (
     use_counts,
 )
 from inference_session.importers.onnx.lookups import EditedModel, GraphLookup, skip_identities
-from inference_session.importers.onnx.taint import values_of_vectors
 from inference_session.importers.onnx.types import Dims
+from inference_session.importers.onnx.vector_values import values_of_vectors
 from inference_session.model_spec import Pooling
 
 _POOLINGS: dict[str, Pooling] = {"ReduceSum": "sum", "ReduceMean": "mean", "ReduceMax": "max"}

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from onnx import TensorProto
 
 from inference_session.errors import ModelFormatError
-from inference_session.importers.onnx.wire import read_skeleton
+from inference_session.importers.onnx.model_file import read_skeleton
 from inference_session.model_source import is_url
 from inference_session.model_source.create import split_place
 from inference_session.model_source.fetch import fetch, folder_for_links, forget, link_tree

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from inference_session.errors import ModelFormatError
-from inference_session.importers.onnx.wire import Blob
+from inference_session.importers.onnx.model_file import Blob
 
 _CHUNK_BYTES = 8 << 20
 # By name, because an older onnx lacks the newest; all other types have 8 bits or fewer.
