@@ -4,8 +4,8 @@
 
 The ceiling is the fastest of several plain kernels that copy the same rows by known row number ("bare gather"), or the
 copy from pinned memory, in the same run; of bags, a plain kernel that adds up rows by known row number. Each call is
-waited for. Keys differ in each repetition, outputs are poisoned before and checked after; figures are medians. Keys and
-rows are drawn on the GPU.
+waited for. G1 and G13 take any keys, then keys near each other. Keys differ in each repetition, outputs are poisoned
+before and checked after; figures are medians. Keys and rows are drawn on the GPU.
 """
 
 from __future__ import annotations
@@ -158,11 +158,21 @@ def lookup_of(
     return Lookup(segments, num_keys, device.counts(len(keys)), looked_up.prepare(segments))
 
 
-def filled_cache(device: CudaDevice, dim: int, num_rows: int) -> tuple[GpuEmbeddingCache, Any, float]:
-    """A cache with this many slots and as many inserted keys; the keys held, and the share of filled slots."""
+def near_keys(count: int) -> Any:
+    """The numbers from 1,000 on, in random order, on the device."""
+    return cupy.random.permutation(cupy.arange(1000, 1000 + count, dtype=np.int64))
+
+
+def filled_cache(
+    device: CudaDevice, dim: int, num_rows: int, *, near: bool = False
+) -> tuple[GpuEmbeddingCache, Any, float]:
+    """A cache with this many slots and as many inserted keys; the keys held, and the share of filled slots.
+
+    `near`: the keys are near each other, not any.
+    """
     cache = GpuEmbeddingCache({"t": dim}, bytes_to_hold({"t": dim}, {"t": int(num_rows * 0.7)}), device)
     capacity = cache.stats().capacity
-    keys = random_keys(capacity)
+    keys = near_keys(capacity) if near else random_keys(capacity)
     for begin in range(0, len(keys), NUM_KEYS):
         part = keys[begin : begin + NUM_KEYS]
         cache.insert("t", part, rows_of(part, dim))
@@ -170,9 +180,14 @@ def filled_cache(device: CudaDevice, dim: int, num_rows: int) -> tuple[GpuEmbedd
     return cache, held, len(held) / capacity
 
 
-def compare_hits(device: CudaDevice, dim: int, num_rows: int, goal: float) -> None:
+def named(dim: int, *, near: bool, zipf: bool) -> str:
+    """What is looked up."""
+    return f"{'near' if near else 'any'} keys, dim {dim:3d}, {'zipf' if zipf else 'uniform':7s}"
+
+
+def compare_hits(device: CudaDevice, dim: int, num_rows: int, goal: float, *, near: bool) -> None:
     """G1: all keys held, 1,048,576 of them a call."""
-    cache, held, fill = filled_cache(device, dim, num_rows)
+    cache, held, fill = filled_cache(device, dim, num_rows, near=near)
     with device.request():
         gather = BareGather(rows_of(held, dim))
         out = cupy.empty((NUM_KEYS, dim), np.float32)
@@ -190,7 +205,7 @@ def compare_hits(device: CudaDevice, dim: int, num_rows: int, goal: float) -> No
             best = min(bare, key=lambda v: bare[v])
             moved = NUM_KEYS * (8 * dim + 8) / 1e6
             print(
-                f"G1 dim {dim:3d} {'zipf   ' if zipf else 'uniform'} {len(held) / 1e6:4.1f} M rows, {fill:.3f} filled: "
+                f"G1 {named(dim, near=near, zipf=zipf)}, {len(held) / 1e6:4.1f} M rows, {fill:.3f} filled: "
                 f"bare {bare[best]:.0f} us ({best}, {moved / bare[best]:.2f} TB/s), ours {ours:.0f} us "
                 f"({NUM_KEYS / ours / 1e3:.2f} G keys/s), ratio {ours / bare[best]:.3f}, goal <= {goal}",
                 flush=True,
@@ -284,9 +299,9 @@ def _write_numbered(folder: Path, num_rows: int, dim: int) -> TableFile:
     return TableFile.open(folder, TableSpec(folder.name, folder.name, num_rows, dim, keys="row_number"))
 
 
-def compare_bags(device: CudaDevice, num_rows: int, num_bags: int = 65_536, dim: int = 128) -> None:
+def compare_bags(device: CudaDevice, num_rows: int, num_bags: int = 65_536, dim: int = 128, *, near: bool) -> None:
     """G13: bags of one table, summed; the ceiling adds up rows by known row number."""
-    cache, held, fill = filled_cache(device, dim, num_rows)
+    cache, held, fill = filled_cache(device, dim, num_rows, near=near)
     with device.request():
         gather = BareGather(rows_of(held, dim))
         out = cupy.empty((num_bags, dim), np.float32)
@@ -301,7 +316,7 @@ def compare_bags(device: CudaDevice, num_rows: int, num_bags: int = 65_536, dim:
             bare = call_us(device, [lambda n=n: gather.add_bags(n, out) for n in numbers])
             ours = call_us(device, [lambda each=each: cache.look_up(each[0]) for each in lookups])
             print(
-                f"G13 {num_bags} bags of {keys_per_bag:2d}, dim {dim}, {'zipf   ' if zipf else 'uniform'}, "
+                f"G13 {num_bags} bags of {keys_per_bag:2d} {named(dim, near=near, zipf=zipf)}, "
                 f"{len(held) / 1e6:.1f} M rows, {fill:.3f} filled: gather by row number {bare:.0f} us, ours {ours:.0f} "
                 f"us, ratio {ours / bare:.2f}, goal <= 1.25",
                 flush=True,
@@ -396,9 +411,10 @@ def main() -> None:
 def measure(goal: str, device: CudaDevice, scale: int) -> None:
     """One goal; rows are divided by `scale`."""
     if goal == "G1":
-        compare_hits(device, 128, 16_000_000 // scale, 1.10)
-        compare_hits(device, 128, 2_000_000 // scale, 1.10)
-        compare_hits(device, 32, 16_000_000 // scale, 1.45)
+        for near in (False, True):
+            compare_hits(device, 128, 16_000_000 // scale, 1.10, near=near)
+            compare_hits(device, 128, 2_000_000 // scale, 1.10, near=near)
+            compare_hits(device, 32, 16_000_000 // scale, 1.45, near=near)
     elif goal == "G2":
         compare_small_requests(device)
     elif goal == "G3":
@@ -407,7 +423,8 @@ def measure(goal: str, device: CudaDevice, scale: int) -> None:
     elif goal == "G4":
         compare_writes(device, 4_000_000 // scale)
     elif goal == "G13":
-        compare_bags(device, 16_000_000 // scale)
+        for near in (False, True):
+            compare_bags(device, 16_000_000 // scale, near=near)
     else:
         raise SystemExit(f"--only: {goal} is none of G1, G2, G3, G4, G13")
 

@@ -6,13 +6,13 @@ How a request uses one that stands over a parameter server (rows/stored.py):
     for misses in cache.misses(lookup):          # what the cache lacks, each key once per table
         …                                        # the caller fetches the rows into misses.rows
         misses.complete()                        # their vectors are written to the outputs
-    cache.insert(table, keys, vectors)           # now, or later from another thread
+    cache.insert_missing([misses.rows])          # now, or later from another thread
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from inference_session.device.base import Device
 from inference_session.embedding_cache.missing_rows import MissingRows
 from inference_session.embedding_cache.stats import CacheStats, RowCounts, TableStats
 from inference_session.errors import ConfigurationError, InvalidRequestError, SessionClosedError, TableNotFoundError
-from inference_session.kernels.records import Lookup, PreparedLookup
+from inference_session.kernels.records import Lookup
 
 Cache = TypeVar("Cache", bound="EmbeddingCache")
 
@@ -55,8 +55,8 @@ class EmbeddingCache(ABC):
     """
 
     device: Device
-    inserts_at_once = 0
-    """Look-ups whose missing rows are best inserted together, after they are answered; 0: each look-up's by itself."""
+    inserts_late = False
+    """Whether missing rows are best inserted by another thread, after the look-up is answered."""
 
     def __init__(self, dims: Mapping[str, int]) -> None:
         """`dims`: the embedding_dim of each table by name."""
@@ -73,7 +73,7 @@ class EmbeddingCache(ABC):
         self._count_lock = Lock()
         self._num_keys = np.zeros(len(dims), np.int64)
 
-    def prepare(self, segments: NDArray[np.void]) -> PreparedLookup | None:  # noqa: ARG002
+    def prepare(self, segments: NDArray[np.void]) -> object | None:  # noqa: ARG002
         """What `look_up` needs for SEGMENT records of these shapes, made once (Lookup.prepared)."""
         return None
 
@@ -97,10 +97,12 @@ class EmbeddingCache(ABC):
         keys int64 [n], vectors floats [n, embedding_dim]; of equal keys in one call the last wins.
         """
 
-    def insert_tables(self, rows: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> None:
-        """Insert keys and vectors of several tables, as `insert` does for each."""
-        for table, (keys, vectors) in rows.items():
-            self.insert(table, keys, vectors)
+    def insert_missing(self, missing: Sequence[MissingRows]) -> None:
+        """Insert all rows that look-ups missed, one look-up's after the other, as `insert` does for each table."""
+        tables = list(self.dims)
+        for rows in missing:
+            for t, part in rows.by_table.items():
+                self.insert(tables[t], part.keys, part.vectors)
 
     @abstractmethod
     def update(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:

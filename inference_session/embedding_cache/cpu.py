@@ -25,12 +25,12 @@ from inference_session.embedding_cache.stats import RowCounts
 from inference_session.errors import ConfigurationError, InvalidRequestError
 from inference_session.kernels.cpu import cache as cpu_cache
 from inference_session.kernels.cpu import lookup as cpu
+from inference_session.kernels.cpu import missing
 from inference_session.kernels.cpu.cache import CacheArrays
 from inference_session.kernels.cpu.hash_index import BUCKET_BYTES
 from inference_session.kernels.cpu.lookup import NO_POSITIONS
 from inference_session.kernels.records import (
     MAX_MARK,
-    SEGMENT,
     TABLE,
     Lookup,
     PoolingCode,
@@ -52,7 +52,7 @@ class HostCache(EmbeddingCache):
         super().__init__(dims)
         self.num_threads = num_threads
         self._num_missing = np.zeros(len(dims), np.int64)
-        MissingRows(self._dims, np.zeros(0, SEGMENT), NO_POSITIONS, NO_POSITIONS).write(NO_POSITIONS)  # compiles
+        missing.compile_kernels(gpu=False)
 
     @abstractmethod
     def reading(self) -> AbstractContextManager[NDArray[np.void]]:

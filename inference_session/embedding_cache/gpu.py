@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import cupy
@@ -18,16 +18,23 @@ from numpy.typing import ArrayLike, NDArray
 
 from inference_session.device.cuda import CudaDevice
 from inference_session.device.cuda_memory import check_free, memory_checked
-from inference_session.embedding_cache.base import EmbeddingCache
+from inference_session.embedding_cache.base import EmbeddingCache, Misses
 from inference_session.embedding_cache.gpu_budget import (
     buckets_per_table,
     buckets_to_hold,
     fixed_bytes,
 )
-from inference_session.embedding_cache.gpu_misses import GpuMisses, parts_within
-from inference_session.embedding_cache.gpu_writes import GivenKeys, GivenRows, Uploads, as_array
+from inference_session.embedding_cache.gpu_misses import (
+    GpuMisses,
+    MissingBits,
+    PooledGpuMisses,
+    parts_within,
+)
+from inference_session.embedding_cache.gpu_writes import GivenKeys, GivenRows, Piece, Uploads, as_array
+from inference_session.embedding_cache.missing_rows import MissingRows
 from inference_session.embedding_cache.stats import CacheStats, RowCounts
 from inference_session.errors import UnavailableError
+from inference_session.kernels.cpu import missing
 from inference_session.kernels.cuda import launch as gpu
 from inference_session.kernels.cuda.records import (
     BUCKET_BYTES,
@@ -40,6 +47,7 @@ from inference_session.kernels.cuda.records import (
     rows_by_slot,
     table_bytes,
     table_record,
+    zero_bytes,
 )
 from inference_session.kernels.records import Lookup, address_of
 from inference_session.model_spec import bytes_per_row
@@ -60,7 +68,7 @@ class GpuEmbeddingCache(EmbeddingCache):
     may be evicted while there is space elsewhere.
     """
 
-    inserts_at_once = 64
+    inserts_late = True
 
     def __init__(
         self,
@@ -94,10 +102,11 @@ class GpuEmbeddingCache(EmbeddingCache):
         limits = [buckets_to_hold((num_rows or {}).get(table)) for table in dims]
         self._num_buckets = buckets_per_table(cache_bytes, self._row_bytes, limits)
         self._rests = Rests()
-        self._uploads = Uploads(device)
+        self._uploads, self._bits = Uploads(device), MissingBits()
         self._seeds = itertools.count()
         with device.request(), memory_checked(device.device_id, "use a smaller cache or free some memory"):
             gpu.compile_kernels()
+            missing.compile_kernels(gpu=True)
             self._allocate()
             self._upload_tables()
         self._last_stats = self.stats()
@@ -109,32 +118,52 @@ class GpuEmbeddingCache(EmbeddingCache):
     def look_up(self, lookup: Lookup) -> int:
         """See EmbeddingCache. Waits for the look-up: only then the missing keys are known."""
         self._check_open()
-        gpu.start(
-            lookup,
-            self._tables_address,
+        launch = gpu.launch_of(lookup, self._tables_address)
+        launch.run(
+            lookup.segments,
+            missing_bits_address=0 if launch.tiles.pooled else self._bits.address_for(launch),
             num_unknown_address=address_of(lookup.num_unknown),
             seed=next(self._seeds) & 0xFFFFFFFF,
         )
         self._count_keys(lookup)
         self._cuda.wait()
-        # Usually none are, and adding up takes several times as long as finding that.
-        return int(lookup.num_unknown.sum()) if np.count_nonzero(lookup.num_unknown) else 0
+        if not np.count_nonzero(lookup.num_unknown):  # as usual, and adding up takes several times as long
+            return 0
+        num_missing = int(lookup.num_unknown.sum())
+        if not launch.tiles.pooled:
+            _, positions = self._bits.take(launch.tiles)
+            if len(positions) == num_missing:
+                lookup.missing_positions = positions
+            else:  # Ctrl-C has interrupted a look-up before: this one's keys are looked up again
+                self._bits.clear()
+        return num_missing
 
-    def misses(self, lookup: Lookup) -> Iterator[GpuMisses]:
-        """See EmbeddingCache: in parts that need a bounded amount of device memory."""
+    def misses(self, lookup: Lookup) -> Iterator[Misses]:
+        """See EmbeddingCache: where keys are pooled, in parts that need a bounded amount of device memory."""
+        if lookup.missing_positions is not None:
+            with self._cuda.scratch():
+                yield GpuMisses(self._cuda, self._dims, lookup)
+            return
         for numbers in parts_within(lookup, self._dims):
             self._check_open()  # other threads may use the device, and close the cache, before each further part
             with self._cuda.scratch():
-                yield GpuMisses(self._cuda, self._dims, self._uncounted.data.ptr, lookup, numbers)
+                tables_address = self._uncounted.data.ptr
+                yield PooledGpuMisses(
+                    self._cuda, self._dims, lookup, numbers=numbers, tables_address=tables_address, bits=self._bits
+                )
 
     def insert(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
-        self._write({table: (keys, vectors)}, may_insert=True)
+        self._write(table, keys, vectors, may_insert=True)
 
-    def insert_tables(self, rows: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> None:
-        self._write(rows, may_insert=True)
+    def insert_missing(self, missing: Sequence[MissingRows]) -> None:
+        """See EmbeddingCache: all of them in one transfer, if they are not very many."""
+        if self._uploads.takes_at_once(missing):
+            self._write_pieces(self._uploads.missing(missing), may_insert=True)
+        else:
+            super().insert_missing(missing)
 
     def update(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
-        self._write({table: (keys, vectors)}, may_insert=False)
+        self._write(table, keys, vectors, may_insert=False)
 
     def erase(self, table: str, keys: ArrayLike) -> None:
         given = GivenKeys(self._cuda, self._checked_keys(table, keys))
@@ -194,7 +223,7 @@ class GpuEmbeddingCache(EmbeddingCache):
             record = self._records[t] = self._describe(t, offset, num_buckets)
             self._targets[t]["index"], self._targets[t]["rows"] = record["cached"], record["cached_rows"]
             self._targets[t]["events_address"] = record["events_address"]
-            (self._memory + offset).memset_async(0, 2 * BUCKET_BYTES * num_buckets)
+            (self._memory + offset).memset_async(0, zero_bytes(num_buckets, marks=True))
             offset += size
 
     def _describe(self, t: int, offset: int, num_buckets: int) -> np.void:
@@ -221,19 +250,23 @@ class GpuEmbeddingCache(EmbeddingCache):
         """See EmbeddingCache. Arrays on the device stay there."""
         return as_array(values, self._cuda)
 
-    def _write(self, rows: Mapping[str, tuple[ArrayLike, ArrayLike]], *, may_insert: bool) -> None:
-        checked = {table: self._checked_rows(table, *given) for table, given in rows.items()}
-        given = [GivenRows(self._cuda, self._positions[table], *arrays) for table, arrays in checked.items()]
-        for number, piece in enumerate(self._uploads.pieces(given)):
+    def _write(self, table: str, keys: ArrayLike, vectors: ArrayLike, *, may_insert: bool) -> None:
+        arrays = self._checked_rows(table, keys, vectors)
+        given = GivenRows(self._cuda, self._positions[table], *arrays)
+        self._write_pieces(self._uploads.pieces(given), may_insert=may_insert)
+
+    def _write_pieces(self, pieces: Iterator[Piece], *, may_insert: bool) -> None:
+        for number, piece in enumerate(pieces):
             if number:
                 self._rests.rest()
             with self._cuda.request():
                 self._check_open()
                 addresses, _kept = piece.arrived(self._cuda)
-                targets = self._targets[piece.tables]
+                targets = self._targets[piece.part.tables]
                 targets["keys_address"], targets["vectors_address"] = addresses.T
-                targets["num_keys"] = piece.num_keys
-                gpu.write_rows(targets, may_insert=may_insert, may_evict=may_insert)
+                targets["num_keys"] = piece.part.num_keys
+                for some in np.split(targets, piece.part.splits):
+                    gpu.write_rows(some, may_insert=may_insert, may_evict=may_insert)
 
     def _cached(self, table: str) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8]]]:
         """Keys and marks of the rows that are cached, some buckets at a time: a row never leaves its bucket."""

@@ -1,12 +1,10 @@
-"""The missing keys of a look-up in the GPU's cache: which they are, and how their rows get into the outputs.
+"""The missing keys of a look-up in the GPU's cache, and how their rows get into the outputs.
 
-The look-up itself only counts what the cache lacks. The segments concerned are looked up again, each key separately
-and those of bags into other memory, which gives the positions of the missing keys. These are fetched, each once, while
-other requests use the device.
+Where nothing is pooled, the look-up itself has noted which keys the cache lacks. Otherwise it only counts them: the
+segments concerned are looked up again, each key separately and those of bags into other memory.
 
-The same kernel fills in their vectors, treating them as rows of a table without a cache: the *key* at a
-position is now the number of a fetched row or, where the cache had the row, a number beyond them all, which leaves the
-output unchanged. The same kernel pools bags at the end, from rows whose numbers are their positions.
+The rows are fetched, each once, while other requests use the device. Then a kernel copies them to where the cache
+would have written them, and bags are pooled, from rows whose numbers are their positions.
 """
 
 from __future__ import annotations
@@ -20,47 +18,99 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.device.cuda import CudaDevice
+from inference_session.device.pinned import pinned_empty
 from inference_session.embedding_cache.base import Misses
 from inference_session.embedding_cache.missing_rows import MissingRows
+from inference_session.kernels.cpu.missing import describe_copies, find_positions
 from inference_session.kernels.cuda import launch as gpu
 from inference_session.kernels.cuda.records import Tiles, numbered_tables
-from inference_session.kernels.records import FLOAT_BYTES, KEY_BYTES, Lookup, PoolingCode, VectorCode, address_of
+from inference_session.kernels.records import (
+    FLOAT_BYTES,
+    KEY_BYTES,
+    VECTOR_COPY,
+    Lookup,
+    PoolingCode,
+    VectorCode,
+    address_of,
+)
 
-_BEYOND_ALL_ROWS = np.iinfo(np.int64).max
 _MOST_BYTES = 1 << 28
 """Device memory for the vectors of bags that have missing keys; a single look-up may need more."""
 
 
-def parts_within(lookup: Lookup, dims: NDArray[np.int64]) -> Sequence[NDArray[np.intp]]:
-    """The segments that have missing keys, in parts such that `_MOST_BYTES` do for each."""
-    numbers = np.flatnonzero(lookup.num_unknown)
-    missed = lookup.segments[numbers]
-    if not missed["pooling"].any():
-        return [numbers] if len(numbers) else []
-    num_floats = _num_positions(missed) * dims[missed["table"]] * (missed["pooling"] != PoolingCode.NONE)
-    part = np.cumsum(num_floats * FLOAT_BYTES) // _MOST_BYTES
-    return np.split(numbers, np.flatnonzero(np.diff(part)) + 1)
+class MissingBits:
+    """Where look-ups note which keys are missing, one at a time: pinned memory, zeros while none is under way."""
+
+    def __init__(self) -> None:
+        self._bits = np.zeros(0, np.uint32)
+
+    def address_for(self, launch: gpu.Launch) -> int:
+        """Where a look-up may note its keys; within a request."""
+        if len(self._bits) < launch.num_tiles:
+            self._bits = pinned_empty((2 * launch.num_tiles,), np.uint32)
+            self._bits[:] = 0
+        return address_of(self._bits)
+
+    def take(self, tiles: Tiles) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """How many keys of each segment are missing, and at which of its positions, segment after segment. The bits are
+        zeros again.
+        """
+        num_bits = int(tiles.first[-1]) * tiles.keys_per_tile
+        counts, positions = np.empty(len(tiles.first) - 1, np.int64), np.empty(num_bits, np.int64)
+        num_found = find_positions(self._bits, tiles.first, tiles.keys_per_tile, counts, positions)
+        return counts, positions[:num_found].copy()
+
+    def clear(self) -> None:
+        """Forget what a look-up has noted that was interrupted."""
+        self._bits[:] = 0
 
 
 class GpuMisses(Misses):
+    """The missing keys of a look-up without pooling, within `CudaDevice.scratch`."""
+
+    def __init__(self, device: CudaDevice, dims: NDArray[np.int64], lookup: Lookup) -> None:
+        """Collect the keys that the cache has noted.
+
+        Args:
+            device: of the cache.
+            dims: embedding_dim of each table.
+            lookup: what was looked up.
+        """
+        self._device, self._lookup = device, lookup
+        assert lookup.missing_positions is not None  # noqa: S101  the cache has noted them
+        self.rows = MissingRows(dims, lookup.segments, lookup.num_unknown.copy(), lookup.missing_positions)
+
+    def paused(self) -> AbstractContextManager[None]:
+        return self._device.paused()
+
+    def complete(self) -> None:
+        """See Misses: launched, not waited for."""
+        _copy_vectors(self._device, self.rows, self._lookup.segments)
+        self._lookup.num_unknown[:] = self.rows.num_unknown()
+
+
+class PooledGpuMisses(Misses):
     """The missing keys of some segments of a look-up, within `CudaDevice.scratch`."""
 
     def __init__(
         self,
         device: CudaDevice,
         dims: NDArray[np.int64],
-        tables_address: int,
         lookup: Lookup,
+        *,
         numbers: NDArray[np.intp],
+        tables_address: int,
+        bits: MissingBits,
     ) -> None:
         """Look the missing keys up again.
 
         Args:
             device: of the cache.
             dims: embedding_dim of each table.
-            tables_address: of the cache's GPU_TABLE records, without addresses to count events at.
             lookup: what was looked up.
             numbers: which of its segments, all of them with missing keys.
+            tables_address: of the cache's GPU_TABLE records, without addresses to count events at.
+            bits: of the cache.
         """
         self._device, self._dims, self._tables_address = device, dims, tables_address
         self._lookup, self._numbers = lookup, numbers
@@ -73,25 +123,15 @@ class GpuMisses(Misses):
         """The same segments, but each key has its own vector: row i of the output is that of the key at
         position i.
         """
-        self.rows = self._collect()
+        self.rows = self._collect(bits)
 
     def paused(self) -> AbstractContextManager[None]:
         return self._device.paused()
 
     def complete(self) -> None:
         """See Misses: launched, not waited for."""
-        fills, pools = self._alone.copy(), self._segments[self._pooled]
-        rows, numbers = self._row_numbers(), self._device.pinned((int(self._num_keys.max()),), np.int64)
-        numbers[:] = np.arange(len(numbers))
-        fills["keys_address"] = address_of(rows) + KEY_BYTES * _begins(self._num_keys)
-        pools["keys_address"] = address_of(numbers)
-        pools["table"] = len(self._dims) + np.arange(len(pools))
-        tables = self._tables()
-        for segments, tiles in ((fills, self._tiles), (pools, None)):
-            segments["key_bytes"] = segments["key_stride"] = KEY_BYTES
-            segments["row_stride"] = segments["keys_per_row"] * KEY_BYTES
-            if len(segments):
-                gpu.prepare(segments, address_of(tables), tiles=tiles).run()
+        _copy_vectors(self._device, self.rows, self._alone)
+        self._pool()
         self._lookup.num_unknown[self._numbers] = self.rows.num_unknown()
 
     def _each_key_alone(self) -> NDArray[np.void]:
@@ -108,38 +148,51 @@ class GpuMisses(Misses):
             alone[field] = 0
         return alone
 
-    def _collect(self) -> MissingRows:
+    def _collect(self, bits: MissingBits) -> MissingRows:
         """The missing keys."""
         launch = gpu.prepare(self._alone, self._tables_address)
-        bits = self._device.pinned((launch.num_tiles,), np.uint32)
-        launch.run(missing_bits_address=address_of(bits))
+        launch.run(missing_bits_address=bits.address_for(launch))
         self._device.wait()
-        self._tiles = launch.tiles
-        counts, positions = _missing(bits, launch.tiles)
+        counts, positions = bits.take(launch.tiles)
         if self._segments["begins_address"].any():
             parts = np.split(positions, np.cumsum(counts)[:-1])
             parts = [_in_bags(*each) for each in zip(self._segments, self._num_keys.tolist(), parts, strict=True)]
             counts, positions = np.array([len(part) for part in parts], np.int64), np.concatenate(parts)
         return MissingRows(self._dims, self._segments, counts, positions)
 
-    def _row_numbers(self) -> NDArray[np.int64]:
-        """For each position, segment after segment, the missing row, or one beyond all where nothing is missing."""
-        numbers = self._device.pinned((int(self._num_keys.sum()),), np.int64)
-        numbers[:] = _BEYOND_ALL_ROWS
-        numbers[np.repeat(_begins(self._num_keys), self.rows.counts) + self.rows.positions] = self.rows.row_numbers
-        return numbers
+    def _pool(self) -> None:
+        """Pool the vectors that the keys have by now, as rows whose numbers are their positions."""
+        if not len(self._pooled):
+            return
+        pools, alone, num_rows = self._segments[self._pooled], self._alone[self._pooled], self._num_keys[self._pooled]
+        records = numbered_tables(self._dims[pools["table"]], alone["output_address"], num_rows)
+        tables = self._device.empty((records.nbytes,), np.uint8)
+        tables.set(self._device.stage(records.view(np.uint8)), stream=self._device.stream)
+        numbers = self._device.pinned((int(num_rows.max()),), np.int64)
+        numbers[:] = np.arange(len(numbers))
+        pools["table"], pools["keys_address"] = np.arange(len(pools)), address_of(numbers)
+        pools["key_bytes"] = pools["key_stride"] = KEY_BYTES
+        pools["row_stride"] = pools["keys_per_row"] * KEY_BYTES
+        gpu.prepare(pools, address_of(tables)).run()
 
-    def _tables(self) -> Any:
-        """GPU_TABLE records on the device: one per table of the missing rows, then one per pooled segment."""
-        alone, missing = self._alone[self._pooled], self.rows.records
-        moved = address_of(self._device.stage(self.rows.vectors)) - address_of(self.rows.vectors)
-        dims = np.concatenate([self._dims, self._dims[alone["table"]]])
-        addresses = np.concatenate([missing["vectors_address"] + moved, alone["output_address"]])
-        num_rows = np.concatenate([missing["num_rows"], self._num_keys[self._pooled]])
-        records = numbered_tables(dims, addresses, num_rows)
-        on_device = self._device.empty((records.nbytes,), np.uint8)
-        on_device.set(self._device.stage(records.view(np.uint8)), stream=self._device.stream)
-        return on_device
+
+def parts_within(lookup: Lookup, dims: NDArray[np.int64]) -> Sequence[NDArray[np.intp]]:
+    """The segments that have missing keys, in parts such that `_MOST_BYTES` do for each."""
+    numbers = np.flatnonzero(lookup.num_unknown)
+    missed = lookup.segments[numbers]
+    num_floats = _num_positions(missed) * dims[missed["table"]] * (missed["pooling"] != PoolingCode.NONE)
+    part = np.cumsum(num_floats * FLOAT_BYTES) // _MOST_BYTES
+    return np.split(numbers, np.flatnonzero(np.diff(part)) + 1) if len(numbers) else []
+
+
+def _copy_vectors(device: CudaDevice, rows: MissingRows, segments: NDArray[np.void]) -> None:
+    """Launch the copies of fetched vectors to the outputs of segments, none of them pooled."""
+    if not len(rows.positions):  # other threads have cached all of these rows meanwhile
+        return
+    copies = device.pinned((len(rows.positions),), VECTOR_COPY)
+    moved = address_of(device.stage(rows.vectors)) - address_of(rows.vectors)
+    describe_copies(segments, rows.counts, rows.positions, rows.records, rows.row_numbers, moved, copies)
+    gpu.copy_vectors(copies)
 
 
 def _num_positions(segments: NDArray[np.void]) -> NDArray[np.int64]:
@@ -148,15 +201,6 @@ def _num_positions(segments: NDArray[np.void]) -> NDArray[np.int64]:
     for i in np.flatnonzero(segments["begins_address"]).tolist():
         num_positions[i] = _array_at(segments["ends_address"][i], int(segments["num_rows"][i])).max(initial=0)
     return num_positions
-
-
-def _missing(bits: NDArray[np.uint32], tiles: Tiles) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """How many keys of each segment are missing, and at which of its positions, segment after segment."""
-    by_tile = np.unpackbits(bits.view(np.uint8), bitorder="little").reshape(-1, 32)[:, : tiles.keys_per_tile]
-    positions = np.flatnonzero(by_tile)
-    begins = tiles.first.astype(np.int64) * tiles.keys_per_tile
-    of_segment = np.searchsorted(begins, positions, side="right") - 1
-    return np.bincount(of_segment, minlength=len(begins) - 1), positions - begins[of_segment]
 
 
 def _in_bags(segment: np.void, num_keys: int, positions: NDArray[np.intp]) -> NDArray[np.intp]:
@@ -170,7 +214,3 @@ def _in_bags(segment: np.void, num_keys: int, positions: NDArray[np.intp]) -> ND
 
 def _array_at(address: Any, num_elements: int) -> NDArray[np.int64]:
     return np.ctypeslib.as_array((ctypes.c_int64 * num_elements).from_address(int(address)))
-
-
-def _begins(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.cumsum(counts) - counts

@@ -1,8 +1,8 @@
 """Rows on their way into the GPU's cache: from arrays on the device as they are, from the host piece by piece.
 
-A piece has rows of several tables where these are few, and is one transfer. While it is written, the next one is copied
-to the device on a separate stream. What lies in pageable memory passes through pinned memory, which several threads
-fill, because one cannot keep up with the bus.
+A piece is one transfer. The rows that look-ups missed are one piece, whatever their tables. While a piece is written,
+the next one is copied to the device on a separate stream. What lies in pageable memory passes through pinned memory,
+which several threads fill, because one cannot keep up with the bus.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import cupy
 import numpy as np
@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from inference_session.device.cuda import CudaDevice
 from inference_session.device.pinned import is_pinned, pinned_empty
+from inference_session.embedding_cache.missing_rows import MissingRows
 from inference_session.errors import InvalidRequestError, UnavailableError
 from inference_session.kernels.records import FLOAT_BYTES, KEY_BYTES
 from inference_session.kernels.threads import run_parts
@@ -35,6 +36,7 @@ _POLL_S = 20e-6
 _THREAD_BYTES, _MAX_THREADS = 1 << 21, 4
 _ALIGNMENT = 128
 """Of arrays on the device: bytes that it reads at once."""
+_FROM_THE_FIRST, _NO_SPLITS = np.zeros((1, 2), np.int64), np.zeros(0, np.int64)
 
 
 class GivenKeys:
@@ -77,38 +79,33 @@ class GivenRows(GivenKeys):
         num_parts = -(-num_rows // max(num_bytes // row_bytes, 1))
         for i in range(num_parts):
             rows = slice(i * num_rows // num_parts, (i + 1) * num_rows // num_parts)
-            yield _Part(self.table, self.keys[rows], self.vectors[rows])
+            keys = self.keys[rows]
+            yield _Part(
+                np.array([self.table]), np.array([len(keys)]), keys, self.vectors[rows], _FROM_THE_FIRST, _NO_SPLITS
+            )
 
 
 class _Part(NamedTuple):
-    """Some rows of one table, where the caller has them."""
+    """Rows of some tables, where the caller has them."""
 
-    table: int
+    tables: NDArray[np.intp]
+    """Of each look-up once."""
+    num_keys: NDArray[np.int64]
+    """Of each table."""
     keys: NDArray[Any]
     vectors: NDArray[Any]
-
-    @property
-    def num_bytes(self) -> int:
-        """As the cache wants them."""
-        return self.keys.size * KEY_BYTES + self.vectors.size * FLOAT_BYTES
+    begins: NDArray[np.int64]
+    """[tables, 2]: bytes from the first key, int64, to those of each table, and from the first vector, float32."""
+    splits: NDArray[np.int64] = _NO_SPLITS
+    """Where in `tables` another look-up's begin: those before are written first, as tables may come again."""
 
 
 class _GivenPiece(NamedTuple):
-    """Rows of one table in arrays on the device that the caller has, of any type."""
+    """Rows in arrays on the device that the caller has, of any type."""
 
     part: _Part
     ready: Any
     """The event after which the arrays are complete."""
-
-    @property
-    def tables(self) -> list[int]:
-        """The one table."""
-        return [self.part.table]
-
-    @property
-    def num_keys(self) -> list[int]:
-        """Of the table."""
-        return [len(self.part.keys)]
 
     def arrived(self, device: CudaDevice) -> tuple[NDArray[np.int64], Any]:
         """Within a request: addresses, [tables, 2], of keys, int64, and vectors, float32, for what is launched from now
@@ -116,24 +113,26 @@ class _GivenPiece(NamedTuple):
         """
         device.stream.wait_event(self.ready)
         arrays = _on_device(self.part.keys, np.int64), _on_device(self.part.vectors, np.float32)
-        return np.array([[array.data.ptr for array in arrays]]), arrays
+        return self.part.begins + [array.data.ptr for array in arrays], arrays
 
 
 class _UploadedPiece(NamedTuple):
-    """Rows of some tables, each of them once, in memory of ours on the device, or on their way there."""
+    """Rows in memory of ours on the device, or on their way there."""
 
-    tables: list[int]
-    num_keys: list[int]
-    memory: Any
-    offsets: NDArray[np.int64]
-    """[tables, 2]: of the keys, int64, and of the vectors, float32, in this memory."""
+    part: _Part
     ready: Any
     """The event after which they are on the device."""
+    memory: Any
+    """Their keys, then their vectors."""
 
     def arrived(self, device: CudaDevice) -> tuple[NDArray[np.int64], Any]:
         """See _GivenPiece."""
         device.stream.wait_event(self.ready)
-        return self.memory.data.ptr + self.offsets, self.memory
+        offsets = np.array([0, _vectors_offset(self.part)])
+        return self.part.begins + (self.memory.data.ptr + offsets), self.memory
+
+
+Piece: TypeAlias = _GivenPiece | _UploadedPiece
 
 
 class Uploads:
@@ -146,30 +145,34 @@ class Uploads:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="hotrow-rows")
         self._stream: Any = None
 
-    def pieces(self, given: Sequence[GivenRows]) -> Iterator[_GivenPiece | _UploadedPiece]:
+    def pieces(self, given: GivenRows) -> Iterator[Piece]:
         """The rows in pieces, each of which must be written, and be waited for, before the next one is taken: not
         within a request of the device.
         """
-        for rows in given:
-            if rows.on_device:
-                for part in rows.parts(_DEVICE_BYTES):
-                    yield _GivenPiece(part, rows.ready)
-        on_host = [rows for rows in given if not rows.on_device]
-        groups = _grouped(part for rows in on_host for part in rows.parts(_STAGED_BYTES))
-        yield from self._uploaded(groups, is_pinned=len(on_host) == 1 and on_host[0].is_pinned)
+        if given.on_device:
+            return (_GivenPiece(part, given.ready) for part in given.parts(_DEVICE_BYTES))
+        return self._uploaded(given.parts(_STAGED_BYTES), is_pinned=given.is_pinned)
+
+    def takes_at_once(self, missing: Sequence[MissingRows]) -> bool:
+        """Whether the rows that look-ups missed may be one piece."""
+        return sum(rows.keys.nbytes + rows.vectors.nbytes for rows in missing) <= _STAGED_BYTES
+
+    def missing(self, missing: Sequence[MissingRows]) -> Iterator[Piece]:
+        """All of these rows as one piece; see `pieces`."""
+        return self._uploaded(iter([_joined([_part_of(rows) for rows in missing])]), is_pinned=False)
 
     def close(self) -> None:
         """Within a request: end the threads and free the pinned memory, which must not happen during a recording."""
         self._threads.shutdown()
         self._free.clear()
 
-    def _uploaded(self, groups: Iterator[Sequence[_Part]], *, is_pinned: bool) -> Iterator[_UploadedPiece]:
-        """Each piece is copied while the one before it is written. `is_pinned`: each is one part, in pinned memory."""
+    def _uploaded(self, parts: Iterator[_Part], *, is_pinned: bool) -> Iterator[_UploadedPiece]:
+        """Each piece is copied while the one before it is written. `is_pinned`: they are copied from where they are."""
         pinned = self._free.pop() if self._free else _PinnedBuffers(self._device, self._threads)
         try:
             previous = None
-            for number, parts in enumerate(groups):
-                piece = self._upload(parts, None if is_pinned else pinned, number % 2)
+            for number, part in enumerate(parts):
+                piece = self._upload(part, None if is_pinned else pinned, number % 2)
                 if previous is not None:
                     yield self._arrived(previous)
                 previous = piece
@@ -192,16 +195,14 @@ class Uploads:
             time.sleep(_POLL_S)
         return piece
 
-    def _upload(self, parts: Sequence[_Part], pinned: _PinnedBuffers | None, turn: int) -> _UploadedPiece:
-        """Launch the copies to the device, through pinned memory or from where the only part is."""
-        sizes = [(part.keys.size * KEY_BYTES, part.vectors.size * FLOAT_BYTES) for part in parts]
-        ends = np.cumsum(-(-np.array(sizes) // _ALIGNMENT) * _ALIGNMENT).reshape(-1, 2)
-        num_bytes = int(ends[-1, -1])
-        offsets = np.concatenate([[0], ends.flat[:-1]]).reshape(-1, 2)
+    def _upload(self, part: _Part, pinned: _PinnedBuffers | None, turn: int) -> _UploadedPiece:
+        """Launch the copies to the device, through pinned memory or from where the rows are."""
+        vectors_offset = _vectors_offset(part)
+        num_bytes = vectors_offset + part.vectors.size * FLOAT_BYTES
         if pinned is None:
-            sources = list(zip(offsets[0].tolist(), parts[0][1:], strict=True))
+            sources = [(0, part.keys), (vectors_offset, part.vectors)]
         else:
-            sources = [(0, pinned.filled(turn, parts, offsets, num_bytes))]
+            sources = [(0, pinned.filled(turn, part, num_bytes))]
         with self._device.request():
             if self._stream is None:
                 self._stream = cupy.cuda.Stream(non_blocking=True)
@@ -210,9 +211,7 @@ class Uploads:
             for offset, source in sources:
                 place, kind = memory.data.ptr + offset, runtime.memcpyHostToDevice
                 runtime.memcpyAsync(place, source.ctypes.data, source.nbytes, kind, self._stream.ptr)
-            ready = self._stream.record()
-        tables, num_keys = [part.table for part in parts], [len(part.keys) for part in parts]
-        return _UploadedPiece(tables, num_keys, memory, offsets, ready)
+            return _UploadedPiece(part, self._stream.record(), memory)
 
 
 class _PinnedBuffers:
@@ -222,17 +221,14 @@ class _PinnedBuffers:
         self._device, self._threads = device, threads
         self._memory = [np.empty(0, np.uint8)] * 2
 
-    def filled(
-        self, turn: int, parts: Sequence[_Part], offsets: NDArray[np.int64], num_bytes: int
-    ) -> NDArray[np.uint8]:
-        """Memory with copies of some rows at these offsets; the device has those before the last ones by now."""
+    def filled(self, turn: int, part: _Part, num_bytes: int) -> NDArray[np.uint8]:
+        """Memory with a copy of some rows; the device has those before the last ones by now."""
         if len(self._memory[turn]) < num_bytes:
             with self._device.request():
                 self._memory[turn] = pinned_empty((max(num_bytes, min(2 * num_bytes, _STAGED_BYTES)),), np.uint8)
         memory = self._memory[turn][:num_bytes]
-        for part, (keys, vectors) in zip(parts, offsets.tolist(), strict=True):
-            np.copyto(_at(memory, keys, part.keys, np.int64), part.keys)
-            self._copy(_at(memory, vectors, part.vectors, np.float32), part.vectors)
+        np.copyto(_at(memory, 0, part.keys, np.int64), part.keys)
+        self._copy(_at(memory, _vectors_offset(part), part.vectors, np.float32), part.vectors)
         return memory
 
     def _copy(self, copies: NDArray[np.float32], vectors: NDArray[Any]) -> None:
@@ -256,18 +252,28 @@ def as_array(values: ArrayLike, device: CudaDevice) -> NDArray[Any]:
     return array  # type: ignore[no-any-return]
 
 
-def _grouped(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
-    """Parts that make up a piece: rows of different tables, of at most _STAGED_BYTES."""
-    group: list[_Part] = []
-    num_bytes = 0
-    for part in parts:
-        if group and (num_bytes + part.num_bytes > _STAGED_BYTES or part.table == group[-1].table):
-            yield group
-            group, num_bytes = [], 0
-        group.append(part)
-        num_bytes += part.num_bytes
-    if group:
-        yield group
+def _part_of(rows: MissingRows) -> _Part:
+    """The rows that a look-up missed."""
+    tables = np.flatnonzero(rows.num_rows)
+    begins = np.stack([KEY_BYTES * rows.first_keys[tables], FLOAT_BYTES * rows.first_elements[tables]], axis=1)
+    return _Part(tables, rows.num_rows[tables], rows.keys, rows.vectors, begins)
+
+
+def _joined(parts: Sequence[_Part]) -> _Part:
+    """Those of several look-ups, one behind the other."""
+    if len(parts) == 1:
+        return parts[0]
+    sizes = np.array([(part.keys.nbytes, part.vectors.nbytes) for part in parts])
+    firsts = np.cumsum(sizes, axis=0) - sizes
+    begins = np.concatenate([part.begins + first for part, first in zip(parts, firsts, strict=True)])
+    splits = np.cumsum([len(part.tables) for part in parts])[:-1]
+    tables, num_keys, keys, vectors = (np.concatenate([part[field] for part in parts]) for field in range(4))
+    return _Part(tables, num_keys, keys, vectors, begins, splits)
+
+
+def _vectors_offset(part: _Part) -> int:
+    """Where the vectors begin in a piece of memory that begins with the keys."""
+    return -(-part.keys.size * KEY_BYTES // _ALIGNMENT) * _ALIGNMENT
 
 
 def _at(memory: NDArray[np.uint8], offset: int, like: NDArray[Any], dtype: Any) -> NDArray[Any]:

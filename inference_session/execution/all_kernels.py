@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache, allocate
-from inference_session.kernels.cpu import cache, keys, lookup
+from inference_session.kernels.cpu import cache, keys, lookup, missing
 from inference_session.kernels.cpu.requests import bag_staging, bags, capsules, dlpack, gathering, named_arrays, staging
 from inference_session.model_spec import ModelSpec, TableSpec
 from inference_session.parameter_server.redis import layout as redis_layout
@@ -54,6 +54,7 @@ def _compile_others() -> None:
     bag_staging.compile_kernels()
     gathering.compile_kernels()
     keys.compile_kernels()
+    missing.compile_kernels(gpu=True)
     dlpack.compile_kernels()
     capsules.compile_kernels()
     named_arrays.compile_kernels()

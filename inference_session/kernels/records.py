@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,15 +83,14 @@ SEGMENT = np.dtype(
     align=True,  # as C lays out a record that holds it
 )
 
-
-class PreparedLookup(Protocol):
-    """What a device keeps for look-ups whose segments have the same shapes (kernels/cuda/launch.py)."""
-
-    takes_segments: bool
-    """Whether `run` may be given other segments than those that it was made of."""
-
-    def run(self, segments: NDArray[np.void], *, num_unknown_address: int, seed: int) -> None:
-        """Launch the look-up of these segments."""
+VECTOR_COPY = np.dtype(
+    [
+        ("vector_address", np.int64),  # float32[embedding_dim]
+        ("output_address", np.int64),
+        ("embedding_dim", np.int64),
+        ("output_code", np.int64),  # VectorCode of the output: FLOAT32 or FLOAT16
+    ]
+)
 
 
 @dataclass(slots=True)
@@ -104,12 +103,13 @@ class Lookup:
     """Keys of each segment."""
     num_unknown: NDArray[np.int64]
     """Zeros at first; receives the keys of each segment that were answered with the default vector."""
-    prepared: PreparedLookup | None = None
-    """None: the device keeps nothing for look-ups of these shapes."""
+    prepared: object | None = None
+    """What the reader of rows keeps for look-ups of these shapes; None: nothing."""
     repeat: Callable[[], None] | None = None
     """Launches this look-up once more, over whatever is in its memory by then; None: it is not one that is repeated."""
     missing_positions: NDArray[np.int64] | None = None
-    """Noted by a cache that lacks some of the keys: where they are, as `kernels.cpu.lookup` says."""
+    """Noted by a cache that lacks some of the keys: where they are, as `kernels.cpu.lookup` says. A GPU's cache notes
+    nothing where keys are pooled."""
     places: tuple[int, int, int, int, int] | None = None
     """What `find_places` returns, where the arrays stay for many look-ups; None: they do not."""
     copied_keys: NDArray[np.int64] | None = None

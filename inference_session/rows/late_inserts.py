@@ -13,16 +13,17 @@ from inference_session.errors import HotrowError
 MAX_WAITING = 256
 """Requests whose missing rows may wait. The rows of further requests are dropped and counted; the next request that
 misses them fetches them again."""
+_MOST_AT_ONCE = 64
+"""Requests whose rows are inserted in one call: the caches of GPUs then wait less often for their device."""
 
 _log = logging.getLogger(__name__)
 
 
 class LateInserts:
-    """Passes queued rows to `insert`, in order, from its own thread; in each call those of up to `at_once` requests."""
+    """Passes queued rows to `insert`, in order, from its own thread; in each call those of some requests."""
 
-    def __init__(self, insert: Callable[[Sequence[MissingRows]], None], at_once: int = 1) -> None:
+    def __init__(self, insert: Callable[[Sequence[MissingRows]], None]) -> None:
         self._insert = insert
-        self._at_once = at_once
         self._waiting: deque[MissingRows] = deque()
         self._changed = threading.Condition()
         self._busy = False
@@ -62,7 +63,7 @@ class LateInserts:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if self._closed:
                     return
-                missing = [self._waiting.popleft() for _ in range(min(self._at_once, len(self._waiting)))]
+                missing = [self._waiting.popleft() for _ in range(min(_MOST_AT_ONCE, len(self._waiting)))]
                 self._busy = True
             self._try(missing)
 

@@ -14,7 +14,7 @@ from inference_session.embedding_cache.base import EmbeddingCache, Misses
 from inference_session.embedding_cache.missing_rows import MissingRows
 from inference_session.embedding_cache.stats import CacheStats
 from inference_session.kernels.cpu.lookup import NO_POSITIONS
-from inference_session.kernels.records import Lookup, PreparedLookup
+from inference_session.kernels.records import Lookup
 from inference_session.model_spec import TableSpec
 from inference_session.parameter_server.base import FetchRequest
 from inference_session.parameter_server.server import ParameterServer
@@ -109,11 +109,11 @@ class StoredReader(RowReader):
         self._cache, self._server, self._writer = cache, server, writer
         self._defaults = [np.full(spec.embedding_dim, spec.default_vector, np.float32) for spec in specs]
         self._async_from = math.inf if async_from is None else async_from
-        is_late = async_from is not None or cache.inserts_at_once
-        self.late = LateInserts(self._insert_late, max(cache.inserts_at_once, 1)) if is_late else None
+        is_late = async_from is not None or cache.inserts_late
+        self.late = LateInserts(self._insert_late) if is_late else None
         """What caches rows after the look-up was answered; None: it is done before."""
 
-    def prepare(self, segments: NDArray[np.void]) -> PreparedLookup | None:
+    def prepare(self, segments: NDArray[np.void]) -> object | None:
         return self._cache.prepare(segments)
 
     def look_up(self, lookup: Lookup) -> None:
@@ -155,7 +155,7 @@ class StoredReader(RowReader):
             still_missing.complete()
         if not rows.by_table:  # other threads have cached all of these rows since the miss
             return
-        if self.late is not None and (self._cache.inserts_at_once or not waits):
+        if self.late is not None and (self._cache.inserts_late or not waits):
             self.late.put(rows)
         else:
             # Not before `complete`: the cache might evict rows for these that have yet to be pooled.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.embedding_cache.base import EmbeddingCache
-from inference_session.embedding_cache.missing_rows import MissingRows, TableRows
+from inference_session.embedding_cache.missing_rows import MissingRows
 from inference_session.errors import UnavailableError
 from inference_session.model_spec import TableSpec
 from inference_session.parameter_server.base import FetchRequest
@@ -24,10 +25,7 @@ from inference_session.tables.row_numbers import stored_keys
 _KEYS_PER_REFRESH = 256
 """Few enough that a request waits only briefly for them in a store, or for the interpreter."""
 _BYTES_PER_INSERT = 1 << 20
-"""Of rows of several tables that are inserted at once: few enough that updates wait only briefly for them."""
 _CLOSE_TIMEOUT_S = 10.0
-_Fetched = tuple[TableRows, int]
-"""Rows, and the moment before they were fetched."""
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +50,9 @@ class StoredWriter(RowWriter):
             refresh_interval_s: time between two refreshes in the background; 0: none.
         """
         super().__init__(server.log)
-        self._specs = {spec.folder: spec for spec in specs}
+        self._specs = specs
+        self._by_folder = {spec.folder: spec for spec in specs}
+        self._numbered = {t for t, spec in enumerate(specs) if spec.keys == "row_number"}
         self._caches = caches
         self._server = server
         self._updating = threading.Lock()
@@ -97,7 +97,7 @@ class StoredWriter(RowWriter):
         try:
             self.refresh()
         except UnavailableError:
-            for table in self._specs:
+            for table in self._by_folder:
                 self._forget(table, None)
 
     @contextlib.contextmanager
@@ -106,30 +106,31 @@ class StoredWriter(RowWriter):
             yield
 
     def keep(self, cache: EmbeddingCache, missing: Sequence[MissingRows]) -> None:
-        """Insert rows that were fetched into one of the caches, except those that were written since."""
-        for tables in self._grouped(missing):
+        """Insert rows that look-ups missed and fetched into one of the caches, except those that were written since."""
+        for some in _in_groups(missing):
             with self._caching:
-                cache.insert_tables({table: self._current(table, parts) for table, parts in tables.items()})
+                for rows in some:
+                    self._drop_outdated(rows)
+                cache.insert_missing(some)
 
-    def _grouped(self, missing: Sequence[MissingRows]) -> Iterator[dict[str, list[_Fetched]]]:
-        """Rows of several look-ups by table, of as many tables as are best inserted at once."""
-        group: dict[str, list[_Fetched]] = {}
-        num_bytes = 0
-        for number, table in enumerate(self._specs):
-            parts = [(rows.by_table[number], rows.moment) for rows in missing if number in rows.by_table]
-            if parts:
-                group[table] = parts
-                num_bytes += sum(part.vectors.nbytes for part, _ in parts)
-            if num_bytes > _BYTES_PER_INSERT:
-                yield group
-                group, num_bytes = {}, 0
-        if group:
-            yield group
+    def _drop_outdated(self, rows: MissingRows) -> None:
+        """Drop the rows that were not found, or written since their fetch began. Must be called while holding
+        `_caching`.
+        """
+        for t in self._numbered.intersection(rows.by_table):
+            keys = rows.by_table[t].keys
+            keys[:] = stored_keys(self._specs[t], keys)
+        if rows.all_found and self.log.moment == rows.moment:  # the usual case
+            return
+        for t, part in rows.by_table.items():
+            outdated = ~part.found | self.log.written(self._specs[t].folder, part.keys, rows.moment)
+            if outdated.any():
+                rows.drop(t, outdated)
 
     def bring_in(self, cache: EmbeddingCache, table: str, keys: NDArray[np.int64]) -> None:
         """Fetch the rows of these keys into one of the caches, except those that are written meanwhile."""
-        keys = stored_keys(self._specs[table], keys)
-        vectors = np.empty((len(keys), self._specs[table].embedding_dim), np.float32)
+        keys = stored_keys(self._by_folder[table], keys)
+        vectors = np.empty((len(keys), self._by_folder[table].embedding_dim), np.float32)
         moment = self.log.moment
         found = self._server.fetch([FetchRequest(table, keys, vectors)])[0]
         with self._caching:
@@ -163,7 +164,7 @@ class StoredWriter(RowWriter):
             self.log.add_all()
         parts = [
             (table, keys[begin : begin + _KEYS_PER_REFRESH])
-            for table, keys in ((table, self._cached_keys(table)) for table in self._specs)
+            for table, keys in ((table, self._cached_keys(table)) for table in self._by_folder)
             for begin in range(0, len(keys), _KEYS_PER_REFRESH)
         ]
         for table, keys in paced(parts, self._closing, over_s=over_s):
@@ -172,7 +173,7 @@ class StoredWriter(RowWriter):
 
     def _refresh(self, table: str, keys: NDArray[np.int64]) -> None:
         """Read some cached rows again. The caches drop those that seem to have been written meanwhile."""
-        vectors = np.empty((len(keys), self._specs[table].embedding_dim), np.float32)
+        vectors = np.empty((len(keys), self._by_folder[table].embedding_dim), np.float32)
         request = FetchRequest(table, keys, vectors)
         moment = self.log.moment
         # A key is not found only if no tier has it.
@@ -226,18 +227,9 @@ class StoredWriter(RowWriter):
             for cache in reversed(self._caches):
                 changes.callback(change, cache)
 
-    def _current(self, table: str, parts: Sequence[_Fetched]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The rows that were found, and not written since the moment when their fetch began. Must be called while
-        holding `_caching`.
-        """
-        current = [self._current_part(table, *part) for part in parts]
-        if len(current) == 1:
-            return current[0]
-        keys, vectors = map(np.concatenate, zip(*current, strict=True))
-        return keys, vectors
 
-    def _current_part(self, table: str, part: TableRows, moment: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        keys = stored_keys(self._specs[table], part.keys)
-        current = part.found & ~self.log.written(table, keys, moment)
-        # Usually these are all rows, and then nothing is copied.
-        return (keys, part.vectors) if current.all() else (keys[current], part.vectors[current])
+def _in_groups(missing: Sequence[MissingRows]) -> Iterator[Sequence[MissingRows]]:
+    """The rows of so many look-ups that updates wait only briefly for them to be inserted; of one at least."""
+    ends = np.cumsum([rows.vectors.nbytes for rows in missing]) // _BYTES_PER_INSERT
+    begins = [0, *(np.flatnonzero(np.diff(ends)) + 1).tolist(), len(missing)]
+    return (missing[begin:end] for begin, end in itertools.pairwise(begins))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from inference_session.device.base import Device
 from inference_session.errors import InvalidRequestError
 from inference_session.kernels.cpu.lookup import BoundLookups
-from inference_session.kernels.records import Lookup, PreparedLookup
+from inference_session.kernels.records import Lookup
 
 RowBatch: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
 """Keys [n], and their vectors [n, embedding_dim]."""
@@ -69,7 +69,7 @@ class RowReader(ABC):
     is_launched = False
     """Whether a look-up is one launch on the device, which needs no work on the host after it and may be repeated."""
 
-    def prepare(self, segments: NDArray[np.void]) -> PreparedLookup | None:  # noqa: ARG002
+    def prepare(self, segments: NDArray[np.void]) -> object | None:  # noqa: ARG002
         """What `look_up` needs for SEGMENT records of these shapes, made once (Lookup.prepared)."""
         return None
 

@@ -19,6 +19,7 @@ from inference_session.device.discovery import unusable
 from inference_session.errors import ConfigurationError, InvalidRequestError
 from tests.testing.cache_contract import AMPLE_BYTES, HIGHEST, LOWEST, EmbeddingCacheContract, vectors_of
 from tests.testing.cache_lookups import look_up
+from tests.testing.missed_rows import missed_rows
 
 if TYPE_CHECKING:
     from inference_session.embedding_cache.gpu import GpuEmbeddingCache
@@ -87,7 +88,8 @@ def test_any_request_answers_as_the_oracle(sizes: list[int], seed: int) -> None:
     dims = {f"t{i}": int(generator.integers(1, 70)) for i in range(len(sizes))}
     held = {t: generator.integers(LOWEST, HIGHEST, 300) for t in dims}
     with cache_of(dims, 1 << 27) as cache:
-        cache.insert_tables({t: (keys, vectors_of(keys, dims[t])) for t, keys in held.items()})
+        for t, keys in held.items():
+            cache.insert(t, keys, vectors_of(keys, dims[t]))
         asked = {
             t: generator.choice(np.concatenate([held[t], generator.integers(LOWEST, HIGHEST, 30)]), size)
             for t, size in zip(dims, sizes, strict=True)
@@ -167,30 +169,26 @@ def test_rows_may_be_anywhere(place: str, piece_bytes: int, monkeypatch: pytest.
         assert np.array_equal(np.sort(cache.dump("t")), np.sort(keys[30_000:]))
 
 
-@pytest.mark.parametrize("piece_bytes", [1 << 12, 1 << 16, 1 << 24])
-def test_rows_of_many_tables_may_be_anywhere(piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those on the host and on the device in one call, in pieces of one table's rows or of several tables'."""
-    import cupy
-
+@pytest.mark.parametrize("piece_bytes", [1 << 12, 1 << 24])
+def test_many_missed_rows_are_inserted(piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more tables than a kernel takes at once, in one piece or, where they are too many for that, by table."""
     from inference_session.embedding_cache import gpu_writes
 
     monkeypatch.setattr(gpu_writes, "_STAGED_BYTES", piece_bytes)
-    monkeypatch.setattr(gpu_writes, "_DEVICE_BYTES", piece_bytes)
     generator = np.random.default_rng(2)
     dims = {f"t{i}": i % 9 + 1 for i in range(80)}
-    keys = {t: generator.integers(LOWEST, HIGHEST, int(generator.integers(0, 2_000))) for t in dims}
-    vectors = {t: vectors_of(keys[t], dims[t]) for t in dims}
-    given: dict[str, tuple[Any, Any]] = {
-        t: (keys[t], cupy.asarray(vectors[t])) if i % 7 == 0 else (keys[t], vectors[t]) for i, t in enumerate(dims)
-    }
+    asked = [generator.integers(LOWEST, HIGHEST, int(generator.integers(0, 2_000))) for _ in dims]
+    rows = missed_rows([*dims.values()], asked)
+    for part in rows.by_table.values():
+        part.vectors[:] = vectors_of(part.keys, part.vectors.shape[1])
     with cache_of(dims, 1 << 27) as cache:
-        cache.insert_tables(given)
-        found = look_up(cache, keys)
+        cache.insert_missing([rows])
+        found = look_up(cache, dict(zip(dims, asked, strict=True)))
         stats = cache.stats()
-        for t in dims:
-            assert not len(found.missing[t])
-            assert np.array_equal(found.vectors[t], vectors[t])
-            assert stats.tables[t].rows == stats.tables[t].inserts == len(keys[t])
+    for t, keys in zip(dims, asked, strict=True):
+        assert not len(found.missing[t])
+        assert np.array_equal(found.vectors[t], vectors_of(keys, dims[t]))
+        assert stats.tables[t].rows == stats.tables[t].inserts == len(np.unique(keys))
 
 
 def test_rows_come_from_several_threads() -> None:

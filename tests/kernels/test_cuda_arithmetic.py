@@ -22,13 +22,13 @@ from inference_session.kernels.cuda.records import (
     divide,
     request_of,
 )
-from inference_session.kernels.records import SEGMENT, PoolingCode
+from inference_session.kernels.records import SEGMENT, VECTOR_COPY, PoolingCode
 from inference_session.model_spec import TableSpec
 from inference_session.tables.row_numbers import stored_keys
 from tests.testing import cuda_model as gpu_model
 
 CUDA = Path(gpu_layout.__file__).parent
-SOURCES = ("layout.cuh", "index.cuh", "vectors.cuh", "lookup.cu", "order.cu", "columns.cu", "write.cu")
+SOURCES = ("layout.cuh", "index.cuh", "vectors.cuh", "lookup.cu", "order.cu", "columns.cu", "missing.cu", "write.cu")
 HASH_ROWS = ("layout.cuh", "index.cuh", "../../../hotrow/training/kernels/hash_rows.cu")
 NO_CODE = "-fdevice-syntax-only"
 """Finds what is wrong in any language construct, templates that are used included, and translates nothing."""
@@ -42,6 +42,7 @@ RECORDS = {
     "Request": gpu_layout.REQUEST,
     "Target": gpu_layout.TARGET,
     "Batch": gpu_layout.BATCH,
+    "VectorCopy": VECTOR_COPY,
 }
 
 
@@ -52,6 +53,35 @@ def test_every_key_has_a_bucket_and_a_tag(key: int, num_buckets: int) -> None:
     hashed = gpu_model.hash_key(key)
     assert 0 <= gpu_model.bucket_of(hashed, num_buckets) < num_buckets
     assert 1 <= gpu_model.tag_of(hashed) <= 254
+
+
+@settings(max_examples=50)
+@given(
+    key=st.integers(-(2**63), 2**63 - 1) | st.integers(-1000, 2**36),
+    num_buckets=st.integers(1, 2**32 // SLOTS) | st.integers(1, 30),
+    first_key=st.integers(-(2**63), 2**63 - 1) | st.integers(-1000, 1000),
+)
+def test_every_key_has_a_place(key: int, num_buckets: int, first_key: int) -> None:
+    """In an index of any size whose keys begin anywhere; those from the first on are alone in theirs."""
+    bucket, tag, alone = gpu_model.place_of(key, num_buckets, first_key)
+    assert 0 <= bucket < num_buckets
+    assert 1 <= tag <= 254
+    num_alone = 1 << (num_buckets * 254).bit_length() - 1
+    assert alone == ((key - first_key) % 2**64 < num_alone)
+    assert num_alone > 127 * num_buckets
+
+
+@pytest.mark.parametrize("num_buckets", [1, 2, 3, 5, 7, 8, 64, 100, 129, 255])
+def test_no_two_keys_from_the_first_on_share_a_place(num_buckets: int) -> None:
+    """So that a tag says which of them a slot holds. Buckets get about as many of the keys, and tags as well."""
+    bits = (num_buckets * 254).bit_length() - 1
+    places = [gpu_model.place_of(key - 5, num_buckets, -5) for key in range(1 << bits)]
+    assert len(set(places)) == len(places)
+
+    some = np.array([place[:2] for place in places[: len(places) // 4]])
+    per_bucket = np.bincount(some[:, 0], minlength=num_buckets)
+    assert per_bucket.max() <= 1.6 * max(per_bucket.mean(), 20)
+    assert np.bincount(some[:, 1] // 64).max() <= 0.4 * len(some) + 20
 
 
 @settings(max_examples=50)

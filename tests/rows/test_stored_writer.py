@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -11,15 +11,14 @@ from numpy.typing import ArrayLike, NDArray
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache
 from inference_session.embedding_cache.missing_rows import MissingRows
 from inference_session.errors import StoreError
-from inference_session.kernels.records import SEGMENT, address_of
 from inference_session.model_spec import TableSpec
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
-from inference_session.rows import stored_writer
 from inference_session.rows.stored_writer import StoredWriter
 from tests.testing.cache_lookups import look_up
 from tests.testing.faulty_stores import FaultStore
 from tests.testing.memory_store import MemoryStore
+from tests.testing.missed_rows import missed_rows
 from tests.testing.servers import wait_until
 
 NUM_ROWS, DIM = 10, 2
@@ -44,30 +43,19 @@ def writer(cache: CpuEmbeddingCache) -> Iterator[StoredWriter]:
 
 def missed(writer: StoredWriter, keys: NDArray[np.int64], num_tables: int = 1) -> MissingRows:
     """What a look-up of these keys in each table has fetched, as from a GPU's cache: the keys are those asked for."""
-    segments = np.zeros(num_tables, SEGMENT)
-    segments["table"] = np.arange(num_tables)
-    segments["keys_address"], segments["key_bytes"] = address_of(keys), 8
-    segments["row_stride"] = segments["key_stride"] = 8
-    segments["num_rows"], segments["keys_per_row"] = len(keys), 1
-    counts, positions = np.full(num_tables, len(keys)), np.tile(np.arange(len(keys)), num_tables)
-    rows = MissingRows(np.full(num_tables, DIM), segments, counts, positions)
+    rows = missed_rows([DIM] * num_tables, [keys] * num_tables)
     rows.moment = writer.log.moment
     for part in rows.by_table.values():
         part.vectors[:], part.found[:] = OLD[part.keys], True
     return rows
 
 
-class WatchedCache(CpuEmbeddingCache):
-    """Remembers which tables were inserted together. One of them may be refused."""
+class RefusingCache(CpuEmbeddingCache):
+    """Has three tables, and may refuse one of them."""
 
     def __init__(self) -> None:
         super().__init__(dict.fromkeys("abc", DIM), 1 << 16)
-        self.groups: list[list[str]] = []
         self.refused = ""
-
-    def insert_tables(self, rows: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> None:
-        self.groups.append(list(rows))
-        super().insert_tables(rows)
 
     def insert(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
         if table == self.refused:
@@ -76,9 +64,9 @@ class WatchedCache(CpuEmbeddingCache):
 
 
 @pytest.fixture
-def three_tables() -> Iterator[tuple[WatchedCache, StoredWriter]]:
+def three_tables() -> Iterator[tuple[RefusingCache, StoredWriter]]:
     """A cache of three tables, and what writes to it."""
-    cache = WatchedCache()
+    cache = RefusingCache()
     server = ParameterServer([Tier("memory", MemoryStore(cache.dims))])
     yield cache, StoredWriter([TableSpec(name, name, NUM_ROWS, DIM) for name in "abc"], [cache], server)
     server.close()
@@ -103,20 +91,7 @@ def test_a_row_that_was_written_since_is_not_cached(cache: CpuEmbeddingCache, wr
     assert cache.dump("t").tolist() == [5]
 
 
-def test_many_rows_are_cached_some_tables_at_a_time(
-    three_tables: tuple[WatchedCache, StoredWriter], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that updates need not wait for all of them; what several look-ups missed of a table stays together."""
-    cache, writer = three_tables
-    monkeypatch.setattr(stored_writer, "_BYTES_PER_INSERT", 5 * 4 * DIM)
-    keys, others = np.array([3, 5]), np.array([4])
-    writer.keep(cache, [missed(writer, keys, 3), missed(writer, others, 3)])
-
-    assert cache.groups == [["a", "b"], ["c"]]
-    assert [sorted(cache.dump(table).tolist()) for table in "abc"] == [[3, 4, 5]] * 3
-
-
-def test_rows_that_cannot_be_cached_harm_no_others(three_tables: tuple[WatchedCache, StoredWriter]) -> None:
+def test_rows_that_cannot_be_cached_harm_no_others(three_tables: tuple[RefusingCache, StoredWriter]) -> None:
     """The tables before them are whole. Later rows are cached, and updates written, as before."""
     cache, writer = three_tables
     cache.refused = "b"
@@ -132,6 +107,16 @@ def test_rows_that_cannot_be_cached_harm_no_others(three_tables: tuple[WatchedCa
     np.testing.assert_array_equal(found["a"], [[99] * DIM, OLD[5]])
     for table in "bc":
         np.testing.assert_array_equal(found[table], OLD[keys])
+
+
+def test_a_row_that_was_not_found_is_not_cached(cache: CpuEmbeddingCache, writer: StoredWriter) -> None:
+    """Its vector is the default one, and the store may get the row later."""
+    fetched = missed(writer, np.array([1, 2, 4, 7]))
+    fetched.by_table[0].found[[0, 2]] = False
+    writer.keep(cache, [fetched])
+
+    assert sorted(cache.dump("t").tolist()) == [2, 7]
+    np.testing.assert_array_equal(look_up(cache, {"t": np.array([2, 7])}).vectors["t"], OLD[[2, 7]])
 
 
 def test_refreshes_go_on_after_any_error(cache: CpuEmbeddingCache) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from inference_session.embedding_cache.base import EmbeddingCache
+from inference_session.embedding_cache.missing_rows import MissingRows
 from inference_session.errors import ConfigurationError, InvalidRequestError, SessionClosedError, TableNotFoundError
 from tests.testing.cache_lookups import look_up
+from tests.testing.missed_rows import missed_rows
 
 LOWEST, HIGHEST = -(2**63), 2**63 - 1
 AMPLE_BYTES = 1 << 18
@@ -27,6 +29,10 @@ SHARED = settings(max_examples=40)
 OPERATIONS = st.lists(
     st.tuples(st.sampled_from(["insert", "update", "erase", "clear", "lookup"]), TABLES, KEY_LISTS), max_size=12
 )
+
+
+Held: TypeAlias = dict[str, dict[int, NDArray[Any]]]
+"""Vectors by table and key."""
 
 
 def vectors_of(keys: NDArray[np.int64], dim: int, version: int = 0) -> NDArray[np.float32]:
@@ -103,26 +109,34 @@ class EmbeddingCacheContract:
 
     @SHARED
     @given(sizes=st.lists(st.integers(0, 90), min_size=1, max_size=70), seed=st.integers(0, 2**32 - 1))
-    def test_rows_of_several_tables_are_inserted_at_once(self, sizes: list[int], seed: int) -> None:
-        """As one table after the other: of equal keys of a table the last wins, and tables do not mix."""
+    def test_rows_that_look_ups_missed_are_inserted_at_once(self, sizes: list[int], seed: int) -> None:
+        """Those of all tables, except dropped ones: tables do not mix, and of a key's rows the last wins."""
         generator = np.random.default_rng(seed)
         dims = {f"t{i}": int(generator.integers(1, 20)) for i in range(len(sizes))}
-        keys = {t: generator.integers(-30, 30, size) for t, size in zip(dims, sizes, strict=True)}
-        rows = {t: (asked, generator.random((len(asked), dims[t]), np.float32)) for t, asked in keys.items()}
+        held: Held = {name: dict.fromkeys(range(20), np.zeros(dim)) for name, dim in dims.items()}
         with self.create(dims, 1 << 25) as cache:
-            for t in list(dims)[::2]:
-                cache.insert(t, np.arange(20), np.zeros((20, dims[t]), np.float32))
-            cache.insert_tables(rows)
-            for t, (asked, vectors) in rows.items():
-                last = dict(zip(asked.tolist(), vectors, strict=True))
-                found = look_up(cache, {t: np.array([*last], np.int64)})
+            for name, dim in dims.items():
+                cache.insert(name, np.arange(20), np.zeros((20, dim), np.float32))
+            cache.insert_missing([self._missed(held, sizes, generator) for _ in range(seed % 3 + 1)])
+            for name, rows in held.items():
+                found = look_up(cache, {name: np.array([*rows], np.int64)})
                 if self.holds_rows:
-                    assert not len(found.missing[t])
-                    assert np.array_equal(found.vectors[t], np.array([*last.values()]).reshape(-1, dims[t]))
-                    zeros = set(range(20)) if t in list(dims)[::2] else set()
-                    assert set(cache.dump(t).tolist()) == zeros | set(last)
-            with pytest.raises(TableNotFoundError, match="no table 'other'"):
-                cache.insert_tables({"other": ([1], [[1.0]])})
+                    assert not len(found.missing[name])
+                    np.testing.assert_array_equal(found.vectors[name], np.array([*rows.values()], np.float32))
+                    assert set(cache.dump(name).tolist()) == set(rows)
+
+    def _missed(self, held: Held, sizes: list[int], generator: np.random.Generator) -> MissingRows:
+        """The rows that a look-up of so many keys of each table has missed; they are added to those that are held."""
+        dims = [len(rows[0]) for rows in held.values()]
+        rows = missed_rows(dims, [generator.integers(-30, 30, size) for size in sizes])
+        rows.vectors[:] = generator.random(len(rows.vectors), np.float32)
+        for t, part in [*rows.by_table.items()]:
+            if t % 3 == 0:
+                rows.drop(t, generator.random(len(part.keys)) < (1.0 if t % 2 else 0.3))
+        for t, name in enumerate(held):
+            if t in rows.by_table:
+                held[name].update(zip(rows.by_table[t].keys.tolist(), rows.by_table[t].vectors, strict=True))
+        return rows
 
     def test_the_outputs_of_missing_keys_stay_as_they_are(self) -> None:
         """Only vectors that are cached are written."""

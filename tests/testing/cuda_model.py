@@ -38,6 +38,22 @@ def tag_of(hashed: int) -> int:
     return 1 + ((hashed & 0xFFFF) * NUM_TAGS >> 16)
 
 
+def place_of(key: int, num_buckets: int, first_key: int) -> tuple[int, int, bool]:
+    """Bucket, tag, and whether no other key with the third has both."""
+    number = key - first_key & _MASK
+    bits = (num_buckets * NUM_TAGS).bit_length() - 1
+    if number >> bits:
+        hashed = hash_key(key)
+        return bucket_of(hashed, num_buckets), tag_of(hashed), False
+    mask, half = (1 << bits) - 1, (bits + 1) // 2
+    mixed = (number ^ number >> half) * 0xFF51AFD7ED558CCD & mask
+    mixed = (mixed ^ mixed >> half) * 0xC4CEB9FE1A85EC53 & mask
+    mixed ^= mixed >> half
+    product = mixed * num_buckets
+    assert product <= _MASK
+    return product >> bits, 1 + ((product & mask) * NUM_TAGS >> bits), True
+
+
 def match_word(word: int, pattern: int) -> int:
     """Four bits, one per byte of a 32-bit word that equals that of `pattern`."""
     differing = word ^ pattern

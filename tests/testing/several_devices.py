@@ -48,7 +48,7 @@ class StandIn(HostDevice):
 class StandInCache(CpuEmbeddingCache):
     """Only the thread that holds its device reads or writes it, and missing rows come late, as on GPUs."""
 
-    inserts_at_once = 64
+    inserts_late = True
 
     def insert(self, *arguments: Any) -> None:
         with self.device.request():

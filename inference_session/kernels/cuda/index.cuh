@@ -6,6 +6,10 @@
 // Look-ups and writes are launches of their own, one after the other. A look-up reads by way of the first-level cache
 // (`QUIET`), which takes the hot keys of a skewed request off the few slices of the second level that hold them; a write does
 // not, as other multiprocessors' writes do not reach that cache.
+//
+// Most keys are numbers from somewhere on, with few gaps: those of [first_key, first_key + 2^k), for the largest k such that
+// 2^k is at most NUM_TAGS for each bucket. They are mixed one to one, so that each has a bucket and a tag that no other one of
+// them has. As long as an index has no other keys, a tag says which key a slot holds, and the key itself is not read.
 
 constexpr int SLOTS = 62;
 constexpr int BUCKET_BYTES = 64;
@@ -24,6 +28,30 @@ __device__ __forceinline__ i64 bucket_of(u64 hashed, i64 num_buckets) {
 }
 
 __device__ __forceinline__ u32 tag_of(u64 hashed) { return 1 + (((u32)hashed & 0xffff) * NUM_TAGS >> 16); }
+
+// Where a key is, if it is anywhere.
+struct Place {
+  i64 bucket;
+  u32 tag;
+  bool alone;  // no other key with `alone` has this bucket and this tag
+};
+
+__device__ __forceinline__ Place place_of(const Index& index, i64 key) {
+  const u64 num_buckets = (u64)index.num_buckets, number = (u64)key - (u64)index.first_key;
+  const u32 bits = 63 - __clzll(num_buckets * NUM_TAGS);
+  if (number >> bits != 0) {
+    const u64 hashed = hash_key(key);
+    return {bucket_of(hashed, index.num_buckets), tag_of(hashed), false};
+  }
+  const u64 mask = (1ull << bits) - 1;
+  const u32 half = (bits + 1) / 2;
+  u64 mixed = ((number ^ (number >> half)) * 0xff51afd7ed558ccdull) & mask;
+  mixed = ((mixed ^ (mixed >> half)) * 0xc4ceb9fe1a85ec53ull) & mask;
+  mixed ^= mixed >> half;
+  // Of the numbers of a bucket, the remainders are at least num_buckets apart, and so at least 2^k / NUM_TAGS.
+  const u64 product = mixed * num_buckets;
+  return {(i64)(product >> bits), 1 + (u32)((product & mask) * NUM_TAGS >> bits), true};
+}
 
 struct Bucket {
   uint4 words[4];
@@ -91,15 +119,23 @@ __device__ __forceinline__ i64 load_held_key(const i64* key) {
   return QUIET ? __ldca(key) : __ldcg(key);
 }
 
+// Whether the index has keys that may share a bucket and a tag with another.
+template <bool QUIET>
+__device__ __forceinline__ bool has_others(const Index& index) {
+  return (QUIET ? __ldg(index.others) : *(volatile u32*)index.others) != 0;
+}
+
 // The slot of a key, counted over all buckets; -1: it is not there. Two candidates are read at once: more are rare.
 template <bool QUIET = false>
-__device__ __forceinline__ i64 find_slot(const Index& index, i64 key, u64 hashed, u64 policy) {
-  const i64 bucket = bucket_of(hashed, index.num_buckets);
-  u64 matches = match_slots(load_bucket<QUIET>(index.tags + bucket * BUCKET_BYTES, policy), tag_of(hashed));
+__device__ __forceinline__ i64 find_slot(const Index& index, i64 key, const Place& place, u64 policy) {
+  const bool exact = place.alone && !has_others<QUIET>(index);
+  u64 matches = match_slots(load_bucket<QUIET>(index.tags + place.bucket * BUCKET_BYTES, policy), place.tag);
+  const i64 begin = place.bucket * SLOTS;
   while (matches != 0) {
-    const i64 first = bucket * SLOTS + __ffsll(matches) - 1;
+    const i64 first = begin + __ffsll(matches) - 1;
+    if (exact) return first;
     matches &= matches - 1;
-    const i64 second = matches != 0 ? bucket * SLOTS + __ffsll(matches) - 1 : first;
+    const i64 second = matches != 0 ? begin + __ffsll(matches) - 1 : first;
     matches &= matches - 1;
     const i64 first_key = load_held_key<QUIET>(index.keys + first);
     const i64 second_key = second != first ? load_held_key<QUIET>(index.keys + second) : first_key;

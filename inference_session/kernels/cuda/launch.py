@@ -29,7 +29,7 @@ from inference_session.kernels.cuda.records import (
     offset_of,
     request_of,
 )
-from inference_session.kernels.records import Lookup, VectorCode
+from inference_session.kernels.records import Lookup, VectorCode, address_of
 
 THREADS = 256
 _LOOKUP_THREADS, _SCAN_THREADS = 128, 1024
@@ -45,11 +45,11 @@ _SCRATCH_ADDRESSES = struct.Struct("<qqq")
 """The first fields of a BATCH."""
 _SEGMENTS_OFFSET = offset_of(REQUEST, "few_segments")
 _ADDRESSES_OFFSET, _SEED_OFFSET = offset_of(REQUEST, "missing_bits_address"), offset_of(REQUEST, "seed")
-_SOURCES = ("layout.cuh", "index.cuh", "vectors.cuh", "lookup.cu", "order.cu", "columns.cu", "write.cu")
+_SOURCES = ("layout.cuh", "index.cuh", "vectors.cuh", "lookup.cu", "order.cu", "columns.cu", "missing.cu", "write.cu")
 _LOOK_UPS = ("look_up", "look_up_and_pool")
 _WRITES = ("note_last", "claim", "write_rows", "write_numbers", "erase", "mark_deleted")
 _ORDERING = ("note_regions", "begin_regions", "order_keys")
-_KERNELS = (*_LOOK_UPS, *_ORDERING, "write_columns", *_WRITES)
+_KERNELS = (*_LOOK_UPS, *_ORDERING, "write_columns", "copy_vectors", *_WRITES)
 
 
 def source() -> str:
@@ -211,8 +211,10 @@ class Launch:
         """Launch on the current stream.
 
         Args:
-            segments: others, of the same shapes as those it was made of, for this run and those after it; few.
-            missing_bits_address: uint32 [num_tiles] for the positions that have no row; 0: not noted.
+            segments: of the same shapes as those it was made of, for this run and those after it; not read where
+                `takes_segments` is False.
+            missing_bits_address: uint32 [num_tiles], zeros, for the positions that have no row where they are not
+                pooled; 0: not noted.
             outputs_address: what the output_address of each segment is counted from.
             num_unknown_address: uint64 [segments], COUNT_STRIDE apart, to count keys in that have no row; 0: not
                 counted.
@@ -252,7 +254,7 @@ class Launch:
         request = arguments.record
         sums = self._sums_address() if addresses[-1] else 0
         _ADDRESSES.pack_into(request, _ADDRESSES_OFFSET, *addresses, sums)
-        if segments is not None:
+        if segments is not None and self.takes_segments:
             request[_SEGMENTS_OFFSET : _SEGMENTS_OFFSET + segments.nbytes] = segments.tobytes()
         _SEED_AND_FILL.pack_into(request, _SEED_OFFSET, seed, fill)
 
@@ -313,16 +315,19 @@ def prepare(
     return Launch(segments, tiles, variant=variant, order=order, tables_address=tables_address)
 
 
-def start(
-    lookup: Lookup, tables_address: int, *, num_unknown_address: int, seed: int = 0, variant: Variant = _PLAIN
-) -> None:
-    """Launch a look-up on the current stream; see Launch.run."""
-    if lookup.prepared is None or not lookup.prepared.takes_segments:
-        prepare(lookup.segments, tables_address, variant=variant).run(
-            num_unknown_address=num_unknown_address, seed=seed
-        )
-    else:
-        lookup.prepared.run(lookup.segments, num_unknown_address=num_unknown_address, seed=seed)
+def launch_of(lookup: Lookup, tables_address: int, *, variant: Variant = _PLAIN) -> Launch:
+    """What runs this look-up: what was prepared for its shapes, if that takes other segments, or else a new one."""
+    if isinstance(lookup.prepared, Launch) and lookup.prepared.takes_segments:
+        return lookup.prepared
+    return prepare(lookup.segments, tables_address, variant=variant)
+
+
+def copy_vectors(copies: NDArray[np.void]) -> None:
+    """Copy vectors in pinned memory to the outputs of a look-up: VECTOR_COPY records, in pinned memory as well."""
+    num_blocks = -(-len(copies) // (_LOOKUP_THREADS // 32))
+    arguments = _Arguments(_packed(address_of(copies)), len(copies))
+    _make_known()
+    _start(_kernel("copy_vectors").kernel, num_blocks, _LOOKUP_THREADS, arguments, cupy.cuda.get_current_stream().ptr)
 
 
 def write_rows(targets: NDArray[np.void], *, may_insert: bool, may_evict: bool) -> None:

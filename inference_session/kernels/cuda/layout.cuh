@@ -46,7 +46,9 @@ struct alignas(16) Index {
   u8* tags;
   i64* keys;
   u8* marks;  // how much a slot's row was hit lately; null: nothing is ever evicted
+  u32* others;  // 1: keys were put in that may share a bucket and a tag with another
   i64 num_buckets;  // 0: holds no key
+  i64 first_key;  // the lowest that has a bucket and a tag of its own
 };
 
 // Rows by slot or row number.
@@ -107,7 +109,7 @@ struct Request {
   const Table* tables;
   const Segment* segments;  // null: `few_segments` and `few_tiles` hold them
   const u32* first_tiles;
-  u32* missing_bits;       // one word per tile, a bit per key that has no row; null: not noted
+  u32* missing_bits;       // one word per tile that is not pooled, 0 before, a bit per key that has no row; null: not noted
   i64 outputs;             // added to the address of each segment's output
   u64* num_unknown;        // per segment, keys that have no row, in host memory, COUNT_STRIDE apart; null: not counted
   u32* unknown_sums;       // per segment, what is still to be added to num_unknown; 0 before and after each launch
@@ -121,6 +123,14 @@ struct Request {
   u32 few_tiles[MAX_INLINE_SEGMENTS + 1];
   u32 few_begins[MAX_INLINE_SEGMENTS];  // where each segment's keys begin in `order`; NOT_ORDERED: as they come
   Segment few_segments[MAX_INLINE_SEGMENTS];
+};
+
+// One of the vectors, in float32, that are copied to the outputs of a look-up.
+struct VectorCopy {
+  const float* vector;
+  u8* output;
+  i64 dim;
+  i64 code;  // of the output: FLOAT32 or FLOAT16
 };
 
 // The slot that a key takes.

@@ -48,10 +48,10 @@ __device__ __forceinline__ i64 stored_key(const Table& table, i64 key) {
 }
 
 // The row below the cache; -1: none. The key is one that `stored_key` gave.
-__device__ __forceinline__ i64 find_base_row(const Table& table, i64 key, u64 hashed, u64 policy) {
+__device__ __forceinline__ i64 find_base_row(const Table& table, i64 key, u64 policy) {
   if (table.num_row_numbers != 0) return (u64)key < (u64)table.num_base_rows ? key : -1;
   if (table.base.num_buckets == 0) return -1;
-  const i64 slot = find_slot<true>(table.base, key, hashed, policy);
+  const i64 slot = find_slot<true>(table.base, key, place_of(table.base, key), policy);
   return slot >= 0 ? (i64)__ldcg(table.base_numbers + slot) : -1;
 }
 
@@ -68,9 +68,9 @@ __device__ __forceinline__ const u8* base_row(const Table& table, i64 key, i64 r
   return vectors + row * table.base_rows.row_bytes;
 }
 
-__device__ __forceinline__ Source base_source(const Table& table, i64 key, u64 hashed, u64 policy) {
+__device__ __forceinline__ Source base_source(const Table& table, i64 key, u64 policy) {
   Source source;
-  const i64 row = find_base_row(table, key, hashed, policy);
+  const i64 row = find_base_row(table, key, policy);
   source.row = reinterpret_cast<const u8*>(table.default_vector);
   if (row >= 0) source = {base_row(table, key, row), code_of(table.base_rows), false, true};
   return source;
@@ -82,9 +82,9 @@ __device__ __forceinline__ bool is_deleted(const Index& index, i64 slot) {
 
 __device__ __forceinline__ Source find_source(const Table& table, i64 asked, bool marking, u64 policy) {
   const i64 key = stored_key(table, asked);
-  const u64 hashed = hash_key(key);
-  const i64 slot = table.cached.num_buckets != 0 ? find_slot<true>(table.cached, key, hashed, policy) : -1;
-  if (slot < 0) return base_source(table, key, hashed, policy);
+  const Index& cached = table.cached;
+  const i64 slot = cached.num_buckets != 0 ? find_slot<true>(cached, key, place_of(cached, key), policy) : -1;
+  if (slot < 0) return base_source(table, key, policy);
   if constexpr (ROWS_CHANGE) {
     if (is_deleted(table.cached, slot)) return {reinterpret_cast<const u8*>(table.default_vector), FLOAT32, false, false};
   } else if constexpr (NUM_SHARDS > 1) {
@@ -233,7 +233,7 @@ __device__ __forceinline__ void look_up_keys(const Request& request, const Segme
   if (asked.is_one) source = find_source(table, asked.key, marking, policy);
   UnknownCount unknown_count;
   const u32 unknown = note_missing(request, table, s, asked.is_one, source, unknown_count);
-  if (missing_bits != nullptr && threadIdx.x % LANES == 0) *missing_bits = unknown;
+  if (unknown != 0 && missing_bits != nullptr && threadIdx.x % LANES == 0) *missing_bits = unknown;
   const bool to_copy = asked.is_one && (source.row != nullptr || request.fill);
   const Output output = {to_copy ? asked.output : nullptr, Output::is_narrowed(segment)};
   const bool on_gpus = NUM_SHARDS > 1 && table.shards[0] != nullptr;

@@ -30,10 +30,13 @@ MAX_SHARDS = 8
 MAX_TARGETS = 32
 """Indexes that are written to at once: they travel as a kernel's parameter."""
 WARP = 32
-_ALIGNMENT = 256
+_ALIGNMENT, _LINE_BYTES = 256, 64
 EVENTS = ("inserts", "updates", "evictions", "erases", "misses", "unknown", "refused")
 
-INDEX = np.dtype([(name, np.int64) for name in ("tags_address", "keys_address", "marks_address", "num_buckets")])
+INDEX = np.dtype(
+    [(name, np.int64) for name in ("tags_address", "keys_address", "marks_address")]
+    + [(name, np.int64) for name in ("others_address", "num_buckets", "first_key")]
+)
 ROWS = np.dtype([(name, np.int64) for name in ("vectors_address", "row_bytes", "vector_code", "wide")])
 GPU_TABLE = np.dtype(
     [
@@ -234,8 +237,22 @@ def target_record(
 
 
 def index_bytes(num_buckets: int, *, marks: bool, numbers: bool) -> int:
-    """Memory of an index."""
-    return num_buckets * (BUCKET_BYTES * (2 if marks else 1) + SLOTS * (8 + (4 if numbers else 0)))
+    """Memory of an index: see `index_record`; numbers, uint32 of each slot, stand behind it."""
+    return zero_bytes(num_buckets, marks=marks) + num_buckets * SLOTS * (8 + (4 if numbers else 0))
+
+
+def zero_bytes(num_buckets: int, *, marks: bool) -> int:
+    """Of an index, how many bytes must be zeros at first: those before the keys."""
+    return _LINE_BYTES + num_buckets * BUCKET_BYTES * (2 if marks else 1)
+
+
+def index_record(address: int, num_buckets: int, *, marks: bool, first_key: int = 0) -> NDArray[np.void]:
+    """An INDEX record: tags, marks if there are any, a line for `others`, keys."""
+    marks_address = address + num_buckets * BUCKET_BYTES
+    keys_address = address + zero_bytes(num_buckets, marks=marks)
+    others_address = keys_address - _LINE_BYTES
+    given = marks_address if marks else 0
+    return np.array((address, keys_address, given, others_address, num_buckets, first_key), INDEX)
 
 
 def aligned(num_bytes: int) -> int:
@@ -250,14 +267,9 @@ def table_bytes(num_buckets: int, row_bytes: int) -> int:
 
 
 def rows_by_slot(address: int, num_buckets: int, dim: int) -> tuple[NDArray[np.void], NDArray[np.void]]:
-    """INDEX and ROWS records of such a table of float32 rows at this address: tags, marks, keys, then vectors.
-
-    Tags and marks are the first 2 * BUCKET_BYTES * num_buckets bytes, and zeros at first.
-    """
-    marks = address + num_buckets * BUCKET_BYTES
-    keys = marks + num_buckets * BUCKET_BYTES
+    """INDEX and ROWS records of such a table of float32 rows at this address."""
     vectors = address + aligned(index_bytes(num_buckets, marks=True, numbers=False))
-    return np.array((address, keys, marks, num_buckets), INDEX), rows_record(vectors, 4 * dim, VectorCode.FLOAT32, dim)
+    return index_record(address, num_buckets, marks=True), rows_record(vectors, 4 * dim, VectorCode.FLOAT32, dim)
 
 
 def buckets_for_all(num_rows: int) -> int:

@@ -115,9 +115,9 @@ extern "C" __global__ void claim(const __grid_constant__ Batch batch) {
   if (batch.seen[batch.places[position]] == position + 1) {
     const u64 policy = keeping_policy();
     const i64 key = target.keys[i];
-    const u64 hashed = hash_key(key);
-    const u32 tag = tag_of(hashed), start = (u32)(hashed >> 24) % SLOTS;
-    const i64 slot = find_slot(index, key, hashed, policy);
+    const Place place = place_of(index, key);
+    const u32 tag = place.tag, start = tag * SLOTS >> 8;
+    const i64 slot = find_slot(index, key, place, policy);
     if (slot >= 0) {
       const i64 number = slot / SLOTS;
       u8* bucket = index.tags + number * BUCKET_BYTES;
@@ -127,7 +127,7 @@ extern "C" __global__ void claim(const __grid_constant__ Batch batch) {
       else if (updated) taken = {(u32)slot + 1, 0};
     }
     if (!updated && batch.may_insert) {
-      const i64 number = bucket_of(hashed, index.num_buckets);
+      const i64 number = place.bucket;
       u8* bucket = index.tags + number * BUCKET_BYTES;
       int free_slot = take_free(bucket, 1, start, policy);
       if (free_slot < 0 && batch.may_evict) {
@@ -137,6 +137,7 @@ extern "C" __global__ void claim(const __grid_constant__ Batch batch) {
       inserted = free_slot >= 0;
       refused = !inserted;
       if (inserted) taken.slot = (u32)(number * SLOTS + free_slot) + 1;
+      if (inserted && !place.alone) *index.others = 1;
     }
   }
   batch.claims[position] = taken;
@@ -149,7 +150,7 @@ extern "C" __global__ void claim(const __grid_constant__ Batch batch) {
 // A key that was claimed is there from now on, and no longer where it was.
 __device__ __forceinline__ void publish(const Index& index, u64* events, i64 key, Claim claim) {
   const u64 slot = claim.slot - 1;
-  const u32 tag = tag_of(hash_key(key));
+  const u32 tag = place_of(index, key).tag;
   index.tags[slot / SLOTS * BUCKET_BYTES + slot % SLOTS] = (u8)tag;
   if (claim.old == 0) return;
   const u32 old = claim.old - 1;
@@ -203,10 +204,10 @@ extern "C" __global__ void write_numbers(const __grid_constant__ Batch batch, u3
 extern "C" __global__ void erase(Index index, u64* events, const i64* keys, u32 n) {
   const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
-  const u64 hashed = hash_key(keys[i]);
-  const i64 slot = find_slot(index, keys[i], hashed, keeping_policy());
+  const Place place = place_of(index, keys[i]);
+  const i64 slot = find_slot(index, keys[i], place, keeping_policy());
   const bool erased =
-      slot >= 0 && swap_tag(index.tags + slot / SLOTS * BUCKET_BYTES, (int)(slot % SLOTS), tag_of(hashed), FREE);
+      slot >= 0 && swap_tag(index.tags + slot / SLOTS * BUCKET_BYTES, (int)(slot % SLOTS), place.tag, FREE);
   count(events, ERASES, erased);
 }
 
@@ -214,6 +215,6 @@ extern "C" __global__ void erase(Index index, u64* events, const i64* keys, u32 
 extern "C" __global__ void mark_deleted(Index index, const i64* keys, u32 n) {
   const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
-  const i64 slot = find_slot(index, keys[i], hash_key(keys[i]), keeping_policy());
+  const i64 slot = find_slot(index, keys[i], place_of(index, keys[i]), keeping_policy());
   if (slot >= 0) index.marks[slot / SLOTS * BUCKET_BYTES + slot % SLOTS] = DELETED_MARK;
 }

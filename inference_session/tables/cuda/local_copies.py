@@ -22,13 +22,13 @@ from inference_session.device.cuda import CudaDevice
 from inference_session.errors import UnavailableError
 from inference_session.kernels.cuda import launch as gpu
 from inference_session.kernels.cuda.records import (
-    BUCKET_BYTES,
     EVENTS,
     SAMPLES,
     SLOTS,
     rows_by_slot,
     table_bytes,
     target_record,
+    zero_bytes,
 )
 from inference_session.tables.cuda.hot_rows import LEAST_SAMPLED, Copies, hot_keys
 
@@ -119,7 +119,7 @@ class LocalCopies:
         """Copy rows, within a request of the device: int64 [n] and float32 [n, dim] on it."""
         if self._memory is None:
             self._memory = cupy.empty(table_bytes(self._num_buckets, 4 * self._dim), np.uint8)
-            self._memory[: 2 * BUCKET_BYTES * self._num_buckets].fill(0)
+            self._memory[: zero_bytes(self._num_buckets, marks=True)].fill(0)
             address = self._memory.data.ptr
             self.index, self.rows = rows_by_slot(address, self._num_buckets, self._dim)
         target = target_record(self.index, self._events.data.ptr, keys, self.rows, vectors)

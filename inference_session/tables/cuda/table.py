@@ -20,9 +20,9 @@ from inference_session.kernels.cuda.records import (
     EVENTS,
     INDEX,
     MOST_BUCKETS,
-    SLOTS,
     buckets_for_all,
     index_bytes,
+    index_record,
     rows_record,
     table_record,
     target_record,
@@ -98,11 +98,11 @@ class CudaTable:
         )
 
     def _build(self, keys: ArrayLike) -> None:
-        num_buckets = buckets_for_all(self.num_rows)
-        while not self._fill(keys, num_buckets):
+        num_buckets, first_key = buckets_for_all(self.num_rows), int(np.min(keys))
+        while not self._fill(keys, num_buckets, first_key):
             num_buckets += num_buckets // 8 + 1
 
-    def _fill(self, keys: Any, num_buckets: int) -> bool:
+    def _fill(self, keys: Any, num_buckets: int, first_key: int) -> bool:
         """Index all keys in this many buckets; False where one found no place."""
         if num_buckets > MOST_BUCKETS:
             raise ConfigurationError(
@@ -111,10 +111,8 @@ class CudaTable:
         self._memory = None  # of the attempt before
         self._memory = cupy.zeros(index_bytes(num_buckets, marks=False, numbers=True), np.uint8)
         events = cupy.zeros(len(EVENTS), np.uint64)
-        tags_address = self._memory.data.ptr
-        keys_address = tags_address + index_bytes(num_buckets, marks=False, numbers=False) - 8 * SLOTS * num_buckets
-        self.numbers_address = keys_address + 8 * SLOTS * num_buckets
-        self.index = np.array((tags_address, keys_address, 0, num_buckets), INDEX)
+        self.index = index_record(self._memory.data.ptr, num_buckets, marks=False, first_key=first_key)
+        self.numbers_address = self._memory.data.ptr + index_bytes(num_buckets, marks=False, numbers=False)
         self.num_bytes = self._memory.nbytes
         for begin in range(0, self.num_rows, _CHUNK_KEYS):
             chunk = cupy.asarray(np.ascontiguousarray(keys[begin : begin + _CHUNK_KEYS], np.int64))

@@ -116,12 +116,8 @@ class CudaTables(DeviceTables):
         if lookup.repeat is not None:
             lookup.repeat()
         else:
-            gpu.start(
-                lookup,
-                self._records.data.ptr,
-                num_unknown_address=address_of(lookup.num_unknown),
-                variant=self._variant,
-            )
+            launch = gpu.launch_of(lookup, self._records.data.ptr, variant=self._variant)
+            launch.run(lookup.segments, num_unknown_address=address_of(lookup.num_unknown))
 
     def put(self, table: int, updated: UpdatedRows, all_updated: Callable[[], UpdatedRows]) -> None:
         """See DeviceTables. Look-ups that were recorded find the rows as well."""

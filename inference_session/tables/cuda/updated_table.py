@@ -13,12 +13,12 @@ from inference_session.device.cuda import CudaDevice
 from inference_session.errors import UnavailableError
 from inference_session.kernels.cuda import launch as gpu
 from inference_session.kernels.cuda.records import (
-    BUCKET_BYTES,
     EVENTS,
     buckets_for_all,
     rows_by_slot,
     table_bytes,
     target_record,
+    zero_bytes,
 )
 from inference_session.tables.base import UpdatedRows
 
@@ -38,7 +38,7 @@ class CudaUpdatedTable:
         num_buckets = buckets_for_all(num_rows)
         with self._request(num_rows):
             self._memory = cupy.empty(table_bytes(num_buckets, 4 * dim), np.uint8)
-            self._memory[: 2 * BUCKET_BYTES * num_buckets].fill(0)
+            self._memory[: zero_bytes(num_buckets, marks=True)].fill(0)
             self._events = cupy.zeros(len(EVENTS), np.uint64)
         self.index, self.rows = rows_by_slot(self._memory.data.ptr, num_buckets, dim)
         self.num_bytes = self._memory.nbytes
