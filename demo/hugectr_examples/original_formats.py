@@ -168,7 +168,9 @@ def _read_csv(
                     num_rows += len(batch)
                     if num_rows >= max_rows:
                         return pa.concat_tables(tables).slice(0, max_rows).combine_chunks()
-        except (pa.ArrowInvalid, pa.ArrowKeyError) as error:
+        except pa.ArrowKeyError as error:
+            raise ModelFormatError(f"{path}: begins with no header of the columns {', '.join(types)}") from error
+        except pa.ArrowInvalid as error:
             raise ModelFormatError(f"{path}: {error}") from error
     if not num_rows:
         raise ModelFormatError(f"{files[0]}: no rows")

@@ -75,7 +75,9 @@ def test_rees46_events_become_wishes(tmp_path: Path) -> None:
     assert brands[1] == [0]
     assert weekdays[2] == [weekdays[0][0] + 1]
     path.write_text("a,b\n1,2\n")
-    with pytest.raises(ModelFormatError, match=r"2019-Oct\.csv: .*'event_time'"):
+    with pytest.raises(
+        ModelFormatError, match=r"2019-Oct\.csv: begins with no header of the columns event_time, event_type, "
+    ):
         read_rees46(path, 10)
 
 
