@@ -102,11 +102,17 @@ class RandomRequests:
 
     def _bound(self, name: str, request: Arrays, num_unknown: int | None) -> int:
         """What the integers of an input have to be below: then the request has no more unknown keys than with 0."""
+
+        def is_known(bound: int) -> bool:
+            found = self.num_unknown({**request, name: np.full_like(request[name], bound - 1)})
+            return found is not None and found == num_unknown
+
         known, unknown = 1, min(_MAX_BOUND, int(np.iinfo(request[name].dtype).max))
+        if is_known(unknown):
+            return unknown
         while unknown - known > 1:
-            middle = (known + unknown) // 2
-            found = self.num_unknown({**request, name: np.full_like(request[name], middle - 1)})
-            known, unknown = (middle, unknown) if found is not None and found == num_unknown else (known, middle)
+            middle = min(2 * known, (known + unknown) // 2)  # most bounds are small
+            known, unknown = (middle, unknown) if is_known(middle) else (known, middle)
         return known
 
     def _values(self, name: str, zeros: NDArray[Any], random: np.random.Generator, limit: int) -> NDArray[Any]:
