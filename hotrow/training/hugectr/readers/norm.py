@@ -1,6 +1,7 @@
 """The Norm format: binary files of a header of eight int64, and records.
 
-In files with checksums, the length precedes the header and each record, and the sum of its bytes follows it.
+In files with checksums, the length precedes the header and each record, and the sum of its bytes follows it. HugeCTR's
+manual shows the header without them, so such files are read too.
 """
 
 from __future__ import annotations
@@ -92,9 +93,6 @@ def _header(path: Path, data: NDArray[np.uint8], *, is_checked: bool) -> tuple[n
     found, wanted = ("Sum" if checked else "Non" for checked in (header["error_check"], is_checked))
     if found != wanted:
         raise ModelFormatError(f"{path}: the header says check_type {found}, DataReaderParams says {wanted}")
-    if has_length != is_checked:
-        state = "a length and a checksum" if has_length else "no length and checksum"
-        raise ModelFormatError(f"{path}: the header says check_type {found}, but has {state} itself")
     if has_length and data[begin : num_bytes - 1].sum(dtype=np.uint8) != data[num_bytes - 1]:
         raise ModelFormatError(f"{path}: the header's checksum is not the sum of its bytes; the file is damaged")
     return header, num_bytes

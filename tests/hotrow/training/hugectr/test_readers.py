@@ -219,10 +219,6 @@ NORM_DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "an early end": (lambda data: data[:-3], "record 19 .*ends within it"),
     "a missing header": (lambda data: data[:10], "10 bytes; a file in Norm format has a header of 69"),
     "an empty file": (lambda _: b"", "0 bytes; a file in Norm format has a header of 69"),
-    "a header without a checksum": (
-        lambda data: data[4:68] + data[69:],
-        "check_type Sum, but has no length and checksum itself",
-    ),
     "bytes behind the end": (lambda data: data + b"123", "3 bytes after its last record"),
     "a negative length": (lambda data: data[:69] + b"\xff\xff\xff\xff" + data[73:], "record 0 .*its length"),
     "a wrong slot count": (_with_header(32, 7), "slot_num 7, the model's Input 2"),
@@ -245,6 +241,17 @@ def test_damage_to_norm_files_is_named(tmp_path: Path, damage: str) -> None:
     tools.write_file_list(tmp_path / "list.txt", [path])
     with pytest.raises(ModelFormatError, match=rf"damaged\.data: .*{message}"):
         list(source(tmp_path / "list.txt", record_shape, check=Check_t.Sum).blocks())
+
+
+def test_a_header_without_its_own_checksum_is_read(tmp_path: Path) -> None:
+    """As HugeCTR's manual shows files with checksums, and as 0.1.0 wrote them."""
+    record_shape = shape(1, 3, (2, 2))
+    records = make_records(RANDOM, 20, record_shape, limit=100, is_fixed=True)
+    data = norm_bytes(records, "q", is_checked=True)
+    (tmp_path / "a").write_bytes(data[4:68] + data[69:])
+    tools.write_file_list(tmp_path / "list.txt", [tmp_path / "a"])
+    (block,) = source(tmp_path / "list.txt", record_shape, check=Check_t.Sum).blocks()
+    assert samples_of(block, record_shape) == [records.sample(i) for i in range(20)]
 
 
 def test_norm_files_with_other_checksums_than_expected_are_named(tmp_path: Path) -> None:
