@@ -230,7 +230,7 @@ class FollowedPartitions:
                 *one,
                 doubt,
             )
-            self._stats.count_replay()
+            self._stats.count(replays=1)
             self._updates.forget_saved(one[0])
 
     def _cut(self, partitions: set[Partition]) -> set[Partition]:
@@ -276,7 +276,7 @@ class FollowedPartitions:
             first,
             last,
         )
-        self._stats.miss(last + 1 - first)
+        self._stats.count(missed_messages=last + 1 - first)
 
     def _ends_early(self, one: Partition) -> bool:
         return 0 <= self._end(one) < self.positions.offset(one)

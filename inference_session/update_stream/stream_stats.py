@@ -71,21 +71,11 @@ class StreamStats:
             self._staleness_s = self._age_s()
             self._pending_since_s = None
 
-    def count_rows(self, *, updated: int, deleted: int) -> None:
-        """Rows have been written."""
+    def count(self, **numbers: int) -> None:
+        """Add to counts, by the names of StreamSnapshot."""
         with self._lock:
-            self._counts["updated_rows"] += updated
-            self._counts["deleted_rows"] += deleted
-
-    def count_replay(self) -> None:
-        """A partition is read again from its oldest message."""
-        with self._lock:
-            self._counts["replays"] += 1
-
-    def miss(self, num_messages: int) -> None:
-        """The brokers have removed messages that are not applied."""
-        with self._lock:
-            self._counts["missed_messages"] += num_messages
+            for name, number in numbers.items():
+                self._counts[name] += number
 
     def lag(self, num_messages: int) -> None:
         """Note how many of the brokers' messages are not applied."""

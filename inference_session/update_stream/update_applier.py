@@ -82,7 +82,7 @@ class UpdateApplier:
             (topic, partition): AppliedPosition(m.offset + 1, topic_id, m) for partition, m in messages.reached.items()
         }
         self._persist(lambda: self._write(table, updates, reached))
-        self._stats.count_rows(updated=len(updates.keys), deleted=len(updates.deleted))
+        self._stats.count(updated_rows=len(updates.keys), deleted_rows=len(updates.deleted))
 
     def saved(self, topic: str, partition: int) -> AppliedPosition | None:
         """How far a partition's updates have been applied to rows that outlive this process; None: unknown."""
