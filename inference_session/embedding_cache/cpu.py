@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from threading import Lock
 from typing import Literal
@@ -142,6 +142,13 @@ class CpuEmbeddingCache(HostCache):
     def insert(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
         self._write(table, keys, vectors, may_insert=True)
 
+    def insert_missing(self, missing: Sequence[MissingRows]) -> None:
+        """See EmbeddingCache: these arrays need no checks."""
+        tables = list(self.dims)
+        for rows in missing:
+            for t, part in rows.by_table.items():
+                self._write_checked(tables[t], part.keys, part.vectors.view(np.uint8), may_insert=True)
+
     def update(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
         self._write(table, keys, vectors, may_insert=False)
 
@@ -178,15 +185,18 @@ class CpuEmbeddingCache(HostCache):
         checked, floats = self._checked_rows(table, keys, vectors)
         with np.errstate(over="ignore"):
             rows = np.require(floats, np.float32, _AS_COMPILED).view(np.uint8)
-        checked = np.require(checked, np.int64, _AS_COMPILED)
+        self._write_checked(table, np.require(checked, np.int64, _AS_COMPILED), rows, may_insert=may_insert)
+
+    def _write_checked(self, table: str, keys: NDArray[np.int64], rows: NDArray[np.uint8], *, may_insert: bool) -> None:
+        """`rows`: float32 vectors as bytes, [n, 4 * embedding_dim]."""
         with self._write_lock:
             self._check(table)
             arrays, capacity = self.arrays[table], self._capacities[table]
-            done = cpu_cache.write_rows(arrays, capacity, checked, rows, 0, may_insert)
-            while done < len(checked):
+            done = cpu_cache.write_rows(arrays, capacity, keys, rows, 0, may_insert)
+            while done < len(keys):
                 self._await_readers()
                 cpu_cache.free_retired(arrays)
-                done = cpu_cache.write_rows(arrays, capacity, checked, rows, done, may_insert)
+                done = cpu_cache.write_rows(arrays, capacity, keys, rows, done, may_insert)
 
     def _await_readers(self) -> None:
         """Wait until the look-ups that are running have ended; later ones see what was written before.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache
 from inference_session.embedding_cache.missing_rows import MissingRows
@@ -57,10 +57,10 @@ class RefusingCache(CpuEmbeddingCache):
         super().__init__(dict.fromkeys("abc", DIM), 1 << 16)
         self.refused = ""
 
-    def insert(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
+    def _write_checked(self, table: str, keys: NDArray[np.int64], rows: NDArray[np.uint8], *, may_insert: bool) -> None:
         if table == self.refused:
             raise MemoryError
-        super().insert(table, keys, vectors)
+        super()._write_checked(table, keys, rows, may_insert=may_insert)
 
 
 @pytest.fixture
