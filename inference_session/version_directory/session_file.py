@@ -54,10 +54,13 @@ def read_spec(directory: Path) -> ModelSpec:
 def _expected(directory: Path) -> str:
     """What a folder without session.json should have been."""
     for kind, pattern in (("the folder of a model", "[0-9]*"), ("a model repository", "*/[0-9]*")):
-        versions = [path for path in directory.glob(pattern) if path.name.isdecimal()]
+        numbered = [path for path in directory.glob(pattern) if path.name.isdecimal()]
+        versions = [path for path in numbered if (path / SESSION_FILE).exists()]
         if versions:
             newest = max(versions, key=lambda path: int(path.name))
             return f"{directory} is {kind}; give one of its version directories, such as {newest}"
+        if numbered:  # as those of HugeCTR's models that are served in place
+            return f"{directory} is {kind}, none of whose versions has one; `hotrow import` writes versions that do"
     return "a version directory, such as model_repository/ctr/1, has one"
 
 

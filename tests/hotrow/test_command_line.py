@@ -341,7 +341,11 @@ def test_inspect_of_another_folder_says_what_is_missing(run: Run, tmp_path: Path
     code, _, err = run("inspect", tmp_path)
     assert (code, err) == (1, f"{missing}a version directory, such as model_repository/ctr/1, has one\n")
 
-    (tmp_path / "2").mkdir()
+    for name in ("2", "3"):
+        (tmp_path / name).mkdir()
+    assert "none of whose versions has one; `hotrow import` writes versions that do" in run("inspect", tmp_path)[2]
+
+    (tmp_path / "2" / "session.json").touch()
     assert f"give one of its version directories, such as {tmp_path / '2'}" in run("inspect", tmp_path)[2]
 
 
