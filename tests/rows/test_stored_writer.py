@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from inference_session.errors import StoreError
 from inference_session.model_spec import TableSpec
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
+from inference_session.rows import stored_writer
 from inference_session.rows.stored_writer import StoredWriter
 from tests.testing.cache_lookups import look_up
 from tests.testing.faulty_stores import FaultStore
@@ -89,6 +90,24 @@ def test_a_row_that_was_written_since_is_not_cached(cache: CpuEmbeddingCache, wr
     writer.keep(cache, [fetched])
 
     assert cache.dump("t").tolist() == [5]
+
+
+def test_rows_of_many_look_ups_are_cached_some_at_a_time(
+    cache: CpuEmbeddingCache, writer: StoredWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that updates need not wait for all of them; a look-up's own rows stay together."""
+    groups: list[list[list[int]]] = []
+
+    def insert_missing(missing: Sequence[MissingRows]) -> None:
+        groups.append([rows.by_table[0].keys.tolist() for rows in missing])
+        CpuEmbeddingCache.insert_missing(cache, missing)
+
+    monkeypatch.setattr(stored_writer, "_BYTES_PER_INSERT", 5 * 4 * DIM)
+    monkeypatch.setattr(cache, "insert_missing", insert_missing)
+    writer.keep(cache, [missed(writer, np.array(keys)) for keys in ([3, 5], [4, 6], [1, 2, 7])])
+
+    assert groups == [[[3, 5], [4, 6]], [[1, 2, 7]]]
+    assert sorted(cache.dump("t").tolist()) == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_rows_that_cannot_be_cached_harm_no_others(three_tables: tuple[RefusingCache, StoredWriter]) -> None:
