@@ -89,6 +89,13 @@ def state(pid: int) -> str:
     return ""
 
 
+def is_zombie(pid: int) -> bool:
+    """Whether a process has ended, and its parent has not waited for it."""
+    with suppress(OSError):
+        return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()[0] == "Z"
+    return False
+
+
 def end_of(pid: int) -> str:
     """How a zombie ended: `died of SIGKILL`, `died with exit status 1`; `died` where that is hidden or gone."""
     with suppress(OSError, ValueError, IndexError):

@@ -50,6 +50,8 @@ POLL_S = 0.25
 OBSERVE_S = 2.0
 """How often the server is asked what it serves while its processes stay the same; else every `POLL_S`."""
 DEAD_S = 1.5
+STARTING_S = 5.0
+"""The longest that a process may be unknown. One that failed to load is waited for by the server at once."""
 STOPPED_S = 2.0
 SUSPICIOUS_S = 4.0
 """A silence of this length is logged."""
@@ -142,13 +144,16 @@ class Watchdog:
         for pid in set(self._stubs) - set(present):
             heartbeat.forget(self._server.heartbeats, pid)  # it may have been killed
             del self._stubs[pid]
-            self._since.pop(pid, None)
+        for pid in set(self._since) - set(present):
+            del self._since[pid]
         self._lost.intersection_update(present)
         for pid in present:
             if pid not in self._stubs and (found := stubs.identify(pid, self._server.heartbeats)):
                 self._stubs[pid] = found
             if pid not in self._lost and (stub := self._stubs.get(pid)):
                 self._judge(stub, stubs.state(pid))
+            elif pid not in self._lost and self._lasted_s(pid, stubs.state(pid)) > STARTING_S:
+                self._note_unknown(pid)
         self._end_replaced()
 
     def lost_one_lately(self) -> bool:
@@ -169,7 +174,7 @@ class Watchdog:
             self._heal(model)
 
     def _judge(self, stub: Stub, state: str) -> None:
-        lasted_s = self._lasted_s(stub, state)
+        lasted_s = self._lasted_s(stub.pid, state)
         if state == "Z" and lasted_s > DEAD_S:
             self._lose(stub, stubs.end_of(stub.pid))
         elif state == "T" and lasted_s > STOPPED_S:
@@ -178,11 +183,19 @@ class Watchdog:
             self._examined.add(stub.pid)
             threading.Thread(target=self._examine, args=(stub,), name="hotrow-examine", daemon=True).start()
 
-    def _lasted_s(self, stub: Stub, state: str) -> float:
+    def _note_unknown(self, pid: int) -> None:
+        """Report a process that has died before it was known. Triton, which waits for its first message, then waits
+        without end.
+        """
+        if stubs.is_zombie(pid):
+            self._lost.add(pid)
+            say(f"backend process {pid} {stubs.end_of(pid)} as it began: if a load does not end, restart the server")
+
+    def _lasted_s(self, pid: int, state: str) -> float:
         """How long a process has been in this state."""
-        if self._since.get(stub.pid, ("", 0.0))[0] != state:
-            self._since[stub.pid] = (state, time.monotonic())
-        return time.monotonic() - self._since[stub.pid][1]
+        if self._since.get(pid, (None, 0.0))[0] != state:
+            self._since[pid] = (state, time.monotonic())
+        return time.monotonic() - self._since[pid][1]
 
     def _is_silent(self, stub: Stub) -> bool:
         """Whether it has been silent long enough to be examined, and is not being examined yet."""

@@ -1,0 +1,58 @@
+"""What the watch-dog says of processes that no model is known of; test_healing.py tests it with a real server."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.testing.servers import wait_until
+from triton_backend.launcher import stubs, watchdog
+from triton_backend.launcher.watchdog import Watchdog
+
+_SERVER = """
+import subprocess, time
+child = subprocess.Popen(["sleep", "1000"])
+child.kill()
+print(child.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+class FakeServer:
+    """A process that answers nothing."""
+
+    probe_key = ""
+
+    def __init__(self, pid: int, folder: Path) -> None:
+        self.pid, self.repository, self.heartbeats = pid, folder, folder
+
+    def request(self, *_: Any, **__: Any) -> bytes:
+        raise ConnectionRefusedError
+
+    def load(self, *_: Any) -> None:
+        raise AssertionError
+
+
+def test_a_process_that_died_as_it_began_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Triton waits for it without end, and says nothing."""
+    monkeypatch.setattr(watchdog, "STARTING_S", 0.0)
+    with subprocess.Popen([sys.executable, "-c", _SERVER], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            child = int(server.stdout.readline())
+            wait_until(lambda: stubs.is_zombie(child), "its end")
+            watched = Watchdog(FakeServer(server.pid, tmp_path))
+            for _ in range(3):
+                watched.look()
+        finally:
+            server.kill()
+
+    said = capsys.readouterr().err
+    assert said.startswith(f"hotrow: backend process {child} died of SIGKILL as it began")
+    assert said.count("\n") == 1
