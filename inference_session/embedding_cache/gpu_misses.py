@@ -190,7 +190,8 @@ def _copy_vectors(device: CudaDevice, rows: MissingRows, segments: NDArray[np.vo
     if not len(rows.positions):  # other threads have cached all of these rows meanwhile
         return
     copies = device.pinned((len(rows.positions),), VECTOR_COPY)
-    moved = address_of(device.stage(rows.vectors)) - address_of(rows.vectors)
+    vectors = device.stage(rows.vectors)
+    moved = address_of(vectors) - address_of(rows.vectors)
     describe_copies(segments, rows.counts, rows.positions, rows.records, rows.row_numbers, moved, copies)
     gpu.copy_vectors(copies)
 
