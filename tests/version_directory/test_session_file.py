@@ -204,8 +204,9 @@ def test_no_session_file_is_said_plainly(tmp_path: Path) -> None:
 
 def test_a_folder_above_a_version_names_one(tmp_path: Path) -> None:
     """A model's folder, or a repository, given as a version directory: the error names the newest version in it."""
-    (tmp_path / "ctr" / "9").mkdir(parents=True)
-    (tmp_path / "ctr" / "10").mkdir()
+    for version in ("9", "10"):
+        (tmp_path / "ctr" / version).mkdir(parents=True)
+        (tmp_path / "ctr" / version / "session.json").touch()
 
     for folder, kind in ((tmp_path / "ctr", "the folder of a model"), (tmp_path, "a model repository")):
         with pytest.raises(ModelFormatError, match=f"is {kind}; give .*, such as {tmp_path / 'ctr' / '10'}"):
