@@ -132,10 +132,8 @@ class GpuEmbeddingCache(EmbeddingCache):
         num_missing = int(lookup.num_unknown.sum())
         if not launch.tiles.pooled:
             _, positions = self._bits.take(launch.tiles)
-            if len(positions) == num_missing:
+            if len(positions) == num_missing:  # else Ctrl-C has interrupted a look-up: these keys are looked up again
                 lookup.missing_positions = positions
-            else:  # Ctrl-C has interrupted a look-up before: this one's keys are looked up again
-                self._bits.clear()
         return num_missing
 
     def misses(self, lookup: Lookup) -> Iterator[Misses]:

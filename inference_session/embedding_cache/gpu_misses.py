@@ -61,7 +61,7 @@ class MissingBits:
         return counts, positions[:num_found].copy()
 
     def clear(self) -> None:
-        """Forget what a look-up has noted that was interrupted."""
+        """Forget what a look-up may have noted that was interrupted."""
         self._bits[:] = 0
 
 
@@ -151,6 +151,7 @@ class PooledGpuMisses(Misses):
     def _collect(self, bits: MissingBits) -> MissingRows:
         """The missing keys."""
         launch = gpu.prepare(self._alone, self._tables_address)
+        bits.clear()
         launch.run(missing_bits_address=bits.address_for(launch))
         self._device.wait()
         counts, positions = bits.take(launch.tiles)

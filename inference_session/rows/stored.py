@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from inference_session.device.host import HOST
 from inference_session.embedding_cache.base import EmbeddingCache, Misses
 from inference_session.embedding_cache.missing_rows import MissingRows
 from inference_session.embedding_cache.stats import CacheStats
+from inference_session.errors import HotrowError
 from inference_session.kernels.cpu.lookup import NO_POSITIONS
 from inference_session.kernels.records import Lookup
 from inference_session.model_spec import TableSpec
@@ -27,6 +29,7 @@ from inference_session.tables.base import HotKeys, RowBatch, RowReader
 from inference_session.tables.row_numbers import RowNumbers, stored_keys
 
 _KEYS_PER_FETCH = 1 << 13
+_log = logging.getLogger(__name__)
 
 
 class StoredRows(Rows):
@@ -163,10 +166,18 @@ class StoredReader(RowReader):
 
     def _insert_late(self, missing: Sequence[MissingRows]) -> None:
         """Insert rows into the cache, fetching first those that a look-up did not wait for."""
-        for rows in missing:
-            if not rows.is_fetched:
-                self._fetch(rows)
-        self._writer.keep(self._cache, missing)
+        fetched = [rows for rows in missing if rows.is_fetched or self._fetch_late(rows)]
+        if fetched:
+            self._writer.keep(self._cache, fetched)
+
+    def _fetch_late(self, rows: MissingRows) -> bool:
+        """Whether they could be fetched. An error harms no other look-up's; a tier that is down is logged elsewhere."""
+        try:
+            self._fetch(rows)
+        except HotrowError as error:
+            _log.debug("rows could not be fetched: %s", error)
+            return False
+        return True
 
     def _fetch(self, rows: MissingRows) -> None:
         """Fetch the rows into `rows`; keys without a row get default vectors."""

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from inference_session.device.discovery import unusable
 from inference_session.errors import ConfigurationError, InvalidRequestError
+from inference_session.kernels.records import Lookup, PoolingCode, key_segment
 from tests.testing.cache_contract import AMPLE_BYTES, HIGHEST, LOWEST, EmbeddingCacheContract, vectors_of
 from tests.testing.cache_lookups import look_up
 from tests.testing.missed_rows import missed_rows
@@ -189,6 +190,34 @@ def test_many_missed_rows_are_inserted(piece_bytes: int, monkeypatch: pytest.Mon
         assert not len(found.missing[t])
         assert np.array_equal(found.vectors[t], vectors_of(keys, dims[t]))
         assert stats.tables[t].rows == stats.tables[t].inserts == len(np.unique(keys))
+
+
+@pytest.mark.parametrize("pooling", [PoolingCode.NONE, PoolingCode.SUM])
+def test_an_interrupted_look_up_leaves_nothing_behind(pooling: PoolingCode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes after the launch, before what it has noted is read: the next look-up, a shorter one, is right."""
+    keys = np.arange(100)
+    with cache_of({"t": 4}) as cache:
+        cache.insert("t", keys, vectors_of(keys, 4))
+        wait, interrupts = cache.device.wait, [KeyboardInterrupt()]
+
+        def interrupted() -> None:
+            wait()
+            if interrupts:
+                raise interrupts.pop()
+
+        monkeypatch.setattr(cache.device, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            look_up(cache, {"t": np.arange(5_000, 10_000)})
+        asked, missing = np.concatenate([keys[:40], [1000, 5, 2000, 1000]]), [40, 42, 43]
+        with cache.device.request():
+            staged, output = cache.device.stage(asked), cache.device.empty((len(asked), 4))
+            segments = key_segment(0, staged, output)
+            segments["pooling"] = pooling
+            lookup = Lookup(segments, np.array([len(asked)]), cache.device.counts(1), cache.prepare(segments))
+            assert cache.look_up(lookup) == len(missing)
+            (rows,) = [misses.rows for misses in cache.misses(lookup)]
+    assert rows.positions.tolist() == missing
+    assert sorted(rows.by_table[0].keys.tolist()) == [1000, 2000]
 
 
 def test_rows_come_from_several_threads() -> None:

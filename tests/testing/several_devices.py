@@ -50,13 +50,9 @@ class StandInCache(CpuEmbeddingCache):
 
     inserts_late = True
 
-    def insert(self, *arguments: Any) -> None:
+    def _write_checked(self, *arguments: Any, **settings: Any) -> None:
         with self.device.request():
-            super().insert(*arguments)
-
-    def update(self, *arguments: Any) -> None:
-        with self.device.request():
-            super().update(*arguments)
+            super()._write_checked(*arguments, **settings)
 
     def erase(self, *arguments: Any) -> None:
         with self.device.request():
