@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 INSTALL := -m pip --disable-pip-version-check --quiet install
 PYTEST_ARGS ?=
 # Processes that run the tests side by side: these wait more than they compute.
-TEST_PROCESSES ?= 10
+TEST_PROCESSES ?= 12
 FUZZ_SECONDS ?= 60
 SEED ?=
 CAMPAIGN_ARGS ?=
@@ -24,7 +24,7 @@ FUZZ_ENGINE = $$($(BIN)/python -c "import atheris" 2>/dev/null && echo tests.fuz
 help:
 	@echo "make demo            set up, serve a real model on a real Triton, send real requests (KEEP=1 leaves it running)"
 	@echo "make online-learning train while a real Triton serves: frozen, reloaded and streamed models compared (downloads torch)"
-	@echo "make test            set up and run the tests (TEST_PROCESSES=10 side by side)"
+	@echo "make test            set up and run the tests (TEST_PROCESSES=12 side by side)"
 	@echo "make test-exporters  the importer against PyTorch, JAX and Keras (downloads them)"
 	@echo "make test-training   exports and updates of live PyTorch and TorchRec models (downloads them)"
 	@echo "make fuzz            every reader of foreign files, a minute each on other files each time (FUZZ_SECONDS)"
