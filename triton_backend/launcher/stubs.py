@@ -71,8 +71,14 @@ def _children_of_thread(server: int, thread: str) -> list[int]:
 def _parent(process: str) -> str | None:
     """The parent of a process, also of a zombie; None: the process is gone."""
     with suppress(OSError):
-        return _read(f"/proc/{process}/stat").rpartition(")")[2].split()[1]
+        return _stat(process)[1][1]
     return None
+
+
+def _stat(process: int | str) -> tuple[str, list[str]]:
+    """The name of a process, and the fields that follow it in /proc/<pid>/stat; OSError: the process is gone."""
+    name, _, rest = _read(f"/proc/{process}/stat").rpartition(")")
+    return name.partition("(")[2], rest.split()
 
 
 def _read(path: str) -> str:
@@ -84,22 +90,22 @@ def _read(path: str) -> str:
 def state(pid: int) -> str:
     """`Z` for a zombie, `T` for one that was stopped, other letters as in ps; empty: it is gone, or no stub."""
     with suppress(OSError):
-        name, _, rest = _read(f"/proc/{pid}/stat").rpartition(")")
-        return rest.split()[0] if name.endswith(f"({STUB_NAME}") else ""
+        name, fields = _stat(pid)
+        return fields[0] if name == STUB_NAME else ""
     return ""
 
 
 def is_zombie(pid: int) -> bool:
     """Whether a process has ended, and its parent has not waited for it."""
     with suppress(OSError):
-        return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()[0] == "Z"
+        return _stat(pid)[1][0] == "Z"
     return False
 
 
 def end_of(pid: int) -> str:
     """How a zombie ended: `died of SIGKILL`, `died with exit status 1`; `died` where that is hidden or gone."""
     with suppress(OSError, ValueError, IndexError):
-        status = int(_read(f"/proc/{pid}/stat").rpartition(")")[2].split()[_EXIT_CODE])
+        status = int(_stat(pid)[1][_EXIT_CODE])
         if os.WIFSIGNALED(status):
             return f"died of {signal.Signals(os.WTERMSIG(status)).name}"
         return f"died with exit status {os.WEXITSTATUS(status)}"

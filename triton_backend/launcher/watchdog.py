@@ -115,8 +115,6 @@ class Watchdog:
         """The children of the server at the last look."""
         self._lost: set[int] = set()
         """Processes that were found dead or hung; each is handled once."""
-        self._replaced: defaultdict[str, list[Stub]] = defaultdict(list)
-        """By model: processes to end once the model has been loaded again."""
         self._drained_at: dict[int, float] = {}
         """When processes are to be gone that a load has replaced."""
         self._since: dict[int, tuple[str, float]] = {}
@@ -128,7 +126,9 @@ class Watchdog:
         """Models of which a version was being loaded at the last look."""
         self._missing: set[str] = set()
         """Models that have not been loaded since the server was started again."""
-        self._lock = threading.Lock()  # of the next two
+        self._lock = threading.Lock()  # of the next three
+        self._replaced: defaultdict[str, list[Stub]] = defaultdict(list)
+        """By model: processes to end once the model has been loaded again."""
         self._restarts: Counter[str] = Counter()
         self._healing: dict[str, threading.Thread] = {}
         self._observed_at = self._lost_at = -RECENT_S
@@ -229,15 +229,15 @@ class Watchdog:
         self._observe(PROBE_TIMEOUT_S)  # what a busy server has swapped in meanwhile must not be undone
         loaded = self._loaded.get(stub.model)
         if loaded and stub.version in loaded.versions:
-            self._replaced[stub.model].append(stub)
-            self._heal(stub.model)
+            self._heal(stub.model, stub)
         else:  # it was being loaded or unloaded, which has to finish first
             self._end(stub)
 
-    def _heal(self, model: str) -> None:
-        """Load a model again, in a thread, because loads may take long."""
+    def _heal(self, model: str, *lost: Stub) -> None:
+        """Load a model again, in a thread, because loads may take long; then end the processes that were lost."""
         with self._lock:
             self._restarts[model] += 1
+            self._replaced[model].extend(lost)
             if (thread := self._healing.get(model)) is None or not thread.is_alive():
                 self._healing[model] = threading.Thread(
                     target=self._load, args=(model,), name=f"hotrow-heal-{model}", daemon=True
@@ -247,24 +247,26 @@ class Watchdog:
     def _load(self, model: str) -> None:
         """Load it until that has succeeded after the last loss."""
         attempt = done = 0
-        while number := self._pending_restart(model, done):
+        while (replaced := self._finished(model, done)) is None:
+            number = self._restarts[model]
             if self._try_load(model, number, attempt):
                 done = number
             else:
                 attempt += 1
-        while self._replaced[model]:
-            self._end(self._replaced[model].pop())
+        for stub in replaced:
+            self._end(stub)
         say(f"model {model!r} {'serves again' if model in self._loaded else 'was unloaded and stays unloaded'}")
 
-    def _pending_restart(self, model: str, done: int) -> int:
-        """The number of the last loss, if that came after number `done`; 0: this thread is no longer needed."""
+    def _finished(self, model: str, done: int) -> list[Stub] | None:
+        """The processes to end, if no loss came after number `done`: the next one starts a thread of its own. None: one
+        came.
+        """
         with self._lock:
-            number = self._restarts[model]
-            if number > done:
-                return number
+            if self._restarts[model] > done:
+                return None
             if self._healing.get(model) is threading.current_thread():
                 del self._healing[model]
-            return 0
+            return self._replaced.pop(model, [])
 
     def _try_load(self, model: str, number: int, attempt: int) -> bool:
         """Load it once; False: that failed, and some time has passed since."""

@@ -1,4 +1,4 @@
-"""What the watch-dog says of processes that no model is known of; test_healing.py tests it with a real server."""
+"""What the watch-dog does without a server; test_healing.py tests it with a real one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 
 from tests.testing.servers import wait_until
 from triton_backend.launcher import stubs, watchdog
-from triton_backend.launcher.watchdog import Watchdog
+from triton_backend.launcher.stubs import Stub
+from triton_backend.launcher.watchdog import LoadedVersions, Watchdog
 
 _SERVER = """
 import subprocess, time
@@ -56,3 +57,29 @@ def test_a_process_that_died_as_it_began_is_told_once(
     said = capsys.readouterr().err
     assert said.startswith(f"hotrow: backend process {child} died of SIGKILL as it began")
     assert said.count("\n") == 1
+
+
+def test_a_process_that_is_lost_late_ends_after_a_load_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is lost in the moment in which the one before it is ended."""
+    first, second = (Stub(2**31 + number, "ctr", 1, f"none-{number}") for number in range(2))
+    events: list[str] = []
+
+    class LoadingServer(FakeServer):
+        def load(self, *_: Any) -> None:
+            events.append("load")
+
+    watched = Watchdog(LoadingServer(2**31, tmp_path))
+    watched._loaded["ctr"] = LoadedVersions((1,), {})
+
+    def end(stub: Stub) -> None:
+        if stub is first:
+            watched._lose(second, "is hung")
+        events.append(stub.memory)
+
+    monkeypatch.setattr(watched, "_end", end)
+    watched._lose(first, "is hung")
+    wait_until(lambda: len(events) == 4, "both loads and both ends")
+    assert events.index(second.memory) > len(events) - 1 - events[::-1].index("load")
+    assert events[0] == "load"
