@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from inference_session.errors import HotrowError, UnavailableError
+from inference_session.parameter_server.redis import layout
 from inference_session.parameter_server.redis.commands import Call, Command, asking, refuse_misfit
 from inference_session.parameter_server.redis.connection import (
     MEMORY_COMMAND,
@@ -104,6 +105,38 @@ class RedisClient:
                 reply: Any = self._ask(address, command, Deadline(self._timeout_ms))
                 cursor, names = reply
                 yield from names
+
+    def scan_hash(self, name: bytes, count: int) -> Iterator[dict[bytes, bytes]]:
+        """The fields of a hash, about `count` at once; some may come twice. WrongTypeError where it is no hash.
+
+        A cursor means nothing to another process, which would pass over fields: a scan that another one goes on with,
+        after a failover, a restart or a move of the slot, begins again.
+        """
+        cursor, scanned_by = 0, None
+        while True:
+            call = Call(("HSCAN", name, cursor, "COUNT", count))
+            answered_by = self._run_by_one(call)
+            if cursor and answered_by != scanned_by:
+                cursor = 0
+                continue
+            cursor, fields = layout.scanned(call.reply)
+            scanned_by = answered_by
+            yield fields
+            if not cursor:
+                return
+
+    def _run_by_one(self, call: Call) -> str:
+        """Run a command, raise the error that it is answered with, and return which process has answered it."""
+        processes: list[str] = []
+
+        def read(connection: RedisConnection, calls: Sequence[Call], deadline: Deadline) -> None:
+            _read_calls(connection, calls, deadline)
+            processes.append(connection.process(deadline))
+
+        self.run([call], read)
+        if isinstance(call.reply, HotrowError):
+            raise call.reply
+        return processes[-1]
 
     def refresh(self) -> None:
         """Look for a new master, where sentinels may have made one without causing an error here."""

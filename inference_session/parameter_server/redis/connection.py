@@ -236,6 +236,14 @@ class RedisConnection:
             self._run_id = run_id_in(reply)
         return self._run_id
 
+    def process(self, deadline: Deadline) -> str:
+        """Tells the process at the other end from others; from one of the same address only where this user may ask for
+        its run id.
+        """
+        with contextlib.suppress(StoreError):
+            return self.run_id(deadline) or self.name
+        return self.name
+
     def expect_writes(self, deadline: Deadline) -> None:
         """Learn `writer`, by which unanswered writes can be withdrawn; UnavailableError: not now."""
         if self.writer is None:

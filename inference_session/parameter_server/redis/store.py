@@ -100,11 +100,14 @@ class RedisStore(EmbeddingStore):
         """See EmbeddingStore. A row may come twice."""
         count = max(1, SCAN_BYTES // (4 * self.embedding_dim(table)))
         for name in self._names(table, layout.rows_name):
-            cursor = -1
-            while cursor:
-                [(cursor, fields)] = self._scan_steps(table, [(name, max(cursor, 0))], count)
-                if fields:
-                    yield self._rows_of(table, fields)
+            self._refuse_if_closed()
+            try:
+                for fields in self.client.scan_hash(name, count):
+                    if fields:
+                        yield self._rows_of(table, fields)
+                    self._refuse_if_closed()
+            except WrongTypeError:
+                self._note_no_hash(table, name)
 
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """See EmbeddingStore. The mark of each row is set as well, before the row itself; then room is made."""
@@ -280,27 +283,22 @@ class RedisStore(EmbeddingStore):
         """Some keys of each partition that has any."""
         tag = self.namespace.tag(table)
         names = [layout.rows_name(tag, p) for p in range(layout.MAX_PROBED_PARTITIONS)]
-        replies = self._scan_steps(table, [(name, 0) for name in names], _PROBE_FIELDS)
-        samples = {p: list(rows) for p, (_, rows) in enumerate(replies) if rows}
+        replies = self._replies([("HSCAN", name, 0, "COUNT", _PROBE_FIELDS) for name in names], lenient=True)
+        samples: dict[int, list[bytes]] = {}
+        for partition, (name, reply) in enumerate(zip(names, replies, strict=True)):
+            if isinstance(reply, WrongTypeError):
+                self._note_no_hash(table, name)
+            elif rows := layout.scanned(reply)[1]:
+                samples[partition] = list(rows)
         lengths = {len(key) for keys in samples.values() for key in keys}
         if lengths and 8 not in lengths:
             raise StoreError(f"table {tag!r} in {str(self.url)!r} has keys of {min(lengths)} bytes, expected 8 (int64)")
         whole = {p: [key for key in keys if len(key) == 8] for p, keys in samples.items()}
         return {p: keys for p, keys in whole.items() if keys}
 
-    def _scan_steps(
-        self, table: str, cursors: Sequence[tuple[bytes, int]], count: int
-    ) -> list[tuple[int, dict[bytes, bytes]]]:
-        """One step of a scan of each hash: the next cursor and some fields; none of a non-hash, which is counted."""
-        replies = self._replies([("HSCAN", name, cursor, "COUNT", count) for name, cursor in cursors], lenient=True)
-        steps: list[tuple[int, dict[bytes, bytes]]] = []
-        for (name, _), reply in zip(cursors, replies, strict=True):
-            if isinstance(reply, WrongTypeError):
-                self._malformed.add(self, table, f"{name.decode(errors='replace')} is not a Redis hash")
-                steps.append((0, {}))
-            else:
-                steps.append(layout.scanned(reply))
-        return steps
+    def _note_no_hash(self, table: str, name: bytes) -> None:
+        """Count the rows of a partition, whose number is unknown, as one malformed row."""
+        self._malformed.add(self, table, f"{name.decode(errors='replace')} is not a Redis hash")
 
     def _rows_of(self, table: str, fields: Mapping[bytes, bytes]) -> RowBatch:
         """The fields that are keys and rows; others are counted."""

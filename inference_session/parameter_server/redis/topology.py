@@ -91,7 +91,13 @@ class Cluster(Topology):
             self._addresses = {}
 
     def _slots_by(self, node: Address, deadline: Deadline) -> list[tuple[int, int, list[Address]]]:
-        return _slot_ranges(self._ask(node, ("CLUSTER", "SLOTS"), deadline), node)
+        """What a node knows. One that has left the Cluster, and may run on, knows no slots, and must hide no others."""
+        ranges = _slot_ranges(self._ask(node, ("CLUSTER", "SLOTS"), deadline), node)
+        if not ranges:
+            raise UnavailableError(
+                f"store {self._name!r}: the node at {node[0]}:{node[1]} knows no slots; has it left its Cluster?"
+            )
+        return ranges
 
     def _take(self, ranges: Sequence[tuple[int, int, list[Address]]], node: Address) -> None:
         slots: list[Address | None] = [None] * _NUM_SLOTS

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from inference_session.errors import ConfigurationError, StoreError, UnavailableError
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
-from inference_session.parameter_server.redis import layout
+from inference_session.parameter_server.redis import layout, topology
+from inference_session.parameter_server.redis import store as redis_store
 from inference_session.parameter_server.redis.store import RedisStore, list_redis_tables
 from inference_session.urls.store_url import StoreUrl
 from tests.testing.redis_contract import RedisContract, partition_in_plain_python
@@ -417,6 +418,20 @@ class TestOutages:
             server.start()
             assert not fetch(store, "user", keys_of(1))[0].any()
 
+    def test_a_scan_while_a_server_starts_again_misses_no_row(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A cursor means nothing to the new process."""
+        monkeypatch.setattr(redis_store, "SCAN_BYTES", 1600)
+        keys, vectors = random_keys(20_000), random_vectors(20_000, 4)
+        with RedisServer() as server, open_store(server.url) as store:
+            store.insert("user", keys, vectors)
+            batches = store.scan("user")
+            scanned = [next(batches), next(batches)]
+            with server.client() as client:
+                client.save()
+            server.stop(signal.SIGKILL)
+            server.start()
+            assert set(keys.tolist()) == {key for found, _ in (*scanned, *batches) for key in found.tolist()}
+
     def test_a_server_that_hangs_is_given_up_in_time(self) -> None:
         """The store does not wait for a stopped process; when it continues, it is used again."""
         namespace = Namespace("hanging", "1")
@@ -741,6 +756,34 @@ class TestCluster:
             store.insert("user", keys, vectors)
             assert_same_bits(fetch(store, "user", keys)[1], vectors)
 
+    def test_a_node_that_has_left_hides_no_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It runs on, as after `redis-cli --cluster del-node`, and is the one that the URL names."""
+        monkeypatch.setattr(topology, "_MIN_REFRESH_S", 0.0)
+        keys, vectors = random_keys(300), random_vectors(300, 4)
+        with RedisClusterServers() as cluster:
+            url = f"redis+cluster://127.0.0.1:{cluster.servers[3].port}"
+            with open_store(url) as store:
+                store.insert("user", keys, vectors)
+                remove_node(cluster, 3)
+                store.check()
+                assert_same_bits(fetch(store, "user", keys)[1], vectors)
+
+    def test_a_scan_of_a_slot_that_moves_misses_no_row(
+        self, cluster: RedisClusterServers, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A cursor means nothing to the node that the slot has moved to."""
+        monkeypatch.setattr(redis_store, "SCAN_BYTES", 1600)
+        keys, vectors = random_keys(20_000), random_vectors(20_000, 4)
+        with open_store(cluster.url) as store:
+            store.insert("user", keys, vectors)
+            name, times = (of(store.namespace.tag("user"), 0) for of in (layout.rows_name, layout.times_name))
+            batches = store.scan("user")
+            scanned = [next(batches), next(batches)]
+            with moving_slot(cluster, name) as (source, target):
+                source.execute_command("MIGRATE", "127.0.0.1", _port(target), "", 0, 5000, "KEYS", name, times)
+                scanned.append(next(batches))
+            assert set(keys.tolist()) == {key for found, _ in (*scanned, *batches) for key in found.tolist()}
+
     def test_a_dead_master_is_replaced_by_its_replica(self) -> None:
         """While a master is dead its keys are unavailable; its replica takes over and all rows are there again."""
         keys, vectors = random_keys(2000), random_vectors(2000, 4)
@@ -757,6 +800,17 @@ class TestCluster:
             store.insert("user", keys, -vectors)
             cluster.servers[1].start()
             assert_same_bits(fetch(store, "user", keys)[1], -vectors)
+
+
+def remove_node(cluster: RedisClusterServers, number: int) -> None:
+    """Let a replica leave."""
+    clients = [server.client() for server in cluster.servers]
+    node_id = clients[number].execute_command("CLUSTER", "MYID")
+    for other in (client for client in clients if client is not clients[number]):
+        other.execute_command("CLUSTER", "FORGET", node_id)
+    clients[number].execute_command("CLUSTER", "RESET")
+    for client in clients:
+        client.close()
 
 
 @contextmanager
