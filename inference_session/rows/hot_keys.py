@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import UnavailableError
+from inference_session.platform.repeated_call import RepeatedCall
 from inference_session.platform.state_file import read_state, write_state
 from inference_session.tables.base import HotKeys
 
@@ -76,9 +76,8 @@ class HotKeysWriter:
         self._written_at = num_lookups()
         self._failure = ""
         self._writing = threading.Lock()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="hotrow-hot-keys", daemon=True)
-        self._thread.start()
+        failure = "hot keys could not be saved for the next start"
+        self._writes = RepeatedCall("hotrow-hot-keys", self.write, INTERVAL_S, max_load=_MAX_LOAD, failure=failure)
 
     def write(self) -> None:
         """Write now, if there is news. A folder that cannot be written is logged, once per reason."""
@@ -96,17 +95,6 @@ class HotKeysWriter:
 
     def close(self) -> None:
         """Write any news, and end the thread. May be called more than once."""
-        if not self._closing.is_set():
-            self._closing.set()
-            self._thread.join()
+        if not self._writes.closing.is_set():
+            self._writes.close()
             self.write()
-
-    def _work(self) -> None:
-        pause_s = INTERVAL_S
-        while not self._closing.wait(pause_s):
-            begin = time.thread_time()
-            try:
-                self.write()
-            except Exception:  # noqa: BLE001 - any error is logged; the next attempt does not depend on it
-                _log.exception("hot keys could not be saved for the next start")
-            pause_s = max(INTERVAL_S, (time.thread_time() - begin) / _MAX_LOAD)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,6 +18,7 @@ from inference_session.model_spec import TableSpec
 from inference_session.parameter_server.base import FetchRequest
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.platform.pacing import paced
+from inference_session.platform.repeated_call import RepeatedCall
 from inference_session.rows.base import RowWriter
 from inference_session.tables.row_numbers import stored_keys
 
@@ -26,8 +26,6 @@ _KEYS_PER_REFRESH = 256
 """Few enough that a request waits only briefly for them in a store, or for the interpreter."""
 _BYTES_PER_INSERT = 1 << 20
 _CLOSE_TIMEOUT_S = 10.0
-
-_log = logging.getLogger(__name__)
 
 
 class StoredWriter(RowWriter):
@@ -59,12 +57,12 @@ class StoredWriter(RowWriter):
         self._caching = threading.Lock()  # held while rows go into a cache; taken after `_updating`
         server.on_drop(self._forget)
         self._closing = threading.Event()
-        self._refresher: threading.Thread | None = None
+        self._refreshes: RepeatedCall | None = None
         if refresh_interval_s:
-            self._refresher = threading.Thread(
-                target=self._refresh_often, args=(refresh_interval_s,), name="hotrow-refresh", daemon=True
-            )
-            self._refresher.start()
+            # A round takes half of the interval, or longer where it must; the other half is idle.
+            refresh = partial(self._try_refresh, refresh_interval_s / 2)
+            failure = "cached rows could not be refreshed"
+            self._refreshes = RepeatedCall("hotrow-refresh", refresh, refresh_interval_s / 2, failure=failure)
 
     def update(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """See RowWriter. Caches update only rows that they hold: the others may never be requested."""
@@ -140,22 +138,13 @@ class StoredWriter(RowWriter):
     def close(self) -> None:
         """End the refreshing. May be called more than once."""
         self._closing.set()
-        if self._refresher is not None:
-            self._refresher.join(_CLOSE_TIMEOUT_S)
-
-    def _refresh_often(self, interval_s: float) -> None:
-        """A round takes half of the interval, or longer where it must; the other half is idle."""
-        while not self._closing.wait(interval_s / 2):
-            self._try_refresh(interval_s / 2)
+        if self._refreshes is not None:
+            self._refreshes.close(_CLOSE_TIMEOUT_S)
 
     def _try_refresh(self, over_s: float) -> None:
-        """Refresh; an error must not end later rounds. While a tier is down, which is logged elsewhere, rows stay."""
-        try:
+        """Refresh. While a tier is down, which is logged elsewhere, rows stay."""
+        with contextlib.suppress(UnavailableError):
             self._refresh_all(over_s)
-        except UnavailableError:
-            pass
-        except Exception:  # noqa: BLE001 - any error is logged; the next round does not depend on it
-            _log.exception("cached rows could not be refreshed")
 
     def _refresh_all(self, over_s: float) -> None:
         """Read all cached rows again, while requests go on; see `paced`."""

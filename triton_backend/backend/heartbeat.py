@@ -14,11 +14,11 @@ import shutil
 import struct
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
+from inference_session.platform.repeated_call import RepeatedCall
 from triton_backend.backend import guard
 
 _log = logging.getLogger(__name__)
@@ -35,32 +35,26 @@ class Heartbeat:
     """Writes the time at intervals, and has a guard, until stopped."""
 
     def __init__(self) -> None:
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="hotrow-heartbeat", daemon=True)
         hide_memory()
         self._guard = start_guard()
-        self._thread.start()
+        self._handle, self._arguments = _open_file(), _arguments()
+        self._beat()
+        self._beats = RepeatedCall("hotrow-heartbeat", self._beat, INTERVAL_S, failure="the heartbeat is not written")
 
     def stop(self) -> None:
         """End the thread and the guard: the process is about to end normally."""
-        self._stopping.set()
-        self._thread.join()
+        self._beats.close()
+        if self._handle is not None:
+            os.close(self._handle)
+            forget(Path(os.environ[FOLDER_VARIABLE]), os.getpid())
         if self._guard is not None:
             with suppress(BrokenPipeError):  # it has been killed
                 self._guard.communicate(b"done")
 
     def _beat(self) -> None:
-        handle = _open_file()
-        arguments = _arguments()
-        stopped = False
-        while not stopped:
-            if handle is not None:
-                with suppress(OSError):  # a full disk
-                    os.pwrite(handle, _TIME.pack(time.monotonic()) + arguments, 0)
-            stopped = self._stopping.wait(INTERVAL_S)
-        if handle is not None:
-            os.close(handle)
-            forget(Path(os.environ[FOLDER_VARIABLE]), os.getpid())
+        if self._handle is not None:
+            with suppress(OSError):  # a full disk
+                os.pwrite(self._handle, _TIME.pack(time.monotonic()) + self._arguments, 0)
 
 
 def last_beat(folder: Path, pid: int) -> float | None:

@@ -10,9 +10,7 @@ metrics while it ends crashes, because it has already left the server. A later p
 from __future__ import annotations
 
 import ctypes
-import logging
 import resource
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any, TypeAlias
 
 import triton_python_backend_utils as pb_utils
 
+from inference_session.platform.repeated_call import RepeatedCall
 from triton_backend.backend import metric_records
 from triton_backend.backend.heartbeat import RESTARTS_PARAMETER
 from triton_backend.backend.metric_records import MetricKey
@@ -28,7 +27,6 @@ INTERVAL_S = 0.5
 
 Family: TypeAlias = "tuple[str, str]"
 """Name and description."""
-_log = logging.getLogger(__name__)
 
 StatsPath: TypeAlias = "tuple[str, ...]"
 """Where a value is in `InferenceSession.stats`."""
@@ -146,28 +144,15 @@ class SessionMetrics:
         self._version_info, self._resident_memory = fixed["version_info"], fixed["resident_memory"]
         self._reported: dict[StatsPath, int] = {}
         self._report()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="hotrow-metrics", daemon=True)
-        self._thread.start()
+        failure = "the metrics could not be reported"  # an error of Triton's, say
+        self._reports = RepeatedCall("hotrow-metrics", self._report, INTERVAL_S, failure=failure)
 
     def close(self) -> None:
         """Report what is left, and that the version is gone."""
-        self._closing.set()
-        self._thread.join()
+        self._reports.close()
         self._report()
         self._version_info.set(0)
         self._resident_memory.set(0)
-
-    def _work(self) -> None:
-        while not self._closing.wait(INTERVAL_S):
-            self._try_to_report()
-
-    def _try_to_report(self) -> None:
-        """Report; an error is logged, and does not affect the next report."""
-        try:
-            self._report()
-        except Exception:  # noqa: BLE001 - an error of Triton's, say
-            _log.exception("the metrics could not be reported")
 
     def _make_all(self, stats: Mapping[str, Any]) -> dict[str, Any]:
         """A metric for each value of these statistics that is shown; returns those of `_GAUGES`."""

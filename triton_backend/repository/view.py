@@ -10,15 +10,14 @@ Triton would stumble over: then links to all else in them take the place of the 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
+from inference_session.platform.repeated_call import RepeatedCall
 from triton_backend.repository import text_format
 from triton_backend.repository.leased_file import LeasedFile
 from triton_backend.repository.model_config import CONFIG_FILE
@@ -43,6 +42,8 @@ class RepositoryView:
         self._folder = folder
         self._has_gpu = has_gpu
         self._configs: dict[str, LeasedFile] = {}
+        self._seen: list[int] = []
+        """What `_changes` said when the view was last brought up to date; []: it may have to be again."""
         self.moved_to_cpu: set[str] = set()
         """Models whose config.pbtxt asks for a GPU that does not exist."""
 
@@ -53,15 +54,10 @@ class RepositoryView:
         folder.mkdir()
         view = cls(repository, folder, has_gpu=has_gpu)
         view.refresh()
-        stopping = threading.Event()
-        thread = threading.Thread(target=view._follow, args=(stopping,), name="hotrow-repository-view", daemon=True)
-        thread.start()
-        try:
+        failure = f"changes of {repository} could not be followed"
+        calls = RepeatedCall("hotrow-repository-view", view._follow, _INTERVAL_S, failure=failure)
+        with closing(view), closing(calls):
             yield view
-        finally:
-            stopping.set()
-            thread.join()
-            view.close()
 
     def refresh(self) -> None:
         """Follow the set of models."""
@@ -77,16 +73,14 @@ class RepositoryView:
         for config in self._configs.values():
             config.close()
 
-    def _follow(self, stopping: threading.Event) -> None:
-        seen: list[int] = []
-        while not stopping.wait(_INTERVAL_S):
-            for config in self._configs.values():
-                with contextlib.suppress(OSError):  # for example a full disk; it is tried again
-                    config.serve()
-            with contextlib.suppress(OSError):  # changed again while it was read
-                if seen != (changed := self._changes()):
-                    self.refresh()
-                    seen = changed if abs(time.time_ns() - max(changed)) > _SETTLED_NS else []
+    def _follow(self) -> None:
+        for config in self._configs.values():
+            with suppress(OSError):  # for example a full disk; it is tried again
+                config.serve()
+        with suppress(OSError):  # changed again while it was read
+            if self._seen != (changed := self._changes()):
+                self.refresh()
+                self._seen = changed if abs(time.time_ns() - max(changed)) > _SETTLED_NS else []
 
     def _changes(self) -> list[int]:
         """When the repository and each config.pbtxt behind a link changed: the file may come long after its folder."""

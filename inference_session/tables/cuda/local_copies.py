@@ -8,10 +8,9 @@ average: they take the places of copies that are read least, so that copies foll
 from __future__ import annotations
 
 import logging
-import threading
-import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import cupy
@@ -30,6 +29,7 @@ from inference_session.kernels.cuda.records import (
     target_record,
     zero_bytes,
 )
+from inference_session.platform.repeated_call import RepeatedCall
 from inference_session.tables.cuda.hot_rows import LEAST_SAMPLED, Copies, hot_keys
 
 _FEWEST_SAMPLES, _MOST_SAMPLES = 1 << 17, 1 << 20
@@ -126,39 +126,27 @@ class LocalCopies:
         gpu.write_rows(target, may_insert=True, may_evict=True)
 
 
-class CopyingThread:
-    """Calls a method once a second, until it is closed, its object is gone, or the device has failed."""
+def repeat_copying(copy_hot_rows: Callable[[], object]) -> RepeatedCall:
+    """Call a method once a second, until its object is gone, or the device has failed.
 
-    def __init__(self, copy_hot_rows: Callable[[], object]) -> None:
-        self._copy_hot_rows = weakref.WeakMethod(copy_hot_rows)
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="hotrow-local-copies", daemon=True)
-        self._thread.start()
+    Not to be closed while holding the device, which the method takes.
+    """
+    method = weakref.WeakMethod(copy_hot_rows)
+    failure = "hot rows of other GPUs could not be copied"
+    call = partial(_try_to_copy, method)
+    return RepeatedCall("hotrow-local-copies", call, _INTERVAL_S, max_load=_MAX_LOAD, failure=failure)
 
-    def close(self) -> None:
-        """End the thread. Not while holding the device."""
-        self._closing.set()
-        if threading.current_thread() is not self._thread:  # where garbage is collected, that may be this one
-            self._thread.join()
 
-    def _work(self) -> None:
-        pause_s = _INTERVAL_S
-        while not self._closing.wait(pause_s):
-            begin = time.thread_time()
-            if not self._copy():
-                return
-            pause_s = max(_INTERVAL_S, (time.thread_time() - begin) / _MAX_LOAD)
-
-    def _copy(self) -> bool:
-        """Whether there may be more to copy later."""
-        copy_hot_rows = self._copy_hot_rows()
-        try:
-            if copy_hot_rows is not None:
-                copy_hot_rows()
-        except UnavailableError as error:
-            _log.warning("Hot rows of other GPUs are not copied any more: %s", error)
-            return False
-        return copy_hot_rows is not None
+def _try_to_copy(method: weakref.WeakMethod[Callable[[], object]]) -> bool:
+    """Whether there may be more to copy later."""
+    copy_hot_rows = method()
+    try:
+        if copy_hot_rows is not None:
+            copy_hot_rows()
+    except UnavailableError as error:
+        _log.warning("Hot rows of other GPUs are not copied any more: %s", error)
+        return False
+    return copy_hot_rows is not None
 
 
 def pieces_of(keys: NDArray[np.int64]) -> list[NDArray[np.int64]]:

@@ -19,7 +19,7 @@ from inference_session.kernels.cuda.records import GPU_TABLE, regions_of
 from inference_session.kernels.records import Lookup, VectorCode, address_of, key_segment
 from inference_session.model_spec import TableSpec
 from inference_session.tables.base import DeviceTables, Placement, UpdatedRows
-from inference_session.tables.cuda.local_copies import CopyingThread, LocalCopies, pieces_of
+from inference_session.tables.cuda.local_copies import LocalCopies, pieces_of, repeat_copying
 from inference_session.tables.cuda.table import CudaTable, Shards
 from inference_session.tables.cuda.updated_table import CudaUpdatedTable
 from inference_session.tables.table_file import TableFile
@@ -78,7 +78,7 @@ class CudaTables(DeviceTables):
                 self._records = cupy.asarray(self._host_records.view(np.uint8).reshape(-1))
             device.stream.synchronize()
         self._placement = placement._replace(bytes=sum(table.num_bytes for table in self._tables))
-        self._copying = CopyingThread(self.copy_hot_rows) if self._copies else None
+        self._copying = repeat_copying(self.copy_hot_rows) if self._copies else None
         self._close_shared: Callable[[], object] = _nothing
 
     def keep(self, close: Callable[[], object]) -> None:

@@ -1,0 +1,69 @@
+"""Background work at intervals."""
+
+import logging
+import threading
+
+import pytest
+
+from inference_session.platform import repeated_call
+from inference_session.platform.repeated_call import RepeatedCall
+from tests.testing.servers import PATIENCE_S, wait_until
+
+
+def test_calls_go_on_until_closed() -> None:
+    """A call is made again and again; after `close`, which may be called twice, no more."""
+    called = threading.Semaphore(0)
+    calls = RepeatedCall("calls", called.release, 0.001, failure="failed")
+    for _ in range(3):
+        assert called.acquire(timeout=PATIENCE_S)
+    calls.close()
+    calls.close()
+    assert not calls._thread.is_alive()
+
+
+def test_an_error_is_logged_once_and_calls_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    """Calls that fail one after the other are logged once, and again if one fails after a success."""
+    outcomes = [ValueError(), ValueError(), None, ValueError()]
+
+    def call() -> bool | None:
+        if not outcomes:
+            return False
+        if (outcome := outcomes.pop(0)) is not None:
+            raise outcome
+        return None
+
+    with caplog.at_level(logging.ERROR, repeated_call.__name__):
+        calls = RepeatedCall("calls", call, 0.001, failure="it failed")
+        wait_until(lambda: not calls._thread.is_alive(), "the call that returns False to be the last")
+    assert [record.message for record in caplog.records] == ["it failed", "it failed"]
+
+
+def test_a_call_may_close_itself() -> None:
+    """`close` in a call does not wait for the call."""
+    found: list[RepeatedCall] = []
+    made = threading.Event()
+
+    def call() -> None:
+        assert made.wait(PATIENCE_S)
+        found[0].close()
+
+    found.append(RepeatedCall("calls", call, 0.001, failure="failed"))
+    made.set()
+    wait_until(lambda: not found[0]._thread.is_alive(), "the thread to end")
+
+
+def test_long_calls_are_followed_by_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls take at most `max_load` of a core's time."""
+    pauses: list[float] = []
+
+    class Closing(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            pauses.append(timeout or 0.0)
+            return len(pauses) > 2
+
+    calls = RepeatedCall("calls", lambda: None, 1.0, max_load=0.5, failure="failed")
+    calls.close()
+    calls.closing = Closing()
+    monkeypatch.setattr(repeated_call.time, "thread_time", iter([0.0, 0.1, 0.1, 2.1]).__next__)
+    calls._work()
+    assert pauses == [1.0, 1.0, 4.0]
