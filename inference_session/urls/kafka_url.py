@@ -12,9 +12,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import unquote
 
 from inference_session.errors import ConfigurationError
+from inference_session.urls.options import as_query, url_options
 from inference_session.urls.secret_file import OPTION, url_password
 
 SCHEME = "kafka"
@@ -51,8 +52,7 @@ class KafkaUrl:
     def __str__(self) -> str:
         """The URL with `***` for the password."""
         login = "" if self.user is None else f"{self.user}{'' if OPTION in self.options else ':***'}@"
-        options = "&".join(f"{name}={value}" for name, value in self.options.items())
-        return f"{SCHEME}://{login}{','.join(self.brokers)}{'?' if options else ''}{options}"
+        return f"{SCHEME}://{login}{','.join(self.brokers)}{as_query(self.options)}"
 
     @classmethod
     def parse(cls, text: str) -> KafkaUrl:
@@ -64,7 +64,7 @@ class KafkaUrl:
         place, _, query = rest.partition("?")
         login, separator, hosts = place.rpartition("@")
         user, _, password = login.partition(":")
-        options = _options(query)
+        options = url_options(SCHEME, query, (*_OPTIONS, OPTION))
         if OPTION in options and not user:
             raise ConfigurationError(
                 f"a kafka:// URL with {OPTION} needs a user: kafka://USER@HOST:PORT?{OPTION}=/path"
@@ -82,13 +82,3 @@ def _broker(text: str) -> str:
     if match is None or not 0 < int(match["port"] or DEFAULT_PORT) < 2**16:
         raise ConfigurationError("a kafka:// URL has a malformed host or port; allowed: kafka://HOST:PORT[,HOST:PORT]")
     return f"{match['host']}:{match['port'] or DEFAULT_PORT}"
-
-
-def _options(query: str) -> dict[str, str]:
-    options = dict(parse_qsl(query, keep_blank_values=True))
-    unknown = sorted(set(options) - {*_OPTIONS, OPTION})
-    if unknown:
-        raise ConfigurationError(
-            f"a kafka:// URL has the unknown option {unknown[0]!r}; allowed: {', '.join((*_OPTIONS, OPTION))}"
-        )
-    return options

@@ -17,9 +17,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from urllib.parse import parse_qsl, quote, unquote, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 from inference_session.errors import ConfigurationError
+from inference_session.urls.options import as_query, url_options
 from inference_session.urls.secret_file import OPTION, read_secret, url_password
 
 _TLS_OPTIONS = ("tls_ca_certificate", "tls_client_certificate", "tls_client_key", "tls_server_name")
@@ -111,8 +112,7 @@ class StoreUrl:
         if self.sentinels:
             place = ",".join(f"{_bracketed(name)}:{port}" for name, port in self.sentinels) + f"/{self.master_name}"
         db = f"/{self.db}" if self.db and not self.path else ""
-        options = "&".join(f"{name}={value}" for name, value in self.options.items())
-        return f"{self.scheme}://{login}{place}{self.path}{db}{'?' if options else ''}{options}"
+        return f"{self.scheme}://{login}{place}{self.path}{db}{as_query(self.options)}"
 
     @classmethod
     def parse(cls, text: str) -> StoreUrl:
@@ -121,55 +121,41 @@ class StoreUrl:
         if not separator or scheme not in OPTIONS:
             found = f"scheme {scheme!r} is unknown" if separator else "no scheme"
             raise ConfigurationError(f"not a store's URL: {found}; allowed: {', '.join(f'{s}://' for s in OPTIONS)}")
-        if scheme.endswith("+sentinel"):
-            return cls._parse_sentinels(scheme, rest)
+        is_of_sentinels = scheme.endswith("+sentinel")
         try:
             # Only the scheme is checked here; urlsplit splits the rest by the rules of any URL with a host.
             parts = urlsplit(f"store://{rest}")
-            port = parts.port
+            port = None if is_of_sentinels else parts.port
         except ValueError as error:
             raise ConfigurationError(f"a {scheme}:// URL has a malformed host or port") from error
-        options = _options(scheme, parts.query)
-        where = _path(scheme, unquote(parts.path), parts.hostname)
-        db = options.get("db", "0") if where else unquote(parts.path).strip("/") or "0"
-        if not db.isdecimal() or (scheme.endswith("+cluster") and db != "0"):
-            raise ConfigurationError(f"a {scheme}:// URL names database {db!r}; allowed: " + _databases(scheme))
-        return cls(
-            scheme,
-            host="" if where else parts.hostname or "",
-            port=port or 6379,
-            user=None if not parts.username else unquote(parts.username),
-            password=url_password(unquote(parts.password or "") or None, options),
-            path=where,
-            db=int(db),
-            options=options,
-        )
+        options = url_options(scheme, parts.query, OPTIONS[scheme])
+        url = cls(scheme, user=unquote(parts.username or "") or None, options=options)
+        url = url._at_sentinels(parts) if is_of_sentinels else url._at(parts, port)
+        return replace(url, password=url_password(unquote(parts.password or "") or None, options))
 
-    @classmethod
-    def _parse_sentinels(cls, scheme: str, rest: str) -> StoreUrl:
-        try:
-            parts = urlsplit(f"store://{rest}")
-            user, password = parts.username, parts.password
-        except ValueError as error:
-            raise ConfigurationError(f"a {scheme}:// URL has a malformed host") from error
-        options = _options(scheme, parts.query)
+    def _at(self, parts: SplitResult, port: int | None) -> StoreUrl:
+        """The same at the server or folder that the parts name."""
+        where = _path(self.scheme, unquote(parts.path), parts.hostname)
+        db = self.options.get("db", "0") if where else unquote(parts.path).strip("/") or "0"
+        if not db.isdecimal() or (self.is_cluster and db != "0"):
+            allowed = "0, the only one of a Cluster" if self.is_cluster else "whole numbers"
+            raise ConfigurationError(f"a {self.scheme}:// URL names database {db!r}; allowed: {allowed}")
+        host = "" if where else parts.hostname or ""
+        return replace(self, host=host, port=port or self.port, path=where, db=int(db))
+
+    def _at_sentinels(self, parts: SplitResult) -> StoreUrl:
+        """The same at the master that the parts name; the password for the sentinels must exist."""
         name, _, db = parts.path.strip("/").partition("/")
         if not name or not (db or "0").isdecimal():
             # The found text is not shown: it may be the end of a password that contains a slash.
             raise ConfigurationError(
-                f"a {scheme}:// URL names no master, or a database that is not a whole number; allowed:"
-                f" {scheme}://host:port,host:port/NAME, followed by /N for a database other than 0"
+                f"a {self.scheme}:// URL names no master, or a database that is not a whole number; allowed:"
+                f" {self.scheme}://host:port,host:port/NAME, followed by /N for a database other than 0"
             )
-        url = cls(
-            scheme,
-            user=unquote(user) if user else None,
-            password=url_password(unquote(password or "") or None, options),
-            sentinels=tuple(_sentinel(scheme, text) for text in parts.netloc.rpartition("@")[2].split(",")),
-            master_name=unquote(name),
-            db=int(db or "0"),
-            options=options,
-        )
-        _ = url.of_sentinels  # its password must exist
+        hosts = parts.netloc.rpartition("@")[2].split(",")
+        sentinels = tuple(_sentinel(self.scheme, text) for text in hosts)
+        url = replace(self, sentinels=sentinels, master_name=unquote(name), db=int(db or "0"))
+        _ = url.of_sentinels
         return url
 
 
@@ -192,15 +178,6 @@ def _sentinel(scheme: str, text: str) -> tuple[str, int]:
     return host, port or _SENTINEL_PORT
 
 
-def _options(scheme: str, query: str) -> dict[str, str]:
-    options = dict(parse_qsl(query, keep_blank_values=True))
-    unknown = sorted(set(options) - set(OPTIONS[scheme]))
-    if unknown:
-        allowed = ", ".join(OPTIONS[scheme]) or "none"
-        raise ConfigurationError(f"a {scheme}:// URL has the unknown option {unknown[0]!r}; allowed: {allowed}")
-    return options
-
-
 def _path(scheme: str, path: str, host: str | None) -> str:
     """The path of a scheme that has one; checks that the URL has exactly what its scheme needs."""
     if scheme not in ("unix", "rocksdb"):
@@ -210,7 +187,3 @@ def _path(scheme: str, path: str, host: str | None) -> str:
     if host or path in ("", "/"):
         raise ConfigurationError(f"a {scheme}:// URL needs an absolute path and no host: {scheme}:///path")
     return path
-
-
-def _databases(scheme: str) -> str:
-    return "0, the only one of a Cluster" if scheme.endswith("+cluster") else "whole numbers"

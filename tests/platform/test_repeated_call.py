@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 
 import pytest
 
@@ -64,6 +65,6 @@ def test_long_calls_are_followed_by_long_pauses(monkeypatch: pytest.MonkeyPatch)
     calls = RepeatedCall("calls", lambda: None, 1.0, max_load=0.5, failure="failed")
     calls.close()
     calls.closing = Closing()
-    monkeypatch.setattr(repeated_call.time, "thread_time", iter([0.0, 0.1, 0.1, 2.1]).__next__)
+    monkeypatch.setattr(time, "thread_time", iter([0.0, 0.1, 0.1, 2.1]).__next__)
     calls._work()
     assert pauses == [1.0, 1.0, 4.0]
