@@ -201,7 +201,8 @@ class DataReaderParams:
         for place in (*self.source, self.eval_source):
             check(isinstance(place, str), "DataReaderParams: source or eval_source", place, "paths or URLs")
         self.check_type = member("DataReaderParams: check_type", check_type, Check_t)
-        self.num_samples, self.eval_num_samples = num_samples, eval_num_samples
+        self.num_samples = whole("DataReaderParams: num_samples", num_samples, 0)
+        self.eval_num_samples = whole("DataReaderParams: eval_num_samples", eval_num_samples, 0)
         self.float_label_dense, self.data_source_params = float_label_dense, data_source_params
         self.num_workers, self.cache_eval_data, self.async_param = num_workers, cache_eval_data, async_param
         self.read_file_sequentially = read_file_sequentially

@@ -176,6 +176,8 @@ class _RowGroup:
         """The elements of a column, and how many each row has where they are lists."""
         column = self.table.column(name).combine_chunks()
         counts = None
+        if pa.types.is_fixed_size_list(column.type):
+            column = column.cast(pa.large_list(column.type.value_type))
         if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
             if column.null_count:
                 self._fail(name, "a row has no value; missing values are not allowed")

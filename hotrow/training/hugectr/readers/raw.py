@@ -80,6 +80,7 @@ def _block(records: _Records, shape: RecordShape, form: RawFormat) -> Block:
         )
     )
     if not form.has_float_dense:
+        _check_logarithms(records, shape.label_dim, dense)
         dense = np.log(np.add(dense, 1.0, out=dense), out=dense)  # NumPy's log1p takes three times as long
     ends = np.cumsum([head, *(sum(item.nnz_per_slot) * words for item in shape.sparse)])
     own = [
@@ -87,6 +88,17 @@ def _block(records: _Records, shape: RecordShape, form: RawFormat) -> Block:
         for i, item in enumerate(shape.sparse)
     ]
     return Block(labels, dense, tuple(map(even_bags, shape.sparse, own)))
+
+
+def _check_logarithms(records: _Records, begin: int, dense: NDArray[np.float32]) -> None:
+    if dense.min(initial=0) > -1:
+        return
+    record, column = np.argwhere(dense <= -1)[0]
+    found = records.values[record, begin + column]
+    raise ModelFormatError(
+        f"{records.path}: record {records.first + record}: the dense feature {column} is {found}; integers are read as "
+        "log(feature + 1), so they must be 0 or more. Does the file have float features (float_label_dense)?"
+    )
 
 
 def _keys(part: NDArray[np.int32], words: int) -> NDArray[np.int64]:

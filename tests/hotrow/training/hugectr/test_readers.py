@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hotrow.training import hugectr
 from hotrow.training.hugectr import tools
 from hotrow.training.hugectr.arguments import tuning
 from hotrow.training.hugectr.arguments.enums import Check_t, DataReaderType_t, Distribution_t
@@ -197,6 +198,44 @@ def test_parquet_columns_may_be_plain_or_lists(tmp_path: Path) -> None:
     record_shape = shape(1, 2, (1, 1), (1, 3))
     (block,) = source(tmp_path / "list.txt", record_shape, DataReaderType_t.Parquet).blocks()
     assert samples_of(block, record_shape) == [([1.0], [1.5, 2.5], [[3], [1, 2, 3]]), ([0.0], [3.5, 4.5], [[4], []])]
+
+
+def test_parquet_lists_may_be_of_any_kind(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    keys, prices = [[1, 2], [3, 4]], [[1.5, 2.5], [3.5, 4.5]]
+    document = {name: [{"col_name": name}] for name in ("labels", "conts", "cats")}
+    (tmp_path / "_metadata.json").write_text(json.dumps(document))
+    tools.write_file_list(tmp_path / "list.txt", [tmp_path / "0.parquet"])
+    record_shape = shape(1, 2, (1, 2))
+    for of in (pa.list_, pa.large_list, lambda kind: pa.list_(kind, 2)):
+        columns = {
+            "labels": pa.array([1, 0]),
+            "conts": pa.array(prices, of(pa.float32())),
+            "cats": pa.array(keys, of(pa.int32())),
+        }
+        pq.write_table(pa.table(columns), tmp_path / "0.parquet")
+        (block,) = source(tmp_path / "list.txt", record_shape, DataReaderType_t.Parquet).blocks()
+        assert samples_of(block, record_shape) == [([1.0], prices[0], [keys[0]]), ([0.0], prices[1], [keys[1]])]
+    pq.write_table(
+        pa.table(columns | {"cats": pa.array([[1, 2], None], pa.list_(pa.int32(), 2))}), tmp_path / "0.parquet"
+    )
+    with pytest.raises(ModelFormatError, match="column 'cats': a row has no value"):
+        list(source(tmp_path / "list.txt", record_shape, DataReaderType_t.Parquet).blocks())
+
+
+def test_negative_features_without_a_logarithm_are_named(tmp_path: Path) -> None:
+    record_shape = shape(1, 2, (1, 1), key_bytes=4)
+    dense = np.array([[0, 1], [2, 3], [4, -1]], np.float32)
+    path = tmp_path / "data.bin"
+    tools.write_raw(path, np.zeros((3, 1), np.float32), dense, [np.zeros((3, 1), np.int64)], is_float=False)
+    found = source(path, record_shape, DataReaderType_t.Raw, num_samples=3)
+    with pytest.raises(ModelFormatError, match=r"data\.bin: record 2: the dense feature 1 is -1; integers are read as"):
+        list(batches(found, 2, repeats=False))
+    for name in ("num_samples", "eval_num_samples"):
+        with pytest.raises(ConfigurationError, match=f"DataReaderParams: {name} is -1; allowed: whole numbers from 0"):
+            hugectr.DataReaderParams(DataReaderType_t.Raw, "a", "", "b", Check_t.Non, **{name: -1})
 
 
 def _flip(at: int) -> Callable[[bytes], bytes]:
