@@ -173,10 +173,12 @@ class Fitting:
 
 def evaluate_batches(model: Trainable, most: int, prediction_file: str = "", label_file: str = "") -> None:
     """Evaluate as many batches as there are, at most this many, and append them to the files if these are named."""
-    for _ in range(most):
+    for number in range(most):
         if not model.eval():
             model.get_data_reader_eval().set_source()
-            break
+            # An evaluation before this one may have taken the last batch.
+            if number > 0 or not model.eval():
+                break
         if prediction_file:
             model.export_predictions(prediction_file, label_file)
 

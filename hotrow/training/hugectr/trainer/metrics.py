@@ -32,9 +32,12 @@ class Metrics:
         self._losses.append(loss)
 
     def take(self) -> list[tuple[str, float]]:
-        """Names and values in the order of `metrics_spec`. Of several columns, AUC and NDCG are the mean over them."""
+        """Names and values in the order of `metrics_spec`. Of several columns, AUC and NDCG are the mean over them.
+
+        NaN where there is no batch.
+        """
         if not self._losses:
-            return [(kind.value, 0.0) for kind in self._kinds]
+            return [(kind.value, math.nan) for kind in self._kinds]
         predictions = np.concatenate(self._predictions).astype(np.float64)
         labels = np.concatenate(self._labels).astype(np.float64)
         losses, self._losses, self._predictions, self._labels = self._losses, [], [], []
@@ -79,10 +82,12 @@ _FORMULAS: Mapping[MetricsType, Callable[[Array, Array], float]] = {
 
 
 def _of(kind: MetricsType, predictions: Array, labels: Array) -> float:
-    """Labels below -0.5 are unknown and do not count."""
+    """Labels below -0.5 are unknown and do not count. NaN if a prediction is."""
+    if np.isnan(predictions).any():
+        return math.nan
     found = []
     for column, label in zip(predictions.T, labels.T, strict=True):
         is_known = label >= -0.5
         if is_known.any():
             found.append(_FORMULAS[kind](column[is_known], label[is_known]))
-    return float(np.mean(found)) if found else 0.0
+    return float(np.mean(found)) if found else math.nan
