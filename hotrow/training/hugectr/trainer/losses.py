@@ -26,7 +26,7 @@ class Loss:
     of: Callable[[Tensor, Tensor], Tensor]
     """Logits and labels, both float32 [samples, columns], to the mean over the samples."""
     penalty: Callable[[Sequence[Tensor], int], Tensor] | None
-    """The regularizer of all weights of the network, given the number of samples."""
+    """The regularizer of all weights of the network, given the number of samples of the batch."""
 
 
 def losses_of(graph: Graph) -> list[Loss]:

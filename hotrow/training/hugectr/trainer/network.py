@@ -13,12 +13,15 @@ from onnx import helper, numpy_helper
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hotrow.training.hugectr.trainer.batch_norm import normalised_in_common
 from hotrow.training.hugectr.trainer.operators import OPERATORS, Function, scalar
+from hotrow.training.hugectr.trainer.processes import Processes
 from inference_session.errors import UnsupportedModelError
 from inference_session.importers.hugectr.dense_weights import Statistics
 from inference_session.importers.hugectr.graph import Graph, Layer
 from inference_session.importers.hugectr.onnx_graph import DenseNetwork, translate
 
+_ALONE = Processes(0, 1, torch.device("cpu"))
 _TRUNCATION = 0.87962566103423978
 """The standard deviation of a normal distribution of 1 that is cut off at 2."""
 _OWNERS = {
@@ -106,9 +109,12 @@ class FirstStatistics:
 class TrainingNetwork(nn.Module):
     """Executes the graph node by node. Trained constants are its parameters, in the order of the dense file."""
 
-    def __init__(self, graph: Graph, seed: int) -> None:
+    def __init__(self, graph: Graph, seed: int, processes: Processes | None = None) -> None:
         """UnsupportedModelError names a layer that cannot be trained; ModelFormatError a contradiction in the graph."""
         super().__init__()
+        self._processes = processes or _ALONE
+        self.is_batch_divided = False
+        """Whether each process computes a part of the batch that trains, else the whole of it; may be set."""
         self.translated: DenseNetwork = translate(graph, FirstWeights(seed), FirstStatistics(), is_training=True)
         model = self.translated.model
         constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
@@ -180,6 +186,9 @@ class TrainingNetwork(nn.Module):
         factor, eps = 1.0 - attributes.get("momentum", 0.0), attributes["epsilon"]
 
         def normalise(x: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+            if self.training and (self.is_batch_divided or len(x) == 1):  # torch refuses a batch of one sample
+                processes = self._processes if self.is_batch_divided else _ALONE
+                return normalised_in_common(x, mean, variance, factor, eps, processes) * gamma + beta
             return functional.batch_norm(
                 x, mean, variance, gamma, beta, training=self.training, momentum=factor, eps=eps
             )

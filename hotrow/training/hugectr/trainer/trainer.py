@@ -84,7 +84,7 @@ class Trainer:
         Raises:
             UnsupportedModelError, ModelFormatError: as `TrainingNetwork` and `EmbeddingTable`.
         """
-        self.network = TrainingNetwork(graph, solver.seed).to(processes.device)
+        self.network = TrainingNetwork(graph, solver.seed, processes).to(processes.device)
         self.weights = self.network.weights
         """Those of the dense network, in the order of the dense file."""
         self.losses = losses_of(graph)
@@ -121,6 +121,7 @@ class Trainer:
         """One step."""
         self._set_mode(is_training=True)
         batch = self.staging.take(block)
+        self.network.is_batch_divided = len(batch.labels) < len(block)
         touched, tensors = [], {self._graph.dense_name: batch.dense}
         for table, layers in self._layers:
             rows = table.touch(joined(_bags(layers, batch)))
@@ -128,7 +129,7 @@ class Trainer:
             tensors.update(_pooled(table, layers, rows.vectors, rows.places, batch))
         with self._precision():
             logits = self.network(tensors)
-        loss = self._total_loss(logits, self._labels(batch))
+        loss = self._total_loss(logits, self._labels(batch), len(block))
         self._loss = loss.detach()
         if loss.requires_grad:
             scaler = self._scaler
@@ -152,7 +153,7 @@ class Trainer:
                 values = self.network.values(tensors)
             self._evaluated = values, len(block)
             logits = self.network.logits(values)
-            loss = self._total_loss(logits, self._labels(batch))
+            loss = self._total_loss(logits, self._labels(batch), len(block))
             self.processes.average([loss])
             found = self.network.predictions(logits)
         joined = torch.cat([found[label.name] for label in self.network.translated.outputs], dim=1)
@@ -205,14 +206,15 @@ class Trainer:
         kind = self.processes.device.type
         return torch.autocast(kind, dtype=torch.float16 if kind == "cuda" else torch.bfloat16)
 
-    def _total_loss(self, logits: Mapping[str, Tensor], labels: Mapping[str, Tensor]) -> Tensor:
-        terms = [self._term(loss, logits[loss.label].float(), labels[loss.label]) for loss in self.losses]
+    def _total_loss(self, logits: Mapping[str, Tensor], labels: Mapping[str, Tensor], num_samples: int) -> Tensor:
+        """Of the samples of this process, among `num_samples` of the batch."""
+        terms = [self._term(loss, logits[loss.label].float(), labels[loss.label], num_samples) for loss in self.losses]
         return terms[0] if len(terms) == 1 else torch.stack(terms).sum()
 
-    def _term(self, loss: Loss, logits: Tensor, labels: Tensor) -> Tensor:
+    def _term(self, loss: Loss, logits: Tensor, labels: Tensor, num_samples: int) -> Tensor:
         value, weight = loss.of(logits, labels), self.loss_weights.get(loss.label, 1.0)
         if loss.penalty is not None:
-            value = value + loss.penalty(self.weights, len(labels))
+            value = value + loss.penalty(self.weights, num_samples)
         return value if weight == 1.0 else weight * value
 
     def _labels(self, batch: Batch) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from hotrow.training import hugectr
+from hotrow.training.hugectr import DataReaderType_t, Layer_t, Model
 from hotrow.training.hugectr.trainer.processes import start_command
-from tests.testing.hugectr_training_samples import SAMPLES, Sample, make_data, make_model
+from tests.testing.hugectr_training_samples import SAMPLES, Sample, layer, make_data, make_model
 from tests.testing.training_jobs import run_ranks
 
 pytestmark = pytest.mark.training
@@ -84,6 +87,68 @@ def test_two_processes_learn_what_one_learns_and_go_on_from_its_files(
     run_ranks(_rank, str(tmp_path), "two_after_one", "one")
 
     _compare(tmp_path, "one_after_two", "two_after_one", atol=5e-5)
+
+
+def _regularized(model: Model) -> None:
+    layer(model, Layer_t.InnerProduct, "dense", "fc1", num_output=5)
+    layer(model, Layer_t.BatchNorm, "fc1", "bn1", factor=0.25, eps=1e-4)
+    layer(model, Layer_t.ReLU, "bn1", "relu1")
+    layer(model, Layer_t.Reshape, "table", "flat", leading_dim=8)
+    layer(model, Layer_t.Concat, "relu1 flat", "both")
+    layer(model, Layer_t.InnerProduct, "both", "fc2", num_output=1)
+    regularizer = {"use_regularizer": True, "regularizer_type": hugectr.Regularizer_t.L2, "lambda": 20.0}
+    layer(model, Layer_t.BinaryCrossEntropyLoss, "fc2 label", "loss", **regularizer)
+
+
+_BY_BATCHES = Sample(
+    DataReaderType_t.Parquet, 4, (("data", 2, False, 2),), (("table", "data", 4, "mean"),), _regularized, (30, 20),
+    (2, 1),
+)  # fmt: skip
+
+
+def _train_by_batches(folder: Path, prefix: str) -> None:
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    model = make_model(
+        _BY_BATCHES, folder, batchsize=96, batchsize_eval=90, repeat_dataset=False, drop_incomplete_batch=False
+    )
+    model.fit(num_epochs=1, display=0, eval_interval=0)  # the last batch is of 80 samples
+    loss = model.get_current_loss()
+    model.get_data_reader_eval().set_source()
+    assert model.eval()
+    model.save_params_to_files(prefix, 21)
+    model.export_predictions(f"{prefix}_predictions", f"{prefix}_labels")
+    if os.environ.get("RANK", "0") == "0":
+        (folder / f"{prefix}_loss").write_text(repr(loss))
+
+
+def _rank_by_batches(rank: int, folder: str, prefix: str, count: int) -> None:
+    os.environ.update({"WORLD_SIZE": str(count), "RANK": str(rank)})
+    _train_by_batches(Path(folder), prefix)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_processes_normalise_and_regularize_whole_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    make_data(_BY_BATCHES, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    _train_by_batches(tmp_path, "one")
+    run_ranks(_rank_by_batches, str(tmp_path), "several", count, num_ranks=count)
+
+    for read, name in (
+        (lambda path: np.fromfile(path, np.float32), "dense_21.model"),
+        (np.loadtxt, "predictions"),
+        (np.loadtxt, "loss"),
+        (_statistics, "dense_21.model.ntp.json"),
+    ):
+        one, several = (read(tmp_path / f"{prefix}_{name}") for prefix in ("one", "several"))
+        np.testing.assert_allclose(several, one, atol=2e-5, err_msg=name)
+
+
+def _statistics(path: Path) -> np.ndarray[Any, Any]:
+    (found,) = json.loads(path.read_text())["layers"]
+    return np.array([found["mean"], found["var"]])
 
 
 def _compare(folder: Path, one: str, two: str, *, atol: float) -> None:

@@ -331,7 +331,9 @@ def test_metrics_are_what_their_names_say() -> None:
     assert found["AverageLoss"] == 50.0
     assert found["HitRate"] == pytest.approx(labels[predictions.astype(np.float32).astype(np.float64) > 0.8].mean())
     assert 0 < found["NDCG"] <= 1
-    assert dict(metrics.take())["AUC"] == 0.0
+    assert all(np.isnan(value) for value in dict(metrics.take()).values())  # of no batch
+    metrics.add(np.array([[np.nan], [0.8]], np.float32), np.array([[1], [0]], np.float32), np.nan)
+    assert np.isnan(dict(metrics.take())["AUC"])
     metrics.add(np.array([[0.9], [0.8], [0.1]], np.float32), np.array([[1], [0], [1]], np.float32), 0.0)
     ideal = 1 + 1 / np.log2(3)
     assert dict(metrics.take())["NDCG"] == pytest.approx((1 + 1 / np.log2(4)) / ideal)
@@ -602,6 +604,37 @@ def test_epochs_end_with_the_data_and_drop_incomplete_batches(small: Path, capsy
         model.fit()
     with pytest.raises(ConfigurationError, match="start_data_reading is for repeat mode"):
         model.start_data_reading()
+
+
+def test_an_evaluation_begins_again_where_the_one_before_took_the_last_batch(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def network(model: Model) -> None:
+        layer(model, Layer_t.InnerProduct, "dense", "fc", num_output=1)
+        binary(model, "fc")
+
+    sample = Sample(**{**vars(SMALL), "network": network})
+    model = make_model(sample, small, repeat_dataset=False, batchsize_eval=200, max_eval_batches=5, lr=0.0)
+    model.fit(num_epochs=1, display=0, eval_interval=5)
+    found = re.findall("Evaluation, AUC: (.*)", capsys.readouterr().out)
+    assert len(found) == 3
+    assert len({*found}) == 1
+    assert 0.2 < float(found[0]) < 0.8
+
+
+def test_an_evaluation_of_no_batch_has_no_value(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_model(SMALL, small, repeat_dataset=False, batchsize_eval=1001)
+    model.fit(num_epochs=1, display=0, eval_interval=15)
+    assert "Evaluation, AUC: nan" in capsys.readouterr().out
+
+
+def test_a_last_batch_of_one_sample_is_learned(small: Path) -> None:
+    model = make_model(SMALL, small, repeat_dataset=False, batchsize=1999, drop_incomplete_batch=False)
+    model.fit(num_epochs=1, display=0, eval_interval=0)
+    assert model.num_fitted == 2
+    for mean, variance in model.trainer.network.statistics():
+        assert mean.isfinite().all()
+        assert (variance > 0).all()
 
 
 def test_a_loop_of_ones_own_is_the_low_level_api(small: Path) -> None:
