@@ -23,6 +23,19 @@ from triton_backend.launcher.server import ServerOptions, TritonServer
 from triton_backend.repository.remote import local_repository
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_OWN_FLAGS = {
+    "--http-port": "give --http-port before `--`",
+    "--grpc-port": "give --grpc-port before `--`",
+    "--metrics-port": "give --metrics-port before `--`",
+    "--http-address": "give --host or --http-host before `--`",
+    "--grpc-address": "give --host before `--`",
+    "--metrics-address": "give --host before `--`",
+    "--allow-http": "it watches the server over HTTP",
+    "--allow-grpc": "it loads models over gRPC",
+    "--model-control-mode": "it loads models over gRPC, in the mode `explicit`",
+    "--backend-directory": "it makes a folder of the server's backends and its own",
+}
+"""Flags of tritonserver that the user cannot give, because we rely on the value that we give; with what to say."""
 
 
 @click.command()
@@ -94,8 +107,7 @@ def command(
       hotrow serve --repository model_repository --front --host 0.0.0.0 --restrict-apis /run/secrets/hotrow.key
       hotrow serve --repository model_repository --host 0.0.0.0 --tls-certificate tls.crt --tls-key tls.key
     """
-    if flags and not flags[0].startswith("-"):
-        raise click.UsageError(f"{flags[0]!r} is no flag of tritonserver; --repository and --model name what to serve")
+    _check_flags(flags)
     options = ServerOptions(
         repository=Path(repository),
         models=models,
@@ -111,6 +123,15 @@ def command(
         extra_flags=flags,
     )
     _serve(options, repository)
+
+
+def _check_flags(flags: Sequence[str]) -> None:
+    if flags and not flags[0].startswith("-"):
+        raise click.UsageError(f"{flags[0]!r} is no flag of tritonserver; --repository and --model name what to serve")
+    for flag in flags:
+        name = flag.partition("=")[0]
+        if name in _OWN_FLAGS:
+            raise click.UsageError(f"`hotrow serve` sets tritonserver's {name} itself: {_OWN_FLAGS[name]}")
 
 
 def _serve(options: ServerOptions, repository: str) -> None:

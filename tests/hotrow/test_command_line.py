@@ -369,6 +369,23 @@ def test_serve_takes_no_words_but_flags(run: Run, version_dir: Path) -> None:
     assert "'ctr' is no flag of tritonserver; --repository and --model name what to serve" in err
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--http-port=9000"], "tritonserver's --http-port itself: give --http-port before `--`"),
+        (["--id=a", "--grpc-address", "::"], "tritonserver's --grpc-address itself: give --host before `--`"),
+        (["--model-control-mode=poll"], "tritonserver's --model-control-mode itself"),
+        (["--allow-http=false"], "tritonserver's --allow-http itself: it watches the server over HTTP"),
+    ],
+)
+def test_serve_refuses_flags_that_it_relies_on(run: Run, version_dir: Path, flags: list[str], said: str) -> None:
+    """With some it would wait without end for a server that is ready elsewhere."""
+    code, _, err = run("serve", "--repository", version_dir.parent.parent, "--", *flags)
+
+    assert code == 2
+    assert f"Error: `hotrow serve` sets {said}" in err
+
+
 HEAVY = ("numba", "onnx", "onnxruntime", "confluent_kafka", "redis", "rocksdict", "matplotlib", "cupy")
 LOAD_ALL = f"""
 import sys, click

@@ -374,6 +374,7 @@ def test_flags_behind_two_dashes_go_to_the_server(serve: Serve, repository: Path
     with urllib.request.urlopen(f"http://{served.http}/v2") as page:
         assert json.loads(page.read())["name"] == "the-server"
     assert served.announced == "echo (version 1)"
+    assert served.metrics == ""
     assert f"one model is not loaded: model 'broken': {repository}/broken/config.pbtxt" in "".join(served.errors)
 
 

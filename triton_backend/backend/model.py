@@ -33,7 +33,8 @@ from triton_backend.repository.servable import SOURCE_LINK, VIEW_FOLDER
 
 _CACHED = (
     "model {!r} has response_cache: Triton repeats old answers after rows were updated or loaded from a store, and "
-    "after content was replaced in place; remove it from config.pbtxt unless none of this happens"
+    "after content was replaced in place, and repeats the outputs that the first such request named, whatever a later "
+    "one names; remove it from config.pbtxt unless none of this happens"
 )
 
 _OTHER_SETTINGS = (

@@ -34,6 +34,8 @@ _LOAD_FAILED = re.compile(r"^load failed for model '.*?': ")
 _VERSION_FAILED = re.compile(r"version (\d+) is at \w+ state: ")
 _STUB_DIED = re.compile(r"Stub process '.*?' is not healthy\.?")
 _NOT_POLLED = "failed to poll from model repository"
+_DECOUPLED = "decoupled transaction policy"
+"""In Triton's refusal of a request that is not part of a stream."""
 _NOT_CONNECTED = {
     "Hostname Verification": "the server's certificate is for another host name; use that name in --url",
     "CERTIFICATE_VERIFY_FAILED": "the server's certificate was not signed by the authority of --tls-ca, or has expired",
@@ -171,19 +173,16 @@ class RemoteServer:
     def probe(self, model: str, *, timeout_s: float) -> str:
         """Have the model answer a generated request; returns the version that did.
 
-        If no request can be generated for it, the server's report that it is ready counts. A server of another machine
-        or user does not recognize the request as a probe, and may refuse it, which is an answer too.
+        If no request can be generated for it, or it is decoupled and so answers streams only, the server's report that
+        it is ready counts. A server of another machine or user does not recognize the request as a probe, and may
+        refuse it, which is an answer too.
         """
         from triton_backend.client.probe_inputs import probe_inputs  # as tritonclient above: NumPy is loaded here
 
         metadata = self._call("get_model_metadata", model, timeout_s=timeout_s / 2)
         inputs = probe_inputs((tensor.name, tensor.datatype, tuple(tensor.shape)) for tensor in metadata.inputs)
         if inputs is None:
-            if not self._call("is_model_ready", model, timeout_s=timeout_s / 2):
-                raise UnavailableError(
-                    f"model {model!r} is not ready: it is loading, or its load failed (see `hotrow versions`)"
-                )
-            return str(max(metadata.versions, key=int))
+            return self._reported_version(model, metadata, timeout_s / 2)
         datatypes = {tensor.name: tensor.datatype for tensor in metadata.inputs}
         key = find_key(self._url)
         marked = {"parameters": {PROBE_PARAMETER: key}} if key else {}
@@ -191,12 +190,24 @@ class RemoteServer:
             result = self._infer(model, inputs, datatypes, None, timeout_s / 2, **marked)
         except RefusedRequestError:
             return str(max(metadata.versions, key=int))
+        except RemoteError as error:
+            if _DECOUPLED not in str(error):
+                raise
+            return self._reported_version(model, metadata, timeout_s / 2)
         return str(result.get_response().model_version)
 
     def statistics(self, model: str) -> dict[int, Mapping[str, Any]]:
         """The server's statistics, by loaded version."""
         stats = self._call("get_inference_statistics", model, as_json=True).get("model_stats", [])
         return {int(entry["version"]): entry for entry in stats}
+
+    def _reported_version(self, model: str, metadata: Any, timeout_s: float) -> str:
+        """The version that serves, as far as the server knows."""
+        if not self._call("is_model_ready", model, timeout_s=timeout_s):
+            raise UnavailableError(
+                f"model {model!r} is not ready: it is loading, or its load failed (see `hotrow versions`)"
+            )
+        return str(max(metadata.versions, key=int))
 
     def _has_served(self, model: str, versions: Sequence[int]) -> bool:
         """Whether all these versions are loaded, or were before."""

@@ -102,6 +102,7 @@ class ServerCommand:
         arguments = (
             str(installation.executable),
             f"--backend-directory={backends}",
+            f"--cache-directory={installation.caches}",
             f"--backend-config=python,shm-region-prefix-name={memory_prefix}",
             *_flags(options),
         )

@@ -42,6 +42,11 @@ class Installation:
     library_directories: tuple[Path, ...]
     """For LD_LIBRARY_PATH."""
 
+    @property
+    def caches(self) -> Path:
+        """Its folder of response caches."""
+        return self.executable.parent.parent / "caches"
+
     def prepare(self, folder: Path) -> Path:
         """Lay out a backend directory below `folder`: the server's backends and ours; returns it."""
         directory = folder / "backends"
@@ -115,8 +120,8 @@ def _from_wheel() -> Installation:
     spec = importlib.util.find_spec("pytriton")
     if spec is None or not spec.submodule_search_locations:
         raise ServerNotFoundError(
-            "no tritonserver on PATH, in /opt/tritonserver or in the nvidia-pytriton package; "
-            "install one: pip install --no-deps nvidia-pytriton"
+            "no tritonserver on PATH, in /opt/tritonserver or in the nvidia-pytriton package; install one: "
+            "pip install 'hotrow[server]', or with NumPy 2: pip install --no-deps 'nvidia-pytriton>=0.7,<0.8'"
         )
     package = Path(next(iter(spec.submodule_search_locations)))
     root = package / "tritonserver"

@@ -17,7 +17,9 @@ _CRASH_SIGNALS = {str(int(s)) for s in (signal.SIGABRT, signal.SIGSEGV, signal.S
 _LOAD_FAILURE = re.compile(r"\"failed to load '(.+?)' version (\d+): (.*)\"$")
 _CHOICE = re.compile(r"version (0|-\d+) is specified for model")
 """Numbers of no version, which mark a version as chosen at run time (repository/chosen_versions.py)."""
-_ALL_FLAGS, _BEHIND_ALL_FLAGS = "Usage: tritonserver [options]", "Bad option"
+_NO_STREAM = re.compile(r"unable to create stream for .*: CUDA driver version is insufficient")
+"""Logged for each ensemble on a machine without a GPU."""
+_ALL_FLAGS, _BEHIND_ALL_FLAGS = "Usage: tritonserver [options]", ("Bad option", "Error: ")
 """Between these lines, or to the end, the server prints some 400 lines about all its flags where it refuses one."""
 _LOST_LOCK = "boost::interprocess::lock_exception"
 _NOISE = (
@@ -25,6 +27,7 @@ _NOISE = (
     "CudaDriverHelper has not been initialized",
     "Failed to initialize NVML",
     "DCGM unable to start",
+    "no pinned memory pool, falling back to non-pinned system memory",
     # Logged for the weights that HugeCTR's users keep in a model's folder.
     "ignore version directory",
     # Logged for a HugeCTR version that was removed: its link is removed a moment later (repository/view.py).
@@ -93,7 +96,7 @@ class ServerLog:
     def _is_noise(self, line: str) -> bool:
         if self._starting and (_LOAD_FAILURE.search(line) or "Failed to create instance" in line or self._errors):
             return True
-        return any(noise in line for noise in _NOISE) or _CHOICE.search(line) is not None
+        return any(noise in line for noise in _NOISE) or any(pattern.search(line) for pattern in (_CHOICE, _NO_STREAM))
 
     def _note(self, line: str) -> None:
         if self._starting and (match := _LOAD_FAILURE.search(line)):

@@ -74,6 +74,8 @@ MAX_RESTARTS = 5
 _POLL_S = 0.05
 _GO_ON_FLAG = "--exit-on-error=false"
 """Triton's own: it starts although models fail."""
+_NO_METRICS_FLAG = "--allow-metrics=false"
+"""Triton's own: nothing listens on the port of metrics."""
 
 
 class ServerError(HotrowError, RuntimeError):
@@ -164,11 +166,14 @@ class TritonServer:
 
     @property
     def endpoints(self) -> dict[str, str]:
-        """The addresses of `HTTP`, `gRPC` and `metrics`."""
+        """The addresses of `HTTP`, `gRPC` and, unless a flag turns them off, `metrics`."""
         http, grpc, metrics = (
             authority(self.options.host_of(endpoint), self.options.port_of(endpoint)) for endpoint in get_args(Endpoint)
         )
-        return {"HTTP": f"http://{http}", "gRPC": grpc, "metrics": f"http://{metrics}/metrics"}
+        endpoints = {"HTTP": f"http://{http}", "gRPC": grpc, "metrics": f"http://{metrics}/metrics"}
+        if _NO_METRICS_FLAG in self.options.extra_flags:
+            del endpoints["metrics"]
+        return endpoints
 
     def served_versions(self) -> dict[str, list[int]]:
         """The versions that answer, ascending, by model; by default Triton serves a folder's highest version.

@@ -19,7 +19,12 @@ def test_a_load_that_failed_during_the_start_is_the_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "behind"), [("tritonserver: unrecognized option '--x'\n", ""), ("", 'Bad option: "--x".\nGot x\n')]
+    ("before", "behind"),
+    [
+        ("tritonserver: unrecognized option '--x'\n", ""),
+        ("", 'Bad option: "--x".\nGot x\n'),
+        ("", "Error: Use of '--x' requires setting '--y' as well.\n"),
+    ],
 )
 def test_a_refused_flag_is_the_reason(before: str, behind: str) -> None:
     """It was buried in the list of all flags, some 400 lines long."""
@@ -35,6 +40,23 @@ def test_flags_are_listed_where_all_lines_are_wanted(capsys: pytest.CaptureFixtu
     ServerLog(io.BytesIO(flags.encode()), verbose=True).finish()
 
     assert capsys.readouterr().err == flags
+
+
+WITHOUT_GPU = (
+    'E1128 1 ensemble_scheduler.cc:1468] "unable to create stream for ens: CUDA driver version is insufficient for '
+    'CUDA runtime version"\n'
+    'W1128 1 pinned_memory_manager.cc:170] "failed to allocate pinned system memory: no pinned memory pool, falling '
+    'back to non-pinned system memory"\n'
+)
+"""As Triton 24.10 logs for an ensemble, and for a model with a response cache."""
+
+
+def test_a_machine_without_a_gpu_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is not shown is known to do no harm; an ensemble that has no stream for another reason is shown."""
+    other = 'E1128 1 ensemble_scheduler.cc:1468] "unable to create stream for ens: out of memory"\n'
+    ServerLog(io.BytesIO((WITHOUT_GPU + other).encode()), verbose=False).finish()
+
+    assert capsys.readouterr().err == other
 
 
 def test_a_load_that_failed_earlier_is_not_the_reason_of_a_crash() -> None:
