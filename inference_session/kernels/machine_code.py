@@ -258,7 +258,7 @@ def of_ints(function: Function) -> Function:
 @functools.cache
 def _announce() -> None:
     """Say once why a process does nothing for a while."""
-    _log.warning("Compiling kernels for this machine. This happens once and may take a minute.")
+    _log.warning("Compiling kernels for this machine, which may take a minute. Later processes use them too.")
 
 
 @functools.cache

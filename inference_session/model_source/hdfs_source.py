@@ -18,13 +18,14 @@ from urllib.parse import urlsplit
 
 from inference_session.errors import ConfigurationError, HotrowError, SourceError, UnavailableError
 from inference_session.model_source.base import ChunksFrom, Entry, ModelSource
-from inference_session.model_source.hdfs_escapes import EscapingSession
 from inference_session.model_source.hdfs_url import HdfsUrl
 
 try:
     import requests
     from hdfs import Client, HdfsError, InsecureClient, TokenClient
     from urllib3.exceptions import HTTPError
+
+    from inference_session.model_source.hdfs_escapes import EscapingSession
 except ImportError as missing:
     raise ConfigurationError("hdfs:// needs the package `hdfs`: pip install 'hotrow[hdfs]'") from missing
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from inference_session.errors import ConfigurationError, HotrowError, SourceErro
 from inference_session.model_source import Copy, create_source, hdfs_source, transfer
 from inference_session.model_source.hdfs_url import HdfsUrl
 from tests.testing.hadoop import Hdfs
+from tests.testing.programs import PROGRAM_S
 from tests.testing.servers import PATIENCE_S, answering, free_port, serving, wait_until
 from tests.testing.sources import CONTENT, put
 
@@ -131,6 +134,19 @@ def test_folders_without_end_are_refused() -> None:
         pytest.raises(SourceError, match="folders are nested more than 1000 deep"),
     ):
         source.entries()
+
+
+@pytest.mark.parametrize("packages", [("requests",), ("hdfs",), ("requests", "urllib3", "hdfs")])
+def test_missing_packages_are_named(packages: tuple[str, ...]) -> None:
+    """Of those that the extra brings, a machine may have none, or some for other programs."""
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({packages}));"
+        "from inference_session.model_source import create_source; create_source('hdfs://name/a')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PROGRAM_S, check=False)
+
+    error = "inference_session.errors.ConfigurationError: hdfs:// needs the package `hdfs`: pip install 'hotrow[hdfs]'"
+    assert done.stderr.splitlines()[-1] == error
 
 
 @contextmanager
