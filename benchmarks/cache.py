@@ -2,15 +2,15 @@
 
     python benchmarks/cache.py [--trace FILE]
 
-The trace (xz, big-endian int64 keys) is replayed key by key, every miss inserted. Every repetition of a look-up draws
-fresh keys, poisons the outputs and checks them; a line shows the medians and the median and range of the ratio within
-a repetition.
+The trace (xz, big-endian int64 keys; else keys that are made up) is replayed key by key, every miss inserted. Every
+repetition of a look-up draws fresh keys, poisons the outputs and checks them; a line shows the medians and the median
+and range of the ratio within a repetition.
 """
 
 from __future__ import annotations
 
 import argparse
-import lzma
+import sys
 import tempfile
 import threading
 import time
@@ -21,14 +21,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache
 from inference_session.kernels.cpu import lookup as cpu
-from inference_session.kernels.records import SEGMENT, TABLE, Lookup, key_segment
+from inference_session.kernels.records import TABLE, Lookup, key_segment
 from inference_session.model_spec import TableSpec
 from inference_session.tables.table_file import TableFile, write_table
+from tests.testing.traces import made_up_trace, read_trace
 
 REPETITIONS = 41
-TRACE = Path(__file__).resolve().parents[2] / "shared/data/traces/scarab-recs.trace.xz"
 
 Keys = NDArray[np.int64]
 ONE = np.ones(1, np.int64)
@@ -43,13 +45,7 @@ def timed(work: Callable[[], object]) -> float:
 
 def segments_of(keys: Keys, out: NDArray[np.float32]) -> NDArray[np.void]:
     """Records for keys [tables, n] and out [tables, n, dim]."""
-    return np.array(
-        [
-            (t, k.ctypes.data, 8, 8, 8, len(k), 1, 0, 0, 0, 0, o.ctypes.data, o.strides[0])
-            for t, (k, o) in enumerate(zip(keys, out, strict=True))
-        ],
-        SEGMENT,
-    )
+    return np.concatenate([key_segment(t, k, o) for t, (k, o) in enumerate(zip(keys, out, strict=True))])
 
 
 def compare_with_files(num_tables: int, num_rows: int, dim: int, num_keys: int) -> None:
@@ -100,13 +96,11 @@ def read_cache(cache: CpuEmbeddingCache, segments: NDArray[np.void], counts: Key
     assert not cache.look_up(Lookup(segments, num_keys, counts))
 
 
-def show_hit_rates(trace: Path) -> None:
+def show_hit_rates(keys: Keys) -> None:
     """The hit rate compared with LRU, on a recommender's keys."""
-    with lzma.open(trace) as file:
-        keys = np.frombuffer(file.read(), ">i8").astype(np.int64)
     for num_rows in (1_000, 10_000, 50_000):
         cache = CpuEmbeddingCache({"t": 1}, 1 << 24, num_rows={"t": num_rows})
-        vector, keys = np.zeros((1, 1), np.float32), np.ascontiguousarray(keys)
+        vector = np.zeros((1, 1), np.float32)
         for begin in range(len(keys)):
             key = keys[begin : begin + 1]
             if cache.look_up(Lookup(key_segment(0, key, vector), ONE, np.zeros(1, np.int64))):
@@ -173,17 +167,14 @@ def show_writers(num_rows: int, dim: int) -> None:
 def main() -> None:
     """Run all comparisons."""
     parser = argparse.ArgumentParser(description="The CPU embedding cache compared with mapped tables and LRU.")
-    parser.add_argument("--trace", type=Path, default=TRACE, help="xz file of big-endian int64 keys")
+    parser.add_argument("--trace", type=Path, help="xz file of big-endian int64 keys; default: made-up keys")
     arguments = parser.parse_args()
     compare_with_files(1, 1_000_000, 128, 1 << 16)
     compare_with_files(1, 1_000_000, 16, 1 << 16)
     compare_with_files(26, 10_000, 16, 64)
     compare_with_files(26, 10_000, 128, 64)
     show_writers(200_000, 128)
-    if arguments.trace.exists():
-        show_hit_rates(arguments.trace)
-    else:
-        print(f"no trace at {arguments.trace}: hit rates left out")
+    show_hit_rates(made_up_trace() if arguments.trace is None else read_trace(arguments.trace))
 
 
 if __name__ == "__main__":

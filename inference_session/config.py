@@ -80,18 +80,17 @@ def _flag(value: Any) -> bool:
     return text == "true"
 
 
-def _store(value: Any) -> StoreUrl | None:
-    """A store's URL. Errors never show all of it, because it may hold a password. Empty: no store."""
-    if value is None or value == "" or isinstance(value, StoreUrl):
-        return value or None
-    return StoreUrl.parse(_url(value))
+def _url(kind: type[StoreUrl] | type[KafkaUrl]) -> Callable[[Any], StoreUrl | KafkaUrl | None]:
+    """The URL of a store or an update stream. Errors never show all of it: it may hold a password. Empty: none."""
 
+    def parse(value: Any) -> StoreUrl | KafkaUrl | None:
+        if value is None or value == "" or isinstance(value, kind):
+            return value or None
+        if not _is_printable(text := str(value)):
+            raise ConfigurationError(f"the URL must be {_PRINTABLE}")
+        return kind.parse(text)
 
-def _stream(value: Any) -> KafkaUrl | None:
-    """An update stream's URL. Errors never show it, because it may hold a password. Empty: none."""
-    if value is None or value == "" or isinstance(value, KafkaUrl):
-        return value or None
-    return KafkaUrl.parse(_url(value))
+    return parse
 
 
 def _text(value: Any) -> str:
@@ -112,12 +111,6 @@ _PRINTABLE = "text that UTF-8 can express, without zero characters"
 def _is_printable(text: str) -> bool:
     """Whether it can be a path, or go to a server."""
     return is_text(text) and "\0" not in text
-
-
-def _url(value: Any) -> str:
-    if not _is_printable(text := str(value)):
-        raise ConfigurationError(f"the URL must be {_PRINTABLE}")
-    return text
 
 
 def _pattern(value: Any) -> str:
@@ -210,9 +203,9 @@ class SessionConfig:
     looked up has changed. 0: nothing is kept. For models imported with context inputs, on a CPU."""
     max_keys_per_request: int = _setting(DEFAULT_MAX_KEYS, _count(1))
     """A request with more elements than this in any of its inputs is rejected."""
-    volatile_store: StoreUrl | None = _setting(None, _store)  # noqa: RUF009  as the others
+    volatile_store: StoreUrl | None = _setting(None, _url(StoreUrl))  # noqa: RUF009  as the others
     """URL of the store that is asked first for rows that the cache lacks (docs/reference/stores.md)."""
-    persistent_store: StoreUrl | None = _setting(None, _store)  # noqa: RUF009  as the others
+    persistent_store: StoreUrl | None = _setting(None, _url(StoreUrl))  # noqa: RUF009  as the others
     """URL of the store that is asked next, and holds all rows."""
     store_namespace: Literal["version", "shared"] = _setting("version", _choice("version", "shared"))
     """Which rows are read in the stores: the version's own, or those that all versions share, as in HPS."""
@@ -243,7 +236,7 @@ class SessionConfig:
     record_keys_bytes: int = _setting(256 << 20, _count(1 << 12))
     """Largest size of one recording. A longer trace is sampled."""
 
-    update_stream: KafkaUrl | None = _setting(None, _stream)  # noqa: RUF009  as the others
+    update_stream: KafkaUrl | None = _setting(None, _url(KafkaUrl))  # noqa: RUF009  as the others
     """URL of the brokers from which changed rows come while serving."""
     update_filter: str = _setting(".+", _pattern)
     """Regular expression: the topics of the model that are followed, among those of its tables."""

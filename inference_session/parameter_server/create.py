@@ -65,7 +65,7 @@ def create_parameter_server(version: VersionDirectory, config: SessionConfig) ->
         tiers,
         on_store_failure="error" if config.unknown_keys == "reject" else config.on_store_failure,
         retirement=_retirement(tiers, config, version),
-        known=_known_incarnation(tiers),
+        known=KnownIncarnation(next((tier.store for tier in tiers if tier.durable), None)),
     )
 
 
@@ -113,11 +113,6 @@ def list_tables(url: str | StoreUrl) -> list[StoredTable]:
     from inference_session.parameter_server.redis.store import list_redis_tables
 
     return list_redis_tables(url, timeout_ms=_LIST_TIMEOUT_MS)
-
-
-def _known_incarnation(tiers: Sequence[Tier]) -> KnownIncarnation:
-    durable = next((tier.store for tier in tiers if tier.durable), None)
-    return KnownIncarnation(durable)
 
 
 def _tier(name: str, store: EmbeddingStore, config: SessionConfig) -> Tier:

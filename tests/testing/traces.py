@@ -26,5 +26,9 @@ def made_up_trace(num_keys: int = 400_000) -> NDArray[np.int64]:
 
 def real_trace(real_data: Path) -> NDArray[np.int64]:
     """1.2 million keys of requests to a recommender, 258 k of them distinct."""
-    data = lzma.decompress((real_data / "data" / "traces" / "scarab-recs.trace.xz").read_bytes())
-    return np.frombuffer(data, ">i8").astype(np.int64)
+    return read_trace(real_data / "data" / "traces" / "scarab-recs.trace.xz")
+
+
+def read_trace(path: Path) -> NDArray[np.int64]:
+    """The keys of a trace: big-endian int64, compressed by xz."""
+    return np.frombuffer(lzma.decompress(path.read_bytes()), ">i8").astype(np.int64)

@@ -94,7 +94,9 @@ class HashRows:
 
     def find_or_add(self, keys: Tensor) -> Tensor:
         """int64 [n] to their rows, for a step of training; a key that has none gets one."""
-        rows = self._added(keys)
+        first = self.index.num_rows
+        rows = self.index.find_or_add(keys)
+        self._begin_added(first)
         self.note_use(rows, keys)
         return rows
 
@@ -257,12 +259,6 @@ class HashRows:
     def _by_row(self) -> list[Tensor]:
         use = [self.last_used, self.times_used] if self.counts_use else []
         return [self.vectors, *self.states.values(), *use]
-
-    def _added(self, keys: Tensor) -> Tensor:
-        first = self.index.num_rows
-        rows = self.index.find_or_add(keys)
-        self._begin_added(first)
-        return rows
 
     def _begin_added(self, first: int) -> None:
         """Make the rows that were added, from the given one on."""

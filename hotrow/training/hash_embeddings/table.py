@@ -257,8 +257,9 @@ class HashTable(nn.Module):
                 return None
             if self.training:
                 self._rows.note_use(rows, exchange.messages)
-            learn = self._learner(rows, exchange.messages)
-        send = self._sender(exchange, rows, learn, self._scale(num_ranks))
+            scale = self._scale(num_ranks)
+            learn = self._learner(rows, exchange.messages, scale)
+        send = self._sender(exchange, rows, learn, scale)
         return LookupResult(answers, None, len(exchange.messages), exchange.places, send, exchange.new_sums)
 
     def _exchange(self, keys: Tensor, num_ranks: int, message_size: int) -> MessageExchange:
@@ -275,11 +276,10 @@ class HashTable(nn.Module):
         received = exchange.to_owners(found[: exchange.num_keys])
         with _ONE_THREAD:
             rows = self._rows_of(received)
-            learn, vectors = self._learner(rows, received), self._rows.vectors
-        scale = self._scale(num_ranks)
+            learn, vectors = self._learner(rows, received, self._scale(num_ranks)), self._rows.vectors
 
         def send(gradients: Tensor) -> None:
-            learn(exchange.to_owners(gradients if scale == 1 else gradients.mul_(scale)))
+            learn(exchange.to_owners(gradients))
 
         return LookupResult(exchange.back(gather(vectors, rows)), None, exchange.num_keys, places, send)
 
@@ -296,8 +296,7 @@ class HashTable(nn.Module):
                     exchange.learn(self._rows.vectors, rows, -self.optimizer.lr * scale)
                 self._backward()  # at its end, a step is counted
             else:
-                gradients = exchange.gradients(gradients, rows)
-                learn(gradients if scale == 1 else gradients.mul_(scale))
+                learn(exchange.gradients(gradients, rows))
 
         return send
 
@@ -345,11 +344,13 @@ class HashTable(nn.Module):
         """What autograd takes for the rows, which it does not know."""
         return torch.zeros((), requires_grad=self.training and self._learns)
 
-    def _learner(self, rows: Tensor, keys: Tensor) -> Callable[[Tensor], None]:
-        """Takes the gradients of rows that were just found."""
+    def _learner(self, rows: Tensor, keys: Tensor, scale: float = 1.0) -> Callable[[Tensor], None]:
+        """Takes the gradients of rows that were just found, and multiplies them in place."""
         generation = self._rows.generation
 
         def learn(gradients: Tensor) -> None:
+            if scale != 1:
+                gradients.mul_(scale)
             self._backward().gradients.append(_PendingGradients(rows, gradients, keys, generation))
 
         return learn

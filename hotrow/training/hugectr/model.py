@@ -21,6 +21,7 @@ from hotrow.training.hugectr.arguments.parameters import (
     OptParamsPy,
     Solver,
     SparseEmbedding,
+    listed,
 )
 from hotrow.training.hugectr.arguments.tuning import TrainingCacheParams
 from hotrow.training.hugectr.graph.design import Design
@@ -205,7 +206,7 @@ class Model:
             raise ConfigurationError("Model.set_source is for epoch mode: repeat_dataset of the solver is True")
         if not source or not evaluation:
             raise ConfigurationError("Model.set_source: source and eval_source name the data, and are required")
-        self._reader_params.source = [source] if isinstance(source, str) else list(source)
+        self._reader_params.source = listed(source)
         self._reader_params.eval_source = str(evaluation)
 
     def start_data_reading(self) -> None:

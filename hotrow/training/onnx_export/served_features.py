@@ -20,8 +20,7 @@ class ServedLists(JaggedTensor):
 
     def offsets(self) -> Tensor:
         """The begin of each list, and the end of the last one: int64 [samples + 1]."""
-        ends = self.lengths().to(torch.int64).cumsum(0)
-        return torch.cat([ends.new_zeros(1), ends])
+        return _offsets(self.lengths())
 
     def with_values(self, values: Tensor, weights: Tensor | None = None) -> ServedLists:
         """Lists of the same lengths with other values."""
@@ -83,6 +82,11 @@ class ServedMatrix(ServedLists):
         return torch.cat([matrix, rest], dim=1)[:, :desired_length]
 
 
+def _offsets(lengths: Tensor) -> Tensor:
+    ends = lengths.to(torch.int64).cumsum(0)
+    return torch.cat([ends.new_zeros(1), ends])
+
+
 def _filled(matrix: Tensor, present: Tensor, padding_value: float) -> Tensor:
     while present.dim() < matrix.dim():
         present = present.unsqueeze(-1)
@@ -99,20 +103,17 @@ class ServedFeatures(KeyedJaggedTensor):
         self._length_per_key = self._offset_per_key = self._stride_per_key_per_rank = self._jt_dict = None
         self._inverse_indices = self._index_per_key = None
 
-    def _joined(self) -> list[ServedLists]:
-        return list(self.features.values())
-
     def keys(self) -> list[str]:
         """Names of the features."""
         return list(self.features)
 
     def values(self) -> Tensor:
         """All ids, feature after feature."""
-        return torch.cat([feature.values() for feature in self._joined()])
+        return torch.cat([feature.values() for feature in self.features.values()])
 
     def lengths(self) -> Tensor:
         """The lengths of all lists, feature after feature."""
-        return torch.cat([feature.lengths() for feature in self._joined()])
+        return torch.cat([feature.lengths() for feature in self.features.values()])
 
     def lengths_or_none(self) -> Tensor | None:
         """`lengths`."""
@@ -120,8 +121,7 @@ class ServedFeatures(KeyedJaggedTensor):
 
     def offsets(self) -> Tensor:
         """The begin of each list in `values`, and the end of the last one."""
-        ends = self.lengths().to(torch.int64).cumsum(0)
-        return torch.cat([ends.new_zeros(1), ends])
+        return _offsets(self.lengths())
 
     def offsets_or_none(self) -> Tensor | None:
         """`offsets`."""
@@ -129,17 +129,17 @@ class ServedFeatures(KeyedJaggedTensor):
 
     def weights(self) -> Tensor:
         """One for each of `values`."""
-        return torch.cat([feature.weights() for feature in self._joined()])
+        return torch.cat([feature.weights() for feature in self.features.values()])
 
     def weights_or_none(self) -> Tensor | None:
         """`weights` where all features have them."""
-        if any(feature.weights_or_none() is None for feature in self._joined()):
+        if any(feature.weights_or_none() is None for feature in self.features.values()):
             return None
         return self.weights()
 
     def stride(self) -> int:
         """The number of samples."""
-        first = self._joined()[0]
+        first = next(iter(self.features.values()))
         return int(first.lengths().shape[0]) if not torch.compiler.is_exporting() else first.lengths().shape[0]
 
     def stride_per_key(self) -> list[int]:
@@ -156,7 +156,7 @@ class ServedFeatures(KeyedJaggedTensor):
 
     def device(self) -> torch.device:
         """Where the arrays are."""
-        return self._joined()[0].lengths().device
+        return next(iter(self.features.values())).lengths().device
 
     def to(self, *_args: Any, **_options: Any) -> ServedFeatures:
         """The same: a served model has one device."""

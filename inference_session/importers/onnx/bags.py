@@ -12,7 +12,15 @@ from typing import NamedTuple
 from onnx import GraphProto, NodeProto, TensorProto
 
 from inference_session.importers.onnx.evaluation import fixed_value
-from inference_session.importers.onnx.graph import attribute, bodies, producers, reads, replace_node, use_counts
+from inference_session.importers.onnx.graph import (
+    attribute,
+    bodies,
+    integers_attribute,
+    producers,
+    reads,
+    replace_node,
+    use_counts,
+)
 from inference_session.importers.onnx.lookups import EditedModel, GraphLookup, skip_identities
 from inference_session.importers.onnx.vector_values import values_of_vectors
 from inference_session.model_spec import Pooling
@@ -119,7 +127,7 @@ def _offsets_behind(edited: EditedModel, body: GraphProto, value: str) -> str | 
 
 
 def _axes(edited: EditedModel, body: GraphProto, node: NodeProto) -> list[int] | None:
-    given = next((list(item.ints) for item in node.attribute if item.name == "axes"), None)
+    given = integers_attribute(node, "axes")
     return _constant(edited, body, node.input[1]) if given is None and len(node.input) > 1 else given
 
 

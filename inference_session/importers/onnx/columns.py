@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onnx import GraphProto, NodeProto
 
-from inference_session.importers.onnx.graph import attribute, constants, integers, producers
+from inference_session.importers.onnx.graph import attribute, axes_of, constants, integers, producers
 from inference_session.importers.onnx.lookups import KEY_TYPES, SHAPE_OPS, EditedModel, GraphLookup, casts_keys
 
 Columns = tuple[int, int]
@@ -66,12 +66,11 @@ def columns_of(graph: GraphProto, node: NodeProto, output: str, width: int) -> C
 
 
 def _split_sizes(graph: GraphProto, node: NodeProto, width: int) -> list[int]:
-    given = next((list(a.ints) for a in node.attribute if a.name == "split"), None)
-    if given is None and len(node.input) > 1:
-        given = integers(constants(graph).get(node.input[1]))
-        return given or []
-    size, rest = divmod(width, len(node.output))
-    return given or ([size] * len(node.output) if not rest else [])
+    given = axes_of(graph, node, "split")
+    if given is None and len(node.input) < 2:
+        size, rest = divmod(width, len(node.output))
+        return [size] * len(node.output) if not rest else []
+    return given or []
 
 
 def _within(begin: int, end: int, width: int) -> Columns | None:

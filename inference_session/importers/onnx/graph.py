@@ -236,9 +236,17 @@ def integers(tensor: TensorProto | None) -> list[int] | None:
     return [int(i) for i in numpy_helper.to_array(tensor).ravel()]
 
 
-def axes_of(graph: GraphProto, node: NodeProto) -> list[int] | None:
-    """The axes of a reduction, Squeeze or Unsqueeze, an attribute or a constant input by opset; None if not given."""
-    axes = next((list(a.ints) for a in node.attribute if a.name == "axes"), None)
+def integers_attribute(node: NodeProto, name: str) -> list[int] | None:
+    """A list of integers among the attributes; None where it is not given."""
+    return next((list(a.ints) for a in node.attribute if a.name == name), None)
+
+
+def axes_of(graph: GraphProto, node: NodeProto, name: str = "axes") -> list[int] | None:
+    """The axes of a reduction, Squeeze or Unsqueeze, an attribute or a constant input by opset; None if not given.
+
+    With the name `split`, the sizes that Split gives out.
+    """
+    axes = integers_attribute(node, name)
     if axes is None and len(node.input) > 1:
         return integers(constants(graph).get(node.input[1]))
     return axes

@@ -60,7 +60,7 @@ class _Stacker:
     """Finds outputs of a network that are computed alike, and computes them together."""
 
     def __init__(self, edited: EditedModel, network: ModelProto) -> None:
-        self._surgery, self._graph = edited, network.graph
+        self._edited, self._graph = edited, network.graph
         self._made_by, self._constants = producers(network.graph), constants(network.graph)
         self._nodes = list(network.graph.node)
         self._numbers: dict[Hashable, int] = {}
@@ -88,12 +88,12 @@ class _Stacker:
 
     def stack(self, outputs: list[str]) -> None:
         """Compute these outputs together."""
-        builder = Builder(self._graph, self._surgery.names, f"{outputs[0]}_stacked")
+        builder = Builder(self._graph, self._edited.names, f"{outputs[0]}_stacked")
         stacked = self._stacked(tuple(outputs), builder)
         sizes = [1] * len(outputs)
         split = NodeProto(op_type="Split", input=[stacked], output=outputs, name=f"hotrow_{stacked}_split")
         split.attribute.add(name="axis", type="INT", i=1)
-        if self._surgery.opset >= _SPLIT_BY_INPUT:
+        if self._edited.opset >= _SPLIT_BY_INPUT:
             split.input.append(builder.integers(sizes))
         else:
             split.attribute.add(name="split", type="INTS", ints=sizes)
@@ -118,7 +118,7 @@ class _Stacker:
     def _enter_outputs(self, node: NodeProto) -> None:
         """Enter the forms of what a node makes of columns and numbers, or where it picks columns."""
         for name in node.output:
-            rank = self._surgery.types.rank(name)
+            rank = self._edited.types.rank(name)
             if rank is not None and (column := self._column(name)) is not None:
                 self._picked[name] = column
                 self._enter(name, ("column", column[0], rank))
@@ -139,7 +139,7 @@ class _Stacker:
     def _column(self, name: str) -> tuple[str, int] | None:
         """The matrix, and the number of its column, that a value is."""
         node = self._made_by[name]
-        dims = self._surgery.types.dims(node.input[0]) if node.input else None
+        dims = self._edited.types.dims(node.input[0]) if node.input else None
         if dims is None or len(dims) != 2 or not isinstance(dims[1], int) or node.domain:
             return None
         columns = columns_of(self._graph, node, name, dims[1])
@@ -177,7 +177,7 @@ class _Stacker:
             return names[0] if is_same else builder.constant(values)
         if names[0] in self._picked:
             matrix, picked = self._picked[names[0]][0], [self._picked[name][1] for name in names]
-            dims = self._surgery.types.dims(matrix) or ()
+            dims = self._edited.types.dims(matrix) or ()
             is_whole = picked == list(range(dims[1])) if isinstance(dims[1], int) else False
             return matrix if is_whole else builder.add("Gather", [matrix, builder.integers(picked)], axis=1)
         node, operands = self._made_by[names[0]], self._operands(names)

@@ -15,7 +15,7 @@ from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from inference_session.importers.onnx.context.shapes import Shapes
-from inference_session.importers.onnx.graph import attribute, bodies, is_random
+from inference_session.importers.onnx.graph import attribute, bodies, integers_attribute, is_random
 from inference_session.importers.onnx.weights import Weight
 
 _MAX_STEPS = 5000
@@ -299,10 +299,13 @@ def _gathered(node: NodeProto, values: Sequence[Value]) -> Value:
     return replace(given, positions=tuple(given.positions[i] for i in picked), padding=padding)
 
 
+def _axes(node: NodeProto, values: Sequence[Value]) -> list[int] | None:
+    axes = integers_attribute(node, "axes")
+    return _integers(values[1]) if axes is None and len(values) > 1 and values[1] is not None else axes
+
+
 def _as_column(node: NodeProto, values: Sequence[Value]) -> Value:
-    axes = next((list(item.ints) for item in node.attribute if item.name == "axes"), None)
-    if axes is None and len(values) > 1:
-        axes = _integers(values[1])
+    axes = _axes(node, values)
     if not isinstance(values[0], Rows) or values[0].is_column or values[0].table or axes not in ([1], [-1]):
         raise NotABagError
     return replace(values[0], is_column=True)
@@ -318,10 +321,7 @@ def _multiplied(_node: NodeProto, values: Sequence[Value]) -> Value:
 
 
 def _reduced(node: NodeProto, values: Sequence[Value]) -> Value:
-    rows = values[0]
-    axes = next((list(item.ints) for item in node.attribute if item.name == "axes"), None)
-    if axes is None and len(values) > 1 and values[1] is not None:
-        axes = _integers(values[1])
+    rows, axes = values[0], _axes(node, values)
     if not isinstance(rows, Rows) or rows.is_column or axes not in ([0], [-2]):
         raise NotABagError
     keeps_dims = bool(attribute(node, "keepdims", 1))

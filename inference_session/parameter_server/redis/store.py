@@ -111,26 +111,26 @@ class RedisStore(EmbeddingStore):
 
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """See EmbeddingStore. The mark of each row is set as well, before the row itself; then room is made."""
-        check_insert(keys, vectors, self.embedding_dim(table))
-        writes: list[Write | WriteAbsent] = []
-        tag = self.namespace.tag(table)
-        for partition, part in self._parts(table, keys):
-            rows = layout.row_fields(keys[part], vectors[part].astype("<f4", copy=False))
-            writes.append(self._mark_new(tag, partition, keys[part]))
-            writes.append(Write(b"HSET", layout.rows_name(tag, partition), rows, 2))
-        self.client.run(writes, self._read_numbers)
-        self._make_room(table, keys)
+        self._insert(table, keys, vectors, lambda name, *rows: Write(b"HSET", name, layout.row_fields(*rows), 2))
 
     def insert_absent(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """See EmbeddingStore. No row is ever replaced, even if others write at the same time."""
+        self._insert(table, keys, vectors, _write_absent)
+
+    def _insert(
+        self,
+        table: str,
+        keys: NDArray[np.int64],
+        vectors: NDArray[np.float32],
+        write: Callable[[bytes, NDArray[np.int64], NDArray[Any]], Write | WriteAbsent],
+    ) -> None:
+        """`write`: the command that writes some rows to a hash of that name."""
         check_insert(keys, vectors, self.embedding_dim(table))
         writes: list[Write | WriteAbsent] = []
         tag = self.namespace.tag(table)
         for partition, part in self._parts(table, keys):
-            name = layout.rows_name(tag, partition)
-            head = layout.command_head(b"HSETNX", name, num_fields=2)
-            rows = layout.row_fields(keys[part], vectors[part].astype("<f4", copy=False), before=head)
-            writes += [self._mark_new(tag, partition, keys[part]), WriteAbsent(name, rows)]
+            rows = keys[part], vectors[part].astype("<f4", copy=False)
+            writes += [self._mark_new(tag, partition, rows[0]), write(layout.rows_name(tag, partition), *rows)]
         self.client.run(writes, self._read_numbers)
         self._make_room(table, keys)
 
@@ -196,9 +196,7 @@ class RedisStore(EmbeddingStore):
         """The command that marks rows being inserted: with the time, or as used once."""
         if self._overflow is None or not self._overflow.counts_uses:
             return set_times(tag, partition, keys)
-        name = layout.times_name(tag, partition)
-        head = layout.command_head(b"HSETNX", name, num_fields=2)
-        return WriteAbsent(name, layout.row_fields(keys, np.full((len(keys), 1), ord("1"), np.uint8), before=head))
+        return _write_absent(layout.times_name(tag, partition), keys, np.full((len(keys), 1), ord("1"), np.uint8))
 
     def _make_room(self, table: str, keys: NDArray[np.int64]) -> None:
         """Evict rows from those partitions of these keys that hold more than they may."""
@@ -377,6 +375,12 @@ class RedisStore(EmbeddingStore):
         """See RedisClient.replies."""
         self._refuse_if_closed()
         return self.client.replies(commands, lenient=lenient)
+
+
+def _write_absent(name: bytes, keys: NDArray[np.int64], values: NDArray[Any]) -> WriteAbsent:
+    """The command that writes values [n, any], of the keys that a hash lacks."""
+    head = layout.command_head(b"HSETNX", name, num_fields=2)
+    return WriteAbsent(name, layout.row_fields(keys, values, before=head))
 
 
 def list_redis_tables(url: StoreUrl, *, timeout_ms: int) -> list[StoredTable]:

@@ -194,7 +194,7 @@ class DataReaderParams:
             check_type = Check_t.Non  # as some of HugeCTR's samples leave it out: Parquet files have no checksums
         _check_given("DataReaderParams", eval_source=eval_source, check_type=check_type)
         self.data_reader_type = member("DataReaderParams: data_reader_type", data_reader_type, DataReaderType_t)
-        self.source = [source] if isinstance(source, str) else list(source)
+        self.source = listed(source)
         self.eval_source = eval_source if isinstance(eval_source, str) else next(iter(eval_source), "")
         if not self.source or not self.source[0] or not self.eval_source:
             raise ConfigurationError("DataReaderParams: source and eval_source name the data, and are required")
@@ -252,7 +252,7 @@ class Input:
         are_dims = all(is_whole(dim) and dim >= 1 for dim in each)
         check(are_dims, "Input: label_dims", dims, "a whole number from 1, or a list of them")
         self.label_dims: list[int] = [int(dim) for dim in each]
-        self.label_names: list[str] = [names] if isinstance(names, str) else list(names)
+        self.label_names = listed(names)
         weights = given.get("label_weights")
         self.label_weights: list[float] = [1.0] * len(self.label_names) if weights is None else list(weights)
         if not len(self.label_dims) == len(self.label_names) == len(self.label_weights):
@@ -372,8 +372,8 @@ class DenseLayer:
         values["lambda_"] = later.pop("lambda", lambda_)
         values["layer_type"] = member("DenseLayer: layer_type", layer_type, Layer_t)
         vars(self).update(values)
-        self.bottom_names: list[str] = _names(bottom_names)
-        self.top_names: list[str] = _names(top_names)
+        self.bottom_names: list[str] = listed(bottom_names)
+        self.top_names: list[str] = listed(top_names)
         kind = self.layer_type.value
         if kind not in LOSS_LAYERS and (reason := reason_against(kind)):
             raise UnsupportedModelError(f"DenseLayer {kind} (top_names {self.top_names}) is not supported: {reason}")
@@ -406,13 +406,13 @@ class GroupDenseLayer:
 
     def layers(self) -> list[DenseLayer]:
         """Its layers; ConfigurationError if names and outputs differ in number."""
-        tops, outputs = _names(self.top_name_list), list(self.num_outputs)
+        tops, outputs = listed(self.top_name_list), list(self.num_outputs)
         if len(tops) != len(outputs) or len(outputs) < 2:
             raise ConfigurationError(
                 f"GroupDenseLayer: {len(tops)} names in top_name_list for {len(outputs)} num_outputs; "
                 "two or more, one each"
             )
-        bottoms = [_names(self.bottom_name_list), *([top] for top in tops[:-1])]
+        bottoms = [listed(self.bottom_name_list), *([top] for top in tops[:-1])]
         activations = [Activation_t.Relu] * (len(outputs) - 1) + [self.last_act_type]
         return [
             DenseLayer(Layer_t.FusedInnerProduct, bottom, [top], num_output=width, act_type=activation)
@@ -426,7 +426,8 @@ def _sizes(name: str, values: Any) -> list[int]:
     return list(map(int, values))
 
 
-def _names(names: str | Sequence[str]) -> list[str]:
+def listed(names: str | Sequence[str]) -> list[str]:
+    """Names, or places, of which one may be given without a list."""
     return [names] if isinstance(names, str) else list(names)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from hotrow.training.checks import is_whole, number
 from hotrow.training.hugectr import Model
 from hotrow.training.hugectr.arguments.enums import Check_t, DataReaderType_t, MetricsType
-from hotrow.training.hugectr.arguments.parameters import DataReaderParams, OptParamsPy, Solver
+from hotrow.training.hugectr.arguments.parameters import DataReaderParams, OptParamsPy, Solver, listed
 from hotrow.training.hugectr.graph.graph_json import read_optimizer
 from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.importers.hugectr.json_file import JsonFile, read_json
@@ -105,9 +105,9 @@ def _load(model: Model, settings: Mapping[str, Any]) -> None:
     """Load the files that the solver names, if any."""
     loads: dict[str, Callable[[Any], None]] = {
         "dense_model_file": model.load_dense_weights,
-        "sparse_model_file": lambda files: model.load_sparse_weights(_listed(files)),
+        "sparse_model_file": lambda files: model.load_sparse_weights(listed(files)),
         "dense_opt_states_file": model.load_dense_optimizer_states,
-        "sparse_opt_states_file": lambda files: model.load_sparse_optimizer_states(_listed(files)),
+        "sparse_opt_states_file": lambda files: model.load_sparse_optimizer_states(listed(files)),
     }
     for name, load in loads.items():
         if name in settings:
@@ -131,10 +131,6 @@ def _allowed(name: str, value: Any) -> str | None:
 
 def _are(kind: type, value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is kind for item in value)
-
-
-def _listed(value: Any) -> list[str]:
-    return [value] if isinstance(value, str) else list(value)
 
 
 def _solver(file: JsonFile, settings: Mapping[str, Any]) -> Solver:

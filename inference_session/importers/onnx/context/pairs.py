@@ -12,7 +12,7 @@ from onnx import NodeProto
 
 from inference_session.importers.onnx.context.work import Work, WorkBuilder
 from inference_session.importers.onnx.evaluation import reference_values
-from inference_session.importers.onnx.graph import attribute, needed_nodes, text_attribute
+from inference_session.importers.onnx.graph import attribute, integers_attribute, needed_nodes, text_attribute
 from inference_session.model_spec import ROW_CONTEXT
 
 _SWAPPED = [0, 2, 1]
@@ -110,7 +110,7 @@ def _is_of_pairs(work: Work, product: NodeProto) -> bool:
     flipped = work.made_by.get(product.input[1]) if product.op_type == "MatMul" else None
     if flipped is None or flipped.op_type != "Transpose" or flipped.input[0] != product.input[0]:
         return False
-    return next((list(a.ints) for a in flipped.attribute if a.name == "perm"), None) == _SWAPPED
+    return integers_attribute(flipped, "perm") == _SWAPPED
 
 
 def _products(work: Work, builder: WorkBuilder, one: str, other: str) -> str:
