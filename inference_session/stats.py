@@ -111,7 +111,7 @@ class SessionStats:
             self._samples += num_samples
 
     def count_keys(self, tables: NDArray[np.intp], num_keys: NDArray[np.int64], num_unknown: NDArray[np.int64]) -> None:
-        """One look-up; keys per look-up of the model, each of the table with that number."""
+        """One look-up; int64 [look-ups of the model]: their keys, each of the table with that number."""
         with self._lock:
             self._num_keys += np.bincount(tables, num_keys, len(self._names)).astype(np.int64)
             if num_unknown.any():

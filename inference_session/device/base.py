@@ -89,7 +89,7 @@ class Device(ABC):
 
     @abstractmethod
     def counts(self, num_counts: int) -> NDArray[np.int64]:
-        """Zeros that a look-up may count in, and that the host reads after `wait`."""
+        """Zeros, int64 [num_counts], that a look-up may count in, and that the host reads after `wait`."""
 
     @abstractmethod
     def stage(self, array: NDArray[Any]) -> NDArray[Any]:

@@ -42,8 +42,8 @@ class UnknownKeys:
         self._tables: dict[str, _UnknownInTable] = {}
 
     def add(self, table: str, keys: NDArray[np.int64], since: int, now: float) -> None:
-        """Remember keys that no tier had, except those written meanwhile. They were asked for at the moment `since` of
-        the log, and at the time `now` of the clock.
+        """Remember keys, int64 [n], that no tier had, except those written meanwhile. They were asked for at the moment
+        `since` of the log, and at the time `now` of the clock.
         """
         with self._lock:
             unknown = keys[~self._log.written(table, keys, since)]
@@ -53,7 +53,7 @@ class UnknownKeys:
                 memory.until[slots] = memory.any_until = now + MEMORY_S
 
     def forget(self, table: str, keys: NDArray[np.int64]) -> None:
-        """Forget keys that were written; the log has the write already."""
+        """Forget keys, int64 [n], that were written; the log has the write already."""
         with self._lock:
             if memory := self._tables.get(table):
                 slots = _slots(keys)
@@ -65,7 +65,7 @@ class UnknownKeys:
             self._tables.clear()
 
     def holds(self, table: str, keys: NDArray[np.int64]) -> NDArray[np.bool_] | None:
-        """Which of the keys were unknown a moment ago; None: none of them."""
+        """Which of the keys, int64 [n], were unknown a moment ago: bool [n]; None: none of them."""
         memory, now = self._tables.get(table), self._clock()
         if memory is None or now >= memory.any_until:
             return None

@@ -39,7 +39,7 @@ def write_hot_keys(path: Path, keys: HotKeys) -> None:
 
 
 def read_hot_keys(path: Path) -> dict[str, NDArray[np.int64]]:
-    """What was written; nothing if the file is missing or damaged."""
+    """What was written, int64 [n] by table; nothing if the file is missing or damaged."""
     header, _, data = (read_state(path) or b'{"tables": {}}').partition(b"\n")
     try:
         tables = json.loads(header)["tables"]
@@ -51,7 +51,7 @@ def read_hot_keys(path: Path) -> dict[str, NDArray[np.int64]]:
 
 
 def interleaved(lists: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """The hot keys of several caches of a table: each key once, the hottest of each cache first."""
+    """The hot keys of several caches of a table, int64 [n] each: each key once, the hottest of each cache first."""
     if len(lists) == 1:
         return lists[0]
     places = np.concatenate([np.arange(len(keys)) for keys in lists])

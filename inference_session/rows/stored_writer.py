@@ -126,7 +126,7 @@ class StoredWriter(RowWriter):
                 rows.drop(t, outdated)
 
     def bring_in(self, cache: EmbeddingCache, table: str, keys: NDArray[np.int64]) -> None:
-        """Fetch the rows of these keys into one of the caches, except those that are written meanwhile."""
+        """Fetch the rows of these keys, int64 [n], into one of the caches, except those that are written meanwhile."""
         keys = stored_keys(self._by_folder[table], keys)
         vectors = np.empty((len(keys), self._by_folder[table].embedding_dim), np.float32)
         moment = self.log.moment

@@ -39,13 +39,13 @@ class KeySample:
 
     @property
     def keys(self) -> NDArray[np.int64]:
-        """The uses sampled, in order."""
+        """The uses sampled, in order: int64 [n]."""
         if len(self._chunks) != 1:
             self._chunks = [np.concatenate(self._chunks) if self._chunks else np.empty(0, np.int64)]
         return self._chunks[0]
 
     def add(self, keys: NDArray[np.int64]) -> None:
-        """Add the next keys of the trace."""
+        """Add the next keys of the trace, int64 [n]."""
         self.add_sampled(keys, len(keys), self._halvings)
 
     def add_sampled(self, keys: NDArray[np.int64], num_keys: int, halvings: int) -> None:
@@ -73,7 +73,7 @@ class KeySample:
 
 
 def sampled_keys(keys: NDArray[np.int64], halvings: int) -> NDArray[np.int64]:
-    """The keys that belong to a sample at 2**-halvings."""
+    """The keys, int64 [n], that belong to a sample at 2**-halvings."""
     selected = np.empty(len(keys), np.int64)
     threshold = np.uint64(ALL_KEYS >> halvings)
     count = int(select_keys(np.ascontiguousarray(keys), threshold, selected))

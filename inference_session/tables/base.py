@@ -23,7 +23,7 @@ SCAN_BYTES = 4 << 20
 
 
 def check_fetch(keys: NDArray[np.int64], out: NDArray[np.float32], embedding_dim: int) -> None:
-    """Raise InvalidRequestError unless these are arguments of `fetch`."""
+    """Raise InvalidRequestError unless `fetch` takes them: keys int64 [n], out float32 [n, embedding_dim]."""
     shape = (len(keys), embedding_dim)
     adjacent = out.size == 0 or out.strides[-1] == out.itemsize
     if keys.dtype != np.int64 or keys.ndim != 1 or out.shape != shape or out.dtype != np.float32 or not adjacent:

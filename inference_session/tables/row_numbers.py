@@ -19,7 +19,7 @@ from inference_session.model_spec import TableSpec
 
 
 def stored_keys(spec: TableSpec, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The keys that stores know: row numbers that count from the end become those that count from the start.
+    """The keys that stores know, int64 [n]: row numbers that count from the end become those that count from the start.
 
     Those before the first row stay unchanged: converted once, they would look like numbers from the end again.
     """

@@ -92,7 +92,7 @@ class TableIndex:
         return int(self._header["num_duplicates"])
 
     def check(self, keys: NDArray[np.int64], path: Path, key_sha256: str | None = None) -> None:
-        """Raise ModelFormatError unless this index was built from these keys.
+        """Raise ModelFormatError unless this index was built from these keys, int64 [num_rows].
 
         With `key_sha256`, the manifest's SHA-256 of the `key` file, this takes constant time; else the keys are read.
         """
@@ -182,7 +182,7 @@ def ensure_index(
 
 
 def index_in_memory(keys: NDArray[np.int64], progress: Progress | None = None) -> TableIndex:
-    """An index that is in no file. Of rows with equal keys the last wins."""
+    """An index of keys, int64 [num_rows], that is in no file. Of rows with equal keys the last wins."""
     content = np.frombuffer(mmap.mmap(-1, _file_size(_bucket_count(len(keys)))), np.uint8)
     _fill(content, keys, progress)
     return TableIndex(content)

@@ -105,12 +105,12 @@ def encode_batch(keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> bytes
 
 
 def encode_keys(keys: NDArray[np.int64]) -> list[bytes]:
-    """The Kafka keys of row messages."""
+    """The Kafka keys of row messages, of keys int64 [n]."""
     return _bytes_of_each(keys.astype("<i8", copy=False).reshape(-1, 1))
 
 
 def encode_vectors(vectors: NDArray[np.float32]) -> list[bytes]:
-    """The values of row messages."""
+    """The values of row messages, of vectors float32 [n, embedding_dim]."""
     return _bytes_of_each(vectors.astype("<f4", copy=False))
 
 

@@ -292,7 +292,7 @@ _CRC_TABLE = np.array([zlib.crc32(bytes([i])) ^ zlib.crc32(b"\0") for i in range
 
 
 def crc32(keys: NDArray[np.int64]) -> NDArray[np.uint32]:
-    """zlib.crc32 of the 8 bytes of each key, of all keys at once."""
+    """zlib.crc32 of the 8 bytes of each key, int64 [n], of all keys at once: uint32 [n]."""
     remainder = np.full(len(keys), 0xFFFFFFFF, np.uint32)
     for column in keys.astype("<i8", copy=False).view(np.uint8).reshape(-1, 8).T:
         remainder = _CRC_TABLE[(remainder ^ column) & np.uint32(0xFF)] ^ (remainder >> np.uint32(8))

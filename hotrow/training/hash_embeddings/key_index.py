@@ -330,7 +330,7 @@ def add_some(index: KeyIndex, keys: Tensor, which: Tensor) -> Tensor:
 
 
 def owners(keys: Tensor, num_owners: int) -> Tensor:
-    """The owner of each key: key % num_owners, also for negative keys."""
+    """The owner of each key, int64 [n]: key % num_owners, also for negative keys."""
     return torch.remainder(keys, num_owners)
 
 
@@ -380,7 +380,7 @@ def distinct_by_owner(keys: Tensor, num_owners: int) -> Distinct:
 
 
 def requests_by_owner(keys: Tensor, num_owners: int, message_size: int) -> Requests:
-    """The distinct keys of a batch in messages of one size. Waits for no device where kernels run."""
+    """The distinct keys of a batch, int64 [n], in messages of one size. Waits for no device where kernels run."""
     if device_rows.can_run(keys.device):
         messages = keys.new_empty(num_owners * message_size)
         return Requests(messages, number_by_owner(keys, messages, num_owners, message_size).places)

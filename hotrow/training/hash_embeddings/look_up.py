@@ -51,7 +51,7 @@ class LookupResult:
         return self.table if self.rows is None else gather(self.table, self.rows)
 
     def place_of(self, keys: Tensor, key: int) -> int | None:
-        """The distinct key that this key is, if it is among the keys."""
+        """The distinct key that this key is, if it is among the keys, int64 [n]."""
         found = self.places[keys == key]
         return int(found[0]) if len(found) else None
 

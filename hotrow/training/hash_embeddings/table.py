@@ -230,7 +230,7 @@ class HashTable(nn.Module):
         return widened
 
     def look_up(self, keys: Tensor) -> LookupResult:
-        """Rows for `checked` keys; all ranks call it."""
+        """Rows for `checked` keys, int64 [n]; all ranks call it."""
         num_ranks = place_in_group().size
         if num_ranks == 1:
             found, places = distinct(keys)

@@ -38,11 +38,11 @@ class FollowedTable(ABC):
 
     @abstractmethod
     def touched_keys(self) -> NDArray[np.int64]:
-        """Keys that `changes` would give, without taking them."""
+        """Keys, int64 [n], that `changes` would give, without taking them."""
 
     @abstractmethod
     def touch_again(self, keys: NDArray[np.int64]) -> None:
-        """Publish the current rows of these keys: the servers may have rows of lost training steps."""
+        """Publish the current rows of these keys, int64 [n]: the servers may have rows of lost training steps."""
 
 
 class _FollowedRows(FollowedTable):

@@ -97,7 +97,7 @@ class Outbox:
                 raise error
 
     def unconfirmed(self) -> dict[str, NDArray[np.int64]]:
-        """Keys that the brokers have not confirmed, by table; there may be duplicates."""
+        """Keys, int64 [n], that the brokers have not confirmed, by table; there may be duplicates."""
         with self._changed:
             queues = (self._pending, self._sending)
             tables = {table for queue in queues for table in queue}

@@ -25,7 +25,7 @@ _BROKER_TIMEOUT_S = 15.0
 
 
 def published_keys(url: str, model: str, folder: str, embedding_dim: int, since: datetime) -> NDArray[np.int64]:
-    """The keys of a table that were published or deleted since a moment, each once.
+    """The keys of a table, int64 [n], that were published or deleted since a moment, each once.
 
     Raises:
         UnavailableError: the brokers do not answer.

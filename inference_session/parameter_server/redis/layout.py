@@ -170,7 +170,7 @@ def compile_kernels() -> None:
 
 
 def partition_of(keys: NDArray[np.int64], partitioning: Partitioning) -> NDArray[np.int64]:
-    """The partition of each key."""
+    """The partition of each key, int64 [n]."""
     return _sorted(keys, partitioning)[0]
 
 
@@ -192,7 +192,7 @@ class Hmgets(NamedTuple):
 
 
 def hmgets(tag: str, keys: NDArray[np.int64], partitioning: Partitioning, *, max_keys: int) -> Hmgets:
-    """The HMGETs for some keys of a table, contiguous, at most that many in one command."""
+    """The HMGETs for some keys of a table, int64 [n], contiguous, at most that many in one command."""
     _, order, ends = _sorted(keys, partitioning)
     names, name_bounds, longest = _names_as_arguments(tag, partitioning.num_partitions)
     most = min(partitioning.num_partitions, len(keys)) + len(keys) // max_keys
@@ -226,7 +226,7 @@ def _as_numbers(keys: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def key_fields(keys: NDArray[np.int64]) -> NDArray[np.void]:
-    """Keys as arguments of a command."""
+    """Keys, int64 [n], as arguments of a command."""
     fields = np.empty(len(keys), KEY_FIELD)
     fields["length"], fields["key"], fields["end"] = b"$8\r\n", keys, b"\r\n"
     return fields

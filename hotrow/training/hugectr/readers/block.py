@@ -137,7 +137,7 @@ def _joined_bags(parts: Sequence[Bags]) -> Bags:
 
 
 def even_bags(item: SparseInput, keys: NDArray[np.int64]) -> Bags:
-    """Lists that all have as many keys as `nnz_per_slot` allows, sample by sample."""
+    """Lists of keys, int64 [n], that all have as many as `nnz_per_slot` allows, sample by sample."""
     counts = item.nnz_per_slot
     if counts[0] and len(set(counts)) == 1:
         return Bags(keys, width=counts[0])
@@ -146,7 +146,7 @@ def even_bags(item: SparseInput, keys: NDArray[np.int64]) -> Bags:
 
 
 def offsets_of(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The begin of each list, and the end of the last one."""
+    """The begin of each list, and the end of the last one, int64 [lists + 1], from the numbers of keys, int64."""
     offsets = np.zeros(counts.size + 1, np.int64)
     np.cumsum(counts.ravel(), out=offsets[1:])
     return offsets

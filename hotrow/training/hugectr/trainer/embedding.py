@@ -166,7 +166,7 @@ class EmbeddingTable:
         return self.rows.index.keys[rows].cpu().numpy(), self.rows.vectors[rows].cpu().numpy()
 
     def load(self, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
-        """Replace all rows by these, as far as this process keeps them; their states begin anew."""
+        """Replace all rows by int64 [n] and float32 [n, embedding_dim], those of this process; states begin anew."""
         _, last = np.unique(keys[::-1], return_index=True)  # of rows with one key, the last is found when served
         order = np.sort(len(keys) - 1 - last)
         self.rows.clear()
