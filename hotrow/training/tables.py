@@ -162,10 +162,12 @@ def _shard(offsets: Any, tensor: Tensor) -> Shard:
 
 
 def create_file(path: Path, num_bytes: int) -> None:
-    """A file of that size, to be filled by several ranks."""
+    """A file of that size, to be filled by several ranks. Its room is taken now: on a full disk, this is an OSError,
+    and a write through a mapping would end the process.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("xb") as file:
-        file.truncate(num_bytes)
+        os.posix_fallocate(file.fileno(), 0, num_bytes)
 
 
 class FileWriter:

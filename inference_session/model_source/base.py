@@ -68,6 +68,9 @@ class ModelSource(ABC):
     def remove(self, path: str) -> None:
         """Remove a file, or a folder with all that it holds; a missing one is no error."""
 
+    def check_space(self, num_bytes: int) -> None:  # noqa: B027
+        """Raise UnavailableError where the place is known to have no room for a copy of so many bytes."""
+
     def hold(self, path: str) -> AbstractContextManager[None]:  # noqa: ARG002
         """Keep others who hold a folder out of it until the context ends, where the place can; it is made if needed.
 

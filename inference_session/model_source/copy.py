@@ -73,8 +73,8 @@ class Copy:
             ConfigurationError: the existing target has other contents.
             ModelFormatError: a file is not what the manifest says; names it.
             OSError: the source cannot be read, or the target not written.
-            UnavailableError: one of them does not answer, another process copies to the target, or the source changes
-                all the time. Run it again.
+            UnavailableError: the target's disk has too little space, one of them does not answer, another process
+                copies to the target, or the source changes all the time. Run it again.
         """
         if not self._is_there:
             with self._staged.hold():
@@ -90,6 +90,7 @@ class Copy:
         for _ in range(MAX_ROUNDS):
             kept = self._staged.prepare(self._origin.name_of(""), self._inventory)
             num_resumed = num_resumed or sum(kept.values())
+            self._place.check_space(self.num_bytes - sum(kept.values()))
             failure = self._transfer(kept, progress)
             if self._is_unchanged():
                 if failure is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from inference_session.errors import ConfigurationError, SourceError
 from inference_session.model_source.base import ChunksFrom, Entry, ModelSource
+from inference_session.platform.disk_space import check_space
 from inference_session.platform.large_pages import open_for_writing
 from inference_session.platform.staging import flush, flush_tree, hold_folder
 
@@ -79,6 +80,9 @@ class LocalSource(ModelSource):
         with open_for_writing(target, "ab") as file:
             for chunk in chunks_from(target.stat().st_size):
                 file.write(chunk)
+
+    def check_space(self, num_bytes: int) -> None:
+        check_space(self.root, num_bytes, "the copy needs")
 
     def make_folder(self, path: str) -> None:
         (self.root / path).mkdir(parents=True, exist_ok=True)

@@ -7,11 +7,12 @@ A recording is a folder:
 
 A hash decides which keys are recorded (sizing/key_sample.py). When a file has grown to its share of the bytes, half of
 its keys are dropped, and the rest go into a file of the next n: it stays a fair sample of the whole recording.
-trace.json is brought up to date once a second.
+trace.json is brought up to date once a second. While the disk is full, keys are dropped.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import tempfile
@@ -38,6 +39,8 @@ _KEYS_SUFFIX = ".keys"
 _MAX_WAITING_BYTES = 32 << 20
 _INTERVAL_S = 1.0
 _MOST_HALVINGS = 62
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What a file system answers that has no room, or gives no more to this user or process."""
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +67,9 @@ class KeyRecorder:
         self._waiting: deque[_Batch] = deque()
         self._waiting_bytes = 0
         self._num_dropped = 0
+        self._has_news = False
+        """Whether trace.json is to be written."""
+        self._is_full_reported = False
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._write_summary()
@@ -72,6 +78,8 @@ class KeyRecorder:
 
     def record(self, lookup: Lookup) -> None:
         """Note the keys of a look-up."""
+        if self._closing.is_set():
+            return
         segments, num_keys = lookup.segments, lookup.num_keys
         num_all = int(num_keys.sum())
         with self._lock:
@@ -96,6 +104,7 @@ class KeyRecorder:
             self._write_waiting()
         except OSError as error:
             _log.warning("recording of keys in %s stopped: %s", self.folder, error)
+            self._closing.set()
         finally:
             for file in self._files:
                 file.close()
@@ -104,13 +113,35 @@ class KeyRecorder:
         with self._lock:
             batches, self._waiting = self._waiting, deque()
             self._waiting_bytes = 0
+        self._has_news |= bool(batches)
         for t, keys in self._by_table(batches):
-            file = self._files[t]
+            self._append(self._files[t], keys)
+        if self._has_news:
+            try:
+                self._write_summary()
+                self._has_news = False
+            except OSError as error:
+                self._pass_over_full_disk(error)
+
+    def _append(self, file: _KeyFile, keys: NDArray[np.int64]) -> None:
+        num_keys = file.num_keys + len(keys)
+        try:
             file.append(keys)
             while file.is_full:
                 file.thin()
-        if batches:
-            self._write_summary()
+        except OSError as error:
+            self._pass_over_full_disk(error)
+            self._num_dropped += num_keys - file.num_keys
+
+    def _pass_over_full_disk(self, error: OSError) -> None:
+        """Report a full disk once; other errors are raised."""
+        if error.errno not in _FULL:
+            raise error
+        if not self._is_full_reported:
+            self._is_full_reported = True
+            _log.warning(
+                "recording of keys in %s: keys are dropped until there is room: %s", self.folder, error.strerror
+            )
 
     def _by_table(self, batches: deque[_Batch]) -> Iterator[tuple[int, NDArray[np.int64]]]:
         for batch in batches:
@@ -135,37 +166,51 @@ class _KeyFile:
         self._folder = folder
         self._table = table
         self._max_bytes = max_bytes
-        self._file: IO[bytes] = self._path.open("wb", buffering=0)
+        self._file: IO[bytes] = self._path(0).open("wb", buffering=0)
 
     @property
     def is_full(self) -> bool:
         return self._file.tell() > self._max_bytes and self._halvings < _MOST_HALVINGS
 
-    @property
-    def _path(self) -> Path:
-        return self._folder / f"{self._table}.{self._halvings}{_KEYS_SUFFIX}"
+    def _path(self, halvings: int) -> Path:
+        return self._folder / f"{self._table}.{halvings}{_KEYS_SUFFIX}"
 
     def append(self, keys: NDArray[np.int64]) -> None:
+        """Write all of them, or none: OSError."""
+        begin = self._file.tell()
+        try:
+            _write(self._file, sampled_keys(keys, self._halvings))
+        except OSError:
+            self._file.truncate(begin)
+            self._file.seek(begin)
+            raise
         self.num_keys += len(keys)
-        self._write(sampled_keys(keys, self._halvings))
 
     def thin(self) -> None:
         """Keep half of the keys, in a new file, which readers find once it is complete."""
-        old = self._path
+        old, new = self._path(self._halvings), self._path(self._halvings + 1)
+        kept = sampled_keys(np.fromfile(old, "<i8").astype(np.int64, copy=False), self._halvings + 1)
+        unfinished = new.with_name(f".{new.name}")
+        file = unfinished.open("wb", buffering=0)
+        try:
+            _write(file, kept)
+            unfinished.replace(new)
+        except OSError:
+            file.close()
+            unfinished.unlink(missing_ok=True)
+            raise
         self._file.close()
-        self._halvings += 1
-        kept = sampled_keys(np.fromfile(old, "<i8").astype(np.int64, copy=False), self._halvings)
-        unfinished = self._path.with_name(f".{self._path.name}")
-        self._file = unfinished.open("wb", buffering=0)
-        self._write(kept)
-        unfinished.replace(self._path)
+        self._file, self._halvings = file, self._halvings + 1
         old.unlink()
-
-    def _write(self, keys: NDArray[np.int64]) -> None:
-        self._file.write(keys.astype("<i8", copy=False).data)
 
     def close(self) -> None:
         self._file.close()
+
+
+def _write(file: IO[bytes], keys: NDArray[np.int64]) -> None:
+    left = keys.astype("<i8", copy=False).view(np.uint8).data
+    while left:
+        left = left[file.write(left) :]  # a disk that is almost full takes a part
 
 
 def create_key_recorder(version: VersionDirectory, config: SessionConfig) -> KeyRecorder | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inference_session.dense_engine import NetworkFile, OnnxEngine
-from inference_session.errors import ModelFormatError, UnavailableError
+from inference_session.errors import ModelFormatError
 from inference_session.model_spec import (
     INDEX_FILE,
     KEY_FILE,
@@ -27,6 +26,7 @@ from inference_session.model_spec import (
     ModelSpec,
     TableSpec,
 )
+from inference_session.platform.disk_space import check_space
 from inference_session.platform.large_pages import copy_file, open_for_writing
 from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_version
@@ -147,7 +147,8 @@ def publish_version(
     entries = manifest.read_manifest(folder)
     with stage_version(repository, name, version) as (staging, version_dir):
         published = PublishedFiles(version_dir.parent)
-        _check_space(repository, sum(entry.num_bytes for entry in entries if not published.find(entry)))
+        needed = sum(entry.num_bytes for entry in entries if not published.find(entry))
+        check_space(repository, needed, "the version needs")
         linked = {entry: _take(folder, staging, entry, published, progress) for entry in entries}
         (staging / MANIFEST_FILE).write_bytes((folder / MANIFEST_FILE).read_bytes())
         _take_indexes(folder, staging, spec, linked)
@@ -205,12 +206,6 @@ def _check_table(folder: Path, table: TableSpec) -> None:
                 f"{path}: {path.stat().st_size} bytes, but session.json says {table.num_rows} rows of "
                 f"{table.embedding_dim} x {table.dtype}, {num_bytes} bytes"
             )
-
-
-def _check_space(repository: Path, num_bytes: int) -> None:
-    free = shutil.disk_usage(repository).free
-    if num_bytes > free:
-        raise UnavailableError(f"{repository}: the version needs {num_bytes} bytes, but only {free} are free")
 
 
 def _check_networks(staging: Path) -> None:

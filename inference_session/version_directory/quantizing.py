@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -11,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.errors import ConfigurationError, ModelFormatError, UnavailableError
+from inference_session.errors import ConfigurationError, ModelFormatError
 from inference_session.model_spec import (
     INDEX_FILE,
     SESSION_FILE,
@@ -22,6 +21,7 @@ from inference_session.model_spec import (
     VectorType,
     bytes_per_row,
 )
+from inference_session.platform.disk_space import check_space
 from inference_session.platform.large_pages import copy_file, open_for_writing
 from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_folder
@@ -101,7 +101,8 @@ def quantize_version(
         raise ConfigurationError(f"{target}: already exists; choose another --output")
     manifest.verify(version_dir, checksums=True, progress=progress)
     with stage_folder(target) as staging:
-        _check_space(target.parent, before, after)
+        needed = sum(new.num_rows * new.row_bytes for _, new in _changed_tables(before, after))
+        check_space(target.parent, needed, "the quantized tables need")
         _share_other_files(version_dir, staging, before, after)
         for old, new in _changed_tables(before, after):
             place = Path(TABLES_FOLDER, old.folder, VECTOR_FILE)
@@ -114,13 +115,6 @@ def quantize_version(
 
 def _changed_tables(before: ModelSpec, after: ModelSpec) -> Iterator[tuple[TableSpec, TableSpec]]:
     return ((old, new) for old, new in zip(before.tables, after.tables, strict=True) if old != new)
-
-
-def _check_space(folder: Path, before: ModelSpec, after: ModelSpec) -> None:
-    needed = sum(new.num_rows * new.row_bytes for _, new in _changed_tables(before, after))
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise UnavailableError(f"{folder}: the quantized tables need {needed} bytes, but only {free} are free")
 
 
 def _share_other_files(version_dir: Path, staging: Path, before: ModelSpec, after: ModelSpec) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import numpy as np
@@ -207,6 +208,21 @@ def test_a_full_disk_is_named(run: Run, model: Path, tmp_path: Path, monkeypatch
 
     assert code == 1
     assert re.fullmatch(rf"hotrow: {re.escape(str(repository / 'ctr'))}/\S+: No space left on device\n", err)
+    assert not repository.exists()
+
+
+def test_a_disk_without_room_for_the_tables_is_named(
+    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the bytes that are needed, and those that are free."""
+    repository = tmp_path / "repository"
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=100, free=10))
+
+    code, _, err = run("import", "onnx", model, "--name", "ctr", "--repository", repository)
+
+    assert code == 1
+    place = re.escape(str(repository / "ctr"))
+    assert re.fullmatch(rf"hotrow: {place}: the tables need \d+ bytes, but only 10 are free\n", err)
     assert not repository.exists()
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -177,6 +178,21 @@ def test_a_copy_killed_between_its_last_steps_is_tidied_up(
 
     assert contents(target) == contents(origin)
     assert folder_of(target) == ["copy"]
+
+
+def test_a_full_disk_is_told_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is copied then. What an interrupted copy has written needs no room again."""
+    (tmp_path / "large").write_bytes(bytes(2 * _BIG))
+    with pytest.raises(_InterruptError):
+        copy(str(tmp_path / "large"), str(tmp_path / "begun"), interrupted_after(_BIG + 300_000))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=9 * _BIG, free=2 * _BIG - 1))
+
+    refused = rf"new: the copy needs {2 * _BIG} bytes, but only {2 * _BIG - 1} are free"
+    with pytest.raises(UnavailableError, match=refused):
+        copy(str(tmp_path / "large"), str(tmp_path / "new" / "copy"))
+    assert not list((tmp_path / "new").rglob("large*"))
+    copy(str(tmp_path / "large"), str(tmp_path / "begun"))
+    assert (tmp_path / "begun").read_bytes() == bytes(2 * _BIG)
 
 
 def test_a_folder_is_not_copied_into_itself(origin: str) -> None:

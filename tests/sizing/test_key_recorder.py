@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from inference_session.sizing.key_recorder import KeyRecorder, read_recording
 from inference_session.sizing.key_sample import KeySample
 from tests.testing import small_model
 from tests.testing.onnx_models import import_model, model_of, table
+from tests.testing.servers import wait_until
 from tests.testing.triton_models import write_ctr
 
 
@@ -115,6 +118,33 @@ def test_files_stay_within_their_bytes(tmp_path: Path) -> None:
     assert sample.rate < 1
     assert sample.keys.tolist() == [key for key in np.concatenate(asked).tolist() if key in kept]
     assert sample.num_keys == 20 * 500
+
+
+def test_recording_goes_on_after_a_full_disk(tmp_path: Path) -> None:
+    """Meanwhile keys are dropped and counted. No key is torn, and none is counted that is not there."""
+    small_model.write(tmp_path / "ctr" / "1")
+    requests = [small_model.random_inputs(6000, np.random.default_rng(seed)) for seed in range(3)]
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    with InferenceSession.open(tmp_path / "ctr" / "1", record_keys=str(tmp_path / "keys")) as session:
+        folder = _only_folder(tmp_path / "keys")
+        session.run(requests[0])
+        wait_until(lambda: _recorded(folder)["hashed"].num_keys == 30_000, "the first keys")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300_001, unlimited[1]))
+        try:
+            session.run(requests[1])
+            wait_until(lambda: _num_dropped(folder) >= 30_000, "keys to be dropped")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        session.run(requests[2])
+
+    asked = [requests[number]["items"].ravel() for number in (0, 2)]
+    assert _recorded(folder)["hashed"].keys.tolist() == np.concatenate(asked).tolist()
+    assert _recorded(folder)["hashed"].num_keys == 60_000
+
+
+def _num_dropped(folder: Path) -> int:
+    return int(json.loads((folder / "trace.json").read_text())["dropped_keys"])
 
 
 def test_a_folder_that_cannot_be_made_fails_the_load(tmp_path: Path) -> None:

@@ -321,7 +321,7 @@ def test_a_file_that_the_manifest_leaves_out_is_not_left_behind(folder: Path, re
 
 def test_a_full_disk_is_told_beforehand(folder: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes needed and the bytes free are compared before anything is copied."""
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10})())
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"total": 100, "free": 10})())
 
     with pytest.raises(UnavailableError, match=r"needs \d+ bytes, but only 10 are free"):
         publish_version(folder, repository, "ctr")

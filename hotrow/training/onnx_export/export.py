@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,9 +33,10 @@ from hotrow.training.onnx_export.inputs import Form, ServedInputs
 from hotrow.training.ranks import Ranks
 from hotrow.training.tables import FileWriter, Table, as_vectors, chunks, create_file, write_table
 from inference_session import InferenceSession
-from inference_session.errors import ConfigurationError, HotrowError, UnavailableError, UnsupportedModelError
+from inference_session.errors import ConfigurationError, HotrowError, UnsupportedModelError
 from inference_session.model_source import local_folder
 from inference_session.model_spec import ModelSpec, folder_names
+from inference_session.platform.disk_space import check_space
 from inference_session.platform.staging import stage_version
 from inference_session.version_directory.manifest import describe_version
 from inference_session.version_directory.publishing import share_unchanged
@@ -83,7 +83,8 @@ def export(
     Raises:
         ConfigurationError: the example, the outputs or the names do not fit, or the version exists.
         UnsupportedModelError: a module cannot be cut out, or the network cannot be traced; the message names it.
-        UnavailableError: another process writes this version; a rank failed, or does not see the repository.
+        UnavailableError: the disk has too little space; another process writes this version; a rank failed, or does
+            not see the repository.
         OSError: the file system refuses a write.
     """
     ranks = Ranks()
@@ -261,10 +262,8 @@ class _Export:
         return files
 
     def _create(self, staging: Path, files: list[ExportedTable]) -> None:
-        free = shutil.disk_usage(staging).free
         num_bytes = sum(file.num_rows * (file.table.row_bytes + 8 * file.table.has_keys) for file in files)
-        if num_bytes > free:
-            raise UnavailableError(f"{self.repository}: the tables need {num_bytes} bytes, but only {free} are free")
+        check_space(self.repository, num_bytes, "the tables need")
         for file in files:
             create_file(staging / file.location, file.num_rows * file.table.row_bytes)
             if file.table.has_keys:

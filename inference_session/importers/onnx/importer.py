@@ -43,6 +43,7 @@ from inference_session.model_spec import (
     ModelSpec,
     VectorType,
 )
+from inference_session.platform.disk_space import check_space
 from inference_session.platform.large_pages import open_for_writing
 from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_version
@@ -277,9 +278,10 @@ class _Import:
         )
 
     def _write_tables(self, carved: CarvedModel, folders: dict[str, str]) -> None:
-        for table in carved.tables:
-            if table.name not in self.places:  # those exist already
-                self._write_table(table, self._table_file(folders[table.name]))
+        tables = [table for table in carved.tables if table.name not in self.places]  # those exist already
+        check_space(self.staging.parent, sum(table.vector_bytes for table in tables), "the tables need")
+        for table in tables:
+            self._write_table(table, self._table_file(folders[table.name]))
 
     def _table_file(self, folder: str) -> Path:
         return self.staging / TABLES_FOLDER / folder / VECTOR_FILE

@@ -44,6 +44,11 @@ class Weight:
         return tensor_bytes(self.elem_type, self.dims)
 
     @property
+    def vector_bytes(self) -> int:
+        """Bytes of the file of a table; see `vector_chunks`."""
+        return self.num_bytes * (2 if self.elem_type == TensorProto.BFLOAT16 else 1)
+
+    @property
     def row_elements(self) -> int:
         """Elements of one row."""
         return math.prod(self.dims[1:])

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from hotrow import training  # noqa: E402
+from hotrow.training.tables import create_file  # noqa: E402
 from inference_session import InferenceSession  # noqa: E402
 from inference_session.errors import ConfigurationError, UnsupportedModelError  # noqa: E402
 from tests.testing import training_models as models  # noqa: E402
@@ -47,6 +48,15 @@ def _bags(seed: int, num_bags: int) -> tuple[Any, Any, Any]:
     ids = torch.from_numpy(random.integers(0, 4, counts.sum()))
     offsets = torch.from_numpy(np.cumsum(counts) - counts)
     return ids, offsets, torch.from_numpy(random.random(len(ids)).astype(np.float32))
+
+
+def test_a_tables_file_has_its_room_from_the_beginning(tmp_path: Path) -> None:
+    """Else a full disk would end the process where a shard of columns is written through a mapping."""
+    create_file(tmp_path / "tables" / "vectors", 1 << 20)
+
+    stat = (tmp_path / "tables" / "vectors").stat()
+    assert stat.st_size == 1 << 20
+    assert stat.st_blocks * 512 >= 1 << 20
 
 
 def test_bags_with_offsets_of_any_number(tmp_path: Path) -> None:

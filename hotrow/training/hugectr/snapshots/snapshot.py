@@ -6,7 +6,6 @@ A snapshot is staged, then put in place file by file; the dense weights, which e
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,6 +33,7 @@ from inference_session.model_source import Copy
 from inference_session.model_source.create import create_source, split_place
 from inference_session.model_source.fetch import fetch
 from inference_session.model_spec import KEY_FILE, VECTOR_FILE
+from inference_session.platform.large_pages import open_for_writing
 from inference_session.platform.staging import ABANDONED_S, working_folder
 
 _ROWS_PER_WRITE = 1 << 20
@@ -180,11 +180,10 @@ def _write_floats(path: Path, tensors: Iterable[Tensor]) -> None:
 
 
 def _write(path: Path, parts: Any) -> None:
-    with path.open("wb") as file:
+    with open_for_writing(path) as file:
         for part in parts:
             file.write(part.tobytes() if isinstance(part, np.ndarray) else part)
         file.flush()
-        os.fsync(file.fileno())
 
 
 def _put_in_place(staging: Path, folder: str, names: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -557,6 +558,21 @@ def test_a_snapshot_that_fails_leaves_no_model(small: Path, monkeypatch: pytest.
     with pytest.raises(OSError, match="No space"):
         model.save_params_to_files("a", 1)
     assert not Path("a_dense_1.model").exists()
+    assert not list(Path().glob(".tmp-*"))
+
+
+def test_a_full_disk_names_the_file_and_leaves_the_snapshot_before(small: Path) -> None:
+    model = make_model(SMALL, small)
+    model.save_params_to_files("a", 1)
+    before = {path: path.read_bytes() for path in Path().rglob("a*") if path.is_file()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*/\.tmp-a_\w+/a"):
+            model.save_params_to_files("a", 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {path: path.read_bytes() for path in Path().rglob("a*") if path.is_file()} == before
     assert not list(Path().glob(".tmp-*"))
 
 
