@@ -87,7 +87,7 @@ _PLAIN: dict[str, Callable[..., Array]] = {
     "Cast": lambda x: x,
     "ReLU": lambda x: np.where(x > 0, x, 0.0),
     "Sigmoid": sigmoid,
-    "MatrixMultiply": lambda a, b: np.einsum("nkl,nlm->nkm", a, b),
+    "MatrixMultiply": lambda a, b: np.einsum("n...kl,n...lm->n...km", a, b),
     "FusedReshapeConcatGeneral": lambda *x: np.concatenate(x, axis=2).reshape(-1, sum(t.shape[2] for t in x)),
 }
 
@@ -193,12 +193,16 @@ def _elu(layer: Mapping[str, Any], x: Sequence[Array], weights: Weights) -> Arra
     return np.where(x[0] >= 0, x[0], layer["elu_param"]["alpha"] * np.expm1(np.minimum(x[0], 0.0)))
 
 
+_DICE_NAMES = (("alpha", "elu_alpha"), ("eps", "epsilon"))
+
+
 def _prelu_dice(layer: Mapping[str, Any], x: Sequence[Array], weights: Weights) -> Array:
     parameters = layer["prelu_dice_param"]
     mean = x[0].mean(axis=0)
     variance = (x[0] ** 2).mean(axis=0) - mean**2
-    p = 1.0 / (1.0 + np.exp((mean - x[0]) / np.sqrt(variance + parameters["eps"])))
-    return p * x[0] + (1.0 - p) * parameters["alpha"] * x[0]
+    alpha, eps = (parameters.get(first, parameters.get(other)) for first, other in _DICE_NAMES)
+    p = 1.0 / (1.0 + np.exp((mean - x[0]) / np.sqrt(variance + eps)))
+    return np.asarray(p * x[0] + (1.0 - p) * alpha * x[0])
 
 
 def _reduce(layer: Mapping[str, Any], x: Sequence[Array], weights: Weights) -> Array:

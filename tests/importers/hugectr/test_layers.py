@@ -48,12 +48,17 @@ def _attention(graph: GraphMaker, **mask: int) -> list[str]:
     return [query, key, value, *([graph.add("SequenceMask", lengths, **mask)] if mask else [])]
 
 
-def _attention_in_steps(graph: GraphMaker) -> str:
-    """As releases before 23.09 have it: scores, their softmax, and a product."""
+def _weights_and_values(graph: GraphMaker) -> list[str]:
+    """Softmax of scores, and the values, each by head."""
     *tensors, mask = _attention(graph, max_sequence_len=6)
     graph.add("MultiHeadAttention", tensors, ["scores", "values"], num_attention_heads=2, transpose_b=True)
     graph.add("Softmax", ["scores", mask], "weights", factor=0.5)
-    return graph.add("MultiHeadAttention", ["weights", "values"], transpose_b=False)
+    return ["weights", "values"]
+
+
+def _attention_in_steps(graph: GraphMaker) -> str:
+    """As releases before 23.09 have it: scores, their softmax, and a product."""
+    return graph.add("MultiHeadAttention", _weights_and_values(graph), transpose_b=False)
 
 
 LAYERS: dict[str, tuple[str, Callable[[GraphMaker], str]]] = {
@@ -101,6 +106,7 @@ LAYERS: dict[str, tuple[str, Callable[[GraphMaker], str]]] = {
         "MatrixMultiply",
         lambda g: g.add("MatrixMultiply", [g.add("Reshape", "emb", leading_dim=4, time_step=6), "emb2"]),
     ),
+    "matrix_multiply_4d": ("MatrixMultiply", lambda g: g.add("MatrixMultiply", _weights_and_values(g))),
     "layer_norm": ("LayerNorm", lambda g: g.add("LayerNorm", "dense", ln_param={"eps": 1e-3})),
     "layer_norm_3d": ("LayerNorm", lambda g: g.add("LayerNorm", "emb", ln_param={"eps": 1e-3})),
     "sequence_mask": (
@@ -154,6 +160,10 @@ LAYERS: dict[str, tuple[str, Callable[[GraphMaker], str]]] = {
         "PReLU_Dice",
         lambda g: g.add("PReLU_Dice", "dense", prelu_dice_param={"alpha": 0.2, "eps": 1e-8}),
     ),
+    "prelu_dice_other_names": (
+        "PReLU_Dice",
+        lambda g: g.add("PReLU_Dice", "dense", prelu_dice_param={"elu_alpha": 0.2, "epsilon": 1e-8}),
+    ),
 }
 
 
@@ -169,7 +179,7 @@ def test_a_layer_computes_its_formula(name: str, tmp_path: Path) -> None:
 
     network = assert_agrees(graph, tmp_path)
 
-    assert network.joinable == (name != "prelu_dice")
+    assert network.joinable == (not name.startswith("prelu_dice"))
 
 
 def test_every_supported_layer_is_tested() -> None:
@@ -177,7 +187,7 @@ def test_every_supported_layer_is_tested() -> None:
     assert set(supported_layers()) == {kind for kind, _ in LAYERS.values()}
 
 
-@pytest.mark.parametrize("name", [name for name in LAYERS if name != "prelu_dice"])
+@pytest.mark.parametrize("name", [name for name in LAYERS if not name.startswith("prelu_dice")])
 def test_no_samples_give_no_predictions(name: str, tmp_path: Path) -> None:
     """An empty batch passes through every layer."""
     graph = maker()
@@ -188,7 +198,7 @@ def test_no_samples_give_no_predictions(name: str, tmp_path: Path) -> None:
     assert found["label"].shape == (0, 1)
 
 
-@pytest.mark.parametrize("name", [name for name in LAYERS if name != "prelu_dice"])
+@pytest.mark.parametrize("name", [name for name in LAYERS if not name.startswith("prelu_dice")])
 def test_a_sample_is_answered_alike_alone_and_in_a_batch(name: str, tmp_path: Path) -> None:
     """A layer never mixes rows of different samples, so that requests may be joined."""
     graph = maker()
@@ -313,6 +323,7 @@ WRONG: list[tuple[str, list[str], dict[str, Any], str]] = [
     ("FusedReshapeConcat", ["emb", "emb2"], {}, "two slots"),
     ("Interaction", ["dense", "emb2"], {}, "have vectors of different sizes"),
     ("MatrixMultiply", ["emb", "emb2"], {}, "cannot be multiplied"),
+    ("MatrixMultiply", ["emb", "dense"], {}, "[samples, 4, 6] and [samples, 6] cannot be multiplied"),
     ("ReduceSum", ["dense"], {"axis": 2}, "found 2; the last axis of [samples, 6] is 1"),
     ("ELU", ["dense"], {"elu_param": {"alpha": 1e39}}, "found 1e+39; allowed: numbers from"),
     ("PReLU_Dice", ["dense"], {"prelu_dice_param": {"alpha": 1, "eps": -1}}, "found -1; allowed: numbers from 0"),

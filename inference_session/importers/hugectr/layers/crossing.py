@@ -34,17 +34,16 @@ def _reduce(build: Builder, op: str, source: str, axis: int) -> str:
 
 
 def matrix_multiply(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Products of matrices, one per row of the first dimension: [n, k, l] @ [n, l, m] = [n, k, m]."""
+    """Products of matrices, one per row of the first dimension: [n, k, l] @ [n, l, m] = [n, k, m], or one per head."""
     if len(bottoms) != 2:
         layer.fail(f"needs two tensors, found {len(bottoms)}", "bottom")
     a, b = bottoms
     if len(a.dims) == 1:
         layer.refuse("a product over the samples of a batch makes an answer depend on other samples")
-    require_rank(layer, a, 3)
-    require_rank(layer, b, 3)
-    if a.rows != b.rows or a.dims[1] != b.dims[0]:
+    *heads, height, depth = a.dims
+    if a.rows != b.rows or b.dims[:-1] != (*heads, depth):
         layer.fail(f"{a} and {b} cannot be multiplied", "bottom")
-    return [Tensor(build.node("MatMul", a.name, b.name), (a.dims[0], b.dims[1]), a.rows)]
+    return [Tensor(build.node("MatMul", a.name, b.name), (*heads, height, b.dims[-1]), a.rows)]
 
 
 def fm_order2(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:

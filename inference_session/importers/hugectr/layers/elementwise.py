@@ -66,9 +66,10 @@ def elu(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Ten
 def prelu_dice(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """Dice: p * x + (1 - p) * alpha * x, p the sigmoid of x normalised over the rows of the batch."""
     x = only(layer, bottoms, rank=2)
-    alpha = layer.number("prelu_dice_param", "alpha")
-    # graph_to_json writes `eps`; hand-written graphs among HugeCTR's own say `epsilon`.
+    # graph_to_json writes `alpha` and `eps`; construct_from_json reads `elu_alpha`; HugeCTR's own graphs say `epsilon`.
+    alpha_name = "elu_alpha" if layer.has("prelu_dice_param", "elu_alpha") else "alpha"
     eps_name = "epsilon" if layer.has("prelu_dice_param", "epsilon") else "eps"
+    alpha = layer.number("prelu_dice_param", alpha_name)
     eps = layer.number("prelu_dice_param", eps_name, low=0)
     build.joinable = False
     centred = build.node("Sub", x.name, _mean_of_rows(build, x.name))
