@@ -277,3 +277,20 @@ def folder_names(names: list[str]) -> list[str]:
             folder = f"{stem}_{count}"
         folders.append(folder)
     return folders
+
+
+def label_names(num_columns: Mapping[str, int]) -> dict[str, list[str]]:
+    """Names for the columns of outputs: a single column has its output's name, others get `_0`, `_1` …
+
+    Where an output or another column has such a name, they get `__0`, `__1` …
+    """
+    labels = {name: [name] for name, number in num_columns.items() if number == 1}
+    taken = set(labels)
+    for name, number in num_columns.items():
+        if number != 1:
+            stem = f"{name}_"
+            while not taken.isdisjoint(columns := [f"{stem}{i}" for i in range(number)]):
+                stem += "_"
+            labels[name] = columns
+            taken.update(columns)
+    return {name: labels[name] for name in num_columns}

@@ -25,6 +25,7 @@ from inference_session.model_spec import (
     TensorSpec,
     folder_names,
     is_folder_name,
+    label_names,
 )
 from inference_session.version_directory.session_file import read_spec, write_spec
 
@@ -302,3 +303,20 @@ def test_folder_names_are_valid_and_distinct(names: list[str]) -> None:
 def test_a_clash_of_folder_names_gets_a_number() -> None:
     """Different names that look alike once cleaned are told apart."""
     assert folder_names(["a.b", "a:b", "a_b", "c"]) == ["a_b", "a_b_2", "a_b_3", "c"]
+
+
+def test_labels_of_several_columns_are_numbered() -> None:
+    """A prediction of one column keeps its output's name."""
+    assert label_names({"ctr": 1, "next": 2}) == {"ctr": ["ctr"], "next": ["next_0", "next_1"]}
+
+
+def test_labels_are_distinct() -> None:
+    """PyTorch and Keras number outputs as columns are numbered: no label may stand for two columns."""
+    outputs = {"softmax": 2, "softmax_1": 1, "softmax_": 1, "softmax__0": 1}
+
+    assert label_names(outputs) == {
+        "softmax": ["softmax___0", "softmax___1"],
+        "softmax_1": ["softmax_1"],
+        "softmax_": ["softmax_"],
+        "softmax__0": ["softmax__0"],
+    }

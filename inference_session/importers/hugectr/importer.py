@@ -25,6 +25,7 @@ from inference_session.model_spec import (
     TensorSpec,
     VectorType,
     folder_names,
+    label_names,
 )
 from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_version
@@ -153,6 +154,7 @@ def _network_spec(
     slots = tuple(embedding.slot_num for embedding in graph.embeddings)
     form = RequestFormat(graph.dense_dim, slots, settings.key_type, model.max_batch_size)
     folders = {table.name: table.folder for table in tables}
+    labels = label_names({label.name: label.dim for label in network.outputs})
     lookups = [
         LookupSpec(folders[embedding.table], f"{KEYS}/{i}", embedding.name, pooling=embedding.combiner)
         for i, embedding in enumerate(graph.embeddings)
@@ -166,12 +168,8 @@ def _network_spec(
         outputs=tuple(TensorSpec(label.name, "float32", (-1, label.dim)) for label in network.outputs),
         tables=tables,
         lookups=tuple(lookups),
-        labels=tuple(
-            label.name if label.dim == 1 else f"{label.name}_{column}"
-            for label in network.outputs
-            for column in range(label.dim)
-        ),
-        label_outputs=tuple(label.name for label in network.outputs),
+        labels=tuple(name for columns in labels.values() for name in columns),
+        label_outputs=tuple(labels),
         joinable=network.joinable,
         layout="hugectr",
         layout_options={**asdict(form), "dense_input": graph.dense_name},

@@ -14,7 +14,15 @@ from inference_session.importers.onnx.probe import Findings
 from inference_session.importers.onnx.tables import VECTOR_TYPES
 from inference_session.importers.onnx.types import Dims, ValueType
 from inference_session.importers.onnx.weights import Weight
-from inference_session.model_spec import PREDICTIONS, LookupSpec, ModelSpec, TableSpec, TensorSpec, folder_names
+from inference_session.model_spec import (
+    PREDICTIONS,
+    LookupSpec,
+    ModelSpec,
+    TableSpec,
+    TensorSpec,
+    folder_names,
+    label_names,
+)
 
 _PREDICTION_TYPES = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
 
@@ -109,8 +117,7 @@ def _labels(
     names = [name for name in floats if num_columns[name] > 0]
     if not findings.batched:
         names = _of_equal_rows(names, outputs, findings)
-    numbers = {name: num_columns[name] for name in names}
-    return {name: [name] if n == 1 else [f"{name}_{i}" for i in range(n)] for name, n in numbers.items()}
+    return label_names({name: num_columns[name] for name in names})
 
 
 def _num_columns(shape: tuple[int, ...]) -> int:

@@ -803,3 +803,14 @@ def test_halves_on_the_way_to_floats(tmp_path: Path) -> None:
     report = import_model(tmp_path, model)
     assert [table.name for table in report.tables] == ["w"]
     assert_same(report, tmp_path / "model.onnx", {"keys": keys}, tolerance=4e-3)
+
+
+def test_each_column_of_the_predictions_has_a_label_of_its_own(tmp_path: Path) -> None:
+    """PyTorch and Keras call outputs `softmax` and `softmax_1`: the columns of one are not called like the other."""
+    graph = """m (int64[b] keys) => (float[b, 4] softmax, float[b] softmax_1) {
+        softmax = Gather(w, keys)  axis = Constant<value = int64[1] {1}>()
+        softmax_1 = ReduceSum<keepdims = 0>(softmax, axis) }"""
+
+    report = check(tmp_path, model_of(graph, {"w": table()}), {"keys": KEYS[:, 0]})
+
+    assert report.spec.labels == ("softmax__0", "softmax__1", "softmax__2", "softmax__3", "softmax_1")
