@@ -240,12 +240,15 @@ def _skip_whole_slices(graph: GraphProto) -> None:
 
 
 def _gather_instead_of_gather_nd(model: ModelProto, weights: dict[str, Weight]) -> None:
-    """GatherND by keys with a last axis of one, as `weight[keys]` is written, is Gather by the keys without it."""
+    """GatherND by keys with a last axis of one, as `weight[keys]` is written, is Gather by the keys without it.
+
+    So that the weight may also be computed, this is done for all values that keys pick from.
+    """
     types: Types | None = None
     for scope in all_graphs(model.graph):
         made_by = producers(scope)
         for node in scope.node:
-            if node.op_type != "GatherND" or node.input[0] not in weights or attribute(node, "batch_dims", 0):
+            if node.op_type != "GatherND" or attribute(node, "batch_dims", 0):
                 continue
             keys = made_by.get(node.input[1])
             while keys is not None and keys.op_type == "Identity":

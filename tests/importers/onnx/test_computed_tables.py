@@ -92,3 +92,66 @@ def test_a_table_that_others_read_too(tmp_path: Path) -> None:
     report = check(tmp_path, model_of(text, {name: CONSTANTS[name] for name in ("w", "half")}), KEYS)
 
     assert sorted(each.name for each in report.tables) == ["t", "w"]
+
+
+def test_rows_of_a_computed_table_may_be_read_by_gather_nd(tmp_path: Path) -> None:
+    """PyTorch writes `(weight / 2)[keys]` so."""
+    text = """g (int64[b, 2] keys) => (float[b, 2, 4] y) {
+        t = Mul(w, half)  a = Constant<value = int64[1] {-1}>()  k = Unsqueeze(keys, a)  y = GatherND(t, k) }"""
+
+    report = check(tmp_path, model_of(text, {name: CONSTANTS[name] for name in ("w", "half")}), KEYS)
+
+    assert [(t.name, t.num_rows) for t in report.tables] == [("t", 1000)]
+
+
+QUANTIZED = np.arange(-4000, 4000).astype(np.int8).reshape(2000, 4)
+ROWS_DEQUANTIZED = {
+    "int8": ("v = Gather(w_quantized, keys)  y = DequantizeLinear(v, s)", QUANTIZED),
+    "uint8, with a zero point": (
+        "z = Constant<value = uint8 {7}>()  v = Gather(w_quantized, keys)  y = DequantizeLinear(v, s, z)",
+        QUANTIZED.view(np.uint8),
+    ),
+    "read twice": (
+        """v = Gather(w_quantized, keys)  f = DequantizeLinear(v, s)  u = Gather(w_quantized, other)
+        g = DequantizeLinear(u, s)  y = Add(f, g)  one = Constant<value = int64 {1}>()  other = Sub(keys, one)""",
+        QUANTIZED,
+    ),
+}
+OTHERWISE = {
+    "a scale for each column": (
+        """c = Constant<value = float[4] {1.0, 2.0, 3.0, 4.0}>()
+        v = Gather(q, keys)  y = DequantizeLinear<axis = 2>(v, c)"""
+    ),
+    "two scales": (
+        """t = Constant<value = float {0.25}>()  v = Gather(q, keys)  f = DequantizeLinear(v, s)  u = Gather(q, keys)
+        g = DequantizeLinear(u, t)  y = Add(f, g)"""
+    ),
+    "rows as they are": "v = Gather(q, keys)  f = DequantizeLinear(v, s)  g = Cast<to = 1>(v)  y = Add(f, g)",
+    "rows as they are, elsewhere": (
+        "v = Gather(q, keys)  f = DequantizeLinear(v, s)  u = Gather(q, keys)  g = Cast<to = 1>(u)  y = Add(f, g)"
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ROWS_DEQUANTIZED)
+def test_a_table_whose_rows_are_dequantized_is_taken_out(tmp_path: Path, kind: str) -> None:
+    """ONNX Runtime's `quantize_dynamic` writes it so, and adds `_quantized` to the table's name."""
+    lines, rows = ROWS_DEQUANTIZED[kind]
+    text = f"g (int64[b, 2] keys) => (float[b, 2, 4] y) {{ s = Constant<value = float {{0.5}}>()  {lines} }}"
+
+    report = check(tmp_path, model_of(text, {"w_quantized": rows}), KEYS)
+
+    assert [(t.name, t.num_rows, t.dtype) for t in report.tables] == [("w", 2000, "float32")]
+    assert not report.stays_dense
+    assert (report.version_dir / "dense.onnx").stat().st_size < 1000
+
+
+@pytest.mark.parametrize("kind", OTHERWISE)
+def test_a_quantized_table_that_is_also_read_otherwise_stays(tmp_path: Path, kind: str) -> None:
+    """One set of numbers could not answer both."""
+    text = f"g (int64[b, 2] keys) => (float[b, 2, 4] y) {{ s = Constant<value = float {{0.5}}>()  {OTHERWISE[kind]} }}"
+
+    report = check(tmp_path, model_of(text, {"q": QUANTIZED}), KEYS)
+
+    assert not report.tables
+    assert [item.name for item in report.stays_dense] == ["q"]
