@@ -186,7 +186,7 @@ class HashRows:
             listener(removed[:0], removed)
 
     def seldom_used(self, unused_for: int | None, used_less_than: int | None) -> Tensor:
-        """The rows, int64 [n], read last more than the one number of steps ago, and less often than the other number."""
+        """The rows, int64 [n], read last more than one number of steps ago, and less often than the other number."""
         used = slice(1, self.index.num_rows)
         chosen = torch.ones(self.num_rows, dtype=torch.bool, device=self.device)
         if unused_for is not None:
