@@ -3,7 +3,10 @@
 import numpy as np
 import pytest
 
-from benchmarks import cache
+from tests.testing import ROOT
+from tests.testing.programs import script_module
+
+cache = script_module(ROOT / "benchmarks" / "cache.py")
 
 
 def test_the_cache_is_compared_with_files(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from itertools import product
 from pathlib import Path
 from types import ModuleType
@@ -14,19 +13,10 @@ from numpy.typing import NDArray
 
 from tests.testing import ROOT
 from tests.testing.browser import Look
+from tests.testing.programs import script_module
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
-
-
-def _module(path: Path) -> ModuleType:
-    """A script's module, without its folder on the path, where names such as `triton` would hide packages."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 _SPEEDS = {"null": 4000.0, "hotrow": 3000.0, "plain": 1500.0}
@@ -35,7 +25,7 @@ _SPEEDS = {"null": 4000.0, "hotrow": 3000.0, "plain": 1500.0}
 @pytest.fixture(scope="module")
 def report_page() -> ModuleType:
     """The script; it imports Matplotlib, which takes long."""
-    return _module(ROOT / "benchmarks" / "report_page.py")
+    return script_module(ROOT / "benchmarks" / "report_page.py")
 
 
 @pytest.fixture(scope="module")

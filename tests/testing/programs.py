@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 from pathlib import Path
+from types import ModuleType
 
 PROGRAM_S = 500
 """How long a program may take on a slow and busy machine: it does more than one wait. A test may take longer."""
@@ -17,3 +19,13 @@ def run_program(*command: str | Path) -> str:
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout
+
+
+def script_module(path: Path) -> ModuleType:
+    """A script's module, without its folder on the path, where names such as `triton` would hide packages."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
