@@ -156,6 +156,11 @@ class HashTable(nn.Module):
         return self._rows.device
 
     @property
+    def vector_dtype(self) -> torch.dtype:
+        """Of the vectors that a look-up answers; rows are float32."""
+        return self._dtype
+
+    @property
     def steps(self) -> int:
         """Steps of training that are complete; may be set."""
         return self._rows.steps

@@ -159,7 +159,7 @@ class EmbeddingStandIn(nn.Module):
         super().__init__()
         self.num_embeddings, self.embedding_dim = table.num_rows, table.embedding_dim
         self.padding_idx = original.padding_idx
-        self._table = table
+        self._table, self._answered = table, _answered(original)
 
     @property
     def weight(self) -> Tensor:
@@ -168,7 +168,8 @@ class EmbeddingStandIn(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name that torch gives it
         """Int [any shape] to [the same, embedding_dim]."""
-        return functional.embedding(_indices(input), self.weight)
+        vectors = functional.embedding(_indices(input), self.weight)
+        return vectors.to(self._answered or vectors.dtype)
 
 
 class BagStandIn(nn.Module):
@@ -179,7 +180,7 @@ class BagStandIn(nn.Module):
         self.num_embeddings, self.embedding_dim = table.num_rows, table.embedding_dim
         self.mode, self.padding_idx = original.mode, original.padding_idx
         self.include_last_offset = original.include_last_offset
-        self._table = table
+        self._table, self._answered = table, _answered(original)
 
     @property
     def weight(self) -> Tensor:
@@ -193,16 +194,19 @@ class BagStandIn(nn.Module):
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         """As nn.EmbeddingBag."""
-        input = _indices(input)  # noqa: A001
-        present = None if self.padding_idx is None else input != self.padding_idx
-        if input.dim() == 2:
-            return self._matrix(input, present, per_sample_weights)
+        pooled = self._pooled(_indices(input), offsets, per_sample_weights)
+        return pooled.to(self._answered or pooled.dtype)
+
+    def _pooled(self, keys: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor:
+        present = None if self.padding_idx is None else keys != self.padding_idx
+        if keys.dim() == 2:
+            return self._matrix(keys, present, weights)
         if offsets is None:
             raise UnsupportedModelError(f"{self._table.path}: a list of ids needs offsets")
-        begins, ends = offsets, torch.cat([offsets[1:], offsets.new_full((1,), 1) * input.shape[0]])
+        begins, ends = offsets, torch.cat([offsets[1:], offsets.new_full((1,), 1) * keys.shape[0]])
         if self.include_last_offset:
             begins, ends = offsets[:-1], offsets[1:]
-        return self._lists(input, begins, ends, present, per_sample_weights)
+        return self._lists(keys, begins, ends, present, weights)
 
     def _matrix(self, keys: Tensor, present: Tensor | None, weights: Tensor | None) -> Tensor:
         vectors = functional.embedding(keys, self.weight)
@@ -232,6 +236,11 @@ class BagStandIn(nn.Module):
             before = functional.pad(present.to(torch.int64).cumsum(0), (1, 0))  # keys in front of each place
             counts = before[ends] - before[begins]
         return pooled / counts.clamp(min=1)[:, None]
+
+
+def _answered(original: nn.Module) -> torch.dtype | None:
+    """The type of the vectors that a hash embedding answers, whose rows are float32; None: that of the rows."""
+    return original.vector_dtype if isinstance(original, HashTable) else None
 
 
 def _indices(keys: Tensor) -> Tensor:

@@ -190,6 +190,14 @@ def table_names(files: Sequence[ExportedTable]) -> list[str]:
     return [f"hotrow_table_{number}" for number in range(len(files))]
 
 
+def computes_in(network: ModelProto, kind: int) -> bool:
+    """Whether weights of a network are of a type of TensorProto, or values are cast to it."""
+    casts = (node for node in network.graph.node if node.op_type == "Cast")
+    return any(tensor.data_type == kind for tensor in network.graph.initializer) or any(
+        item.i == kind for node in casts for item in node.attribute if item.name == "to"
+    )
+
+
 def first_lines(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:4])}"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from onnx import ModelProto
+from onnx import ModelProto, TensorProto
 from torch import Tensor, nn
 
 from hotrow.training.checks import check, is_whole
@@ -22,6 +22,7 @@ from hotrow.training.model_notes import exporting
 from hotrow.training.onnx_export.assembly import assemble
 from hotrow.training.onnx_export.cutting import Cut, find_cuts
 from hotrow.training.onnx_export.dense_network import (
+    computes_in,
     first_lines,
     flat_outputs,
     table_names,
@@ -33,7 +34,7 @@ from hotrow.training.onnx_export.inputs import Form, ServedInputs
 from hotrow.training.ranks import Ranks
 from hotrow.training.tables import FileWriter, Table, as_vectors, chunks, create_file, write_table
 from inference_session import InferenceSession
-from inference_session.errors import ConfigurationError, HotrowError, UnsupportedModelError
+from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError
 from inference_session.model_source import local_folder
 from inference_session.model_spec import ModelSpec, folder_names
 from inference_session.platform.disk_space import check_space
@@ -45,6 +46,8 @@ from triton_backend.repository.config_writer import write_model_config
 _SHARED_FILE = ".ranks"
 _TOLERANCE = 1e-5
 """Tolerance of answers, absolute and relative: float32 sums in another order."""
+_FLOAT16_TOLERANCE = 4e-3
+"""The same where the network computes in float16: about four times the distance of its numbers."""
 
 
 def export(
@@ -309,10 +312,10 @@ class _Export:
         """Take the network apart, describe and verify, in the staging folder."""
         (staging / _SHARED_FILE).unlink()
         plan = self.plan
-        found = assemble(staging, target, network, dict(zip(table_names(files), files, strict=True)))
-        spec = self._spec(found, files)
+        spec = self._spec(_assembled(staging, target, network, files), files)
         describe_version(spec, staging, known=checksums)
-        _verify(staging, spec, plan.inputs.arrays(), expected)
+        tolerance = _FLOAT16_TOLERANCE if computes_in(network, TensorProto.FLOAT16) else _TOLERANCE
+        _verify(staging, spec, plan.inputs.arrays(), expected, tolerance)
         write_model_config(staging, spec, self.name)
         share_unchanged(staging)
 
@@ -371,7 +374,25 @@ def _write_stored(staging: Path, file: ExportedTable, first: int) -> dict[str, s
         return {**checksums, file.location: writer.finish()}
 
 
-def _verify(staging: Path, spec: ModelSpec, arrays: Mapping[str, NDArray[Any]], expected: list[NDArray[Any]]) -> None:
+def _assembled(staging: Path, target: Path, network: ModelProto, files: Sequence[ExportedTable]) -> ModelSpec:
+    try:
+        return assemble(staging, target, network, dict(zip(table_names(files), files, strict=True)))
+    except ModelFormatError as error:
+        if computes_in(network, TensorProto.BFLOAT16):
+            raise UnsupportedModelError(
+                "the model computes in bfloat16, for which ONNX Runtime lacks operators; convert it with .float(), and "
+                "leave torch.autocast out of its forward"
+            ) from error
+        raise
+
+
+def _verify(
+    staging: Path,
+    spec: ModelSpec,
+    arrays: Mapping[str, NDArray[Any]],
+    expected: list[NDArray[Any]],
+    tolerance: float,
+) -> None:
     """UnsupportedModelError if the staged version answers the example differently from the live model."""
     sent = {tensor.name: arrays[tensor.name] for tensor in spec.inputs}
     with InferenceSession.open(staging, device="cpu", update_stream="") as session:
@@ -382,7 +403,7 @@ def _verify(staging: Path, spec: ModelSpec, arrays: Mapping[str, NDArray[Any]], 
             raise UnsupportedModelError(
                 f"output {tensor.name!r} has shape {list(found.shape)} when served, {list(live.shape)} in training"
             )
-        if not np.allclose(found, live, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True):
+        if not np.allclose(found, live, rtol=tolerance, atol=tolerance, equal_nan=True):
             worst = float(np.nanmax(np.abs(found.astype(np.float64) - live.astype(np.float64))))
             raise UnsupportedModelError(
                 f"output {tensor.name!r} differs from the live model's by up to {worst:.3g} on the example: what "

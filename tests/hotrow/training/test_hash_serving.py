@@ -91,6 +91,21 @@ def test_what_is_served_is_what_was_trained(tmp_path: Path, mode: str, device: s
         np.testing.assert_allclose(found, models.live(model, item, lists), atol=EXACT)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("kind", [training.HashEmbedding, training.HashEmbeddingBag])
+def test_a_model_of_another_type_is_served_as_it_answers(tmp_path: Path, kind: Any, dtype: Any) -> None:
+    """Its vectors are converted, its rows are float32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(4, training.SGD(0.1)), nn.Linear(4, 1)).to(dtype)
+    keys = torch.tensor(KEYS) if kind is training.HashEmbedding else torch.tensor([KEYS, KEYS[::-1]])
+    model(keys).sum().backward()
+
+    directory = models.export(model, tmp_path, example=keys)
+
+    (found,) = models.answers(directory, {"input": keys.numpy()})
+    np.testing.assert_allclose(found, models.live(model, keys), atol=2e-3 if dtype is torch.float16 else EXACT)
+
+
 def test_an_embedding_without_rows_is_refused_by_name(tmp_path: Path) -> None:
     """A served table has rows."""
     with pytest.raises(UnsupportedModelError, match="has no rows yet"):

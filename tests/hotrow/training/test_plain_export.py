@@ -171,3 +171,37 @@ def test_an_output_may_have_the_name_of_a_label_that_is_not_served(tmp_path: Pat
     directory = models.export(_Clicks(), tmp_path, example=(ids, torch.ones(3)), outputs=["click"])
     (found,) = models.answers(directory, {"item": np.array([4, 5])})
     assert found.shape == (2,)
+
+
+class _Layers(nn.Module):
+    """A table and layers; the output is float32 in any case."""
+
+    def __init__(self, precision: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(20, 16)
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+        self.precision = precision
+
+    def forward(self, ids: Any) -> Any:
+        with torch.autocast("cpu", self.precision or torch.bfloat16, enabled=self.precision is not None):
+            return self.layers(self.table(ids)).float()
+
+
+def test_a_network_of_float16_is_served_within_its_precision(tmp_path: Path) -> None:
+    """Sums in another order differ by more than those of float32."""
+    model = _Layers().half()
+    ids = torch.arange(20)
+
+    directory = models.export(model, tmp_path, example=ids)
+
+    (found,) = models.answers(directory, {"ids": ids.numpy()})
+    np.testing.assert_allclose(found, models.live(model, ids), atol=4e-3)
+
+
+@pytest.mark.parametrize("model", [_Layers().bfloat16(), _Layers(torch.bfloat16)], ids=["converted", "autocast"])
+def test_a_network_of_bfloat16_is_refused_with_what_to_do(tmp_path: Path, model: Any) -> None:
+    """ONNX Runtime lacks its operators."""
+    with pytest.raises(UnsupportedModelError, match=r"computes in bfloat16, .* convert it with \.float\(\), and leave"):
+        models.export(model, tmp_path, example=torch.arange(20))
+    assert not list(tmp_path.rglob("session.json"))
