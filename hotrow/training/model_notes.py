@@ -23,8 +23,10 @@ class RestoredState(NamedTuple):
 
 
 _exporting = threading.local()
-_restored: weakref.WeakKeyDictionary[Any, RestoredState] = weakref.WeakKeyDictionary()
-_publishers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+RESTORED: weakref.WeakKeyDictionary[Any, RestoredState] = weakref.WeakKeyDictionary()
+"""By model that was restored to an earlier state: rows published since then are no longer its rows."""
+PUBLISHERS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""By model, the publisher of its rows."""
 
 
 def is_exporting() -> bool:
@@ -40,23 +42,3 @@ def exporting() -> Iterator[None]:
         yield
     finally:
         _exporting.active = False
-
-
-def note_restored(model: Any, restored: RestoredState) -> None:
-    """Note that a model was restored to an earlier state: rows published since then are no longer its rows."""
-    _restored[model] = restored
-
-
-def take_restored(model: Any) -> RestoredState | None:
-    """The note of `note_restored`, which is then forgotten."""
-    return _restored.pop(model, None)
-
-
-def note_publisher(model: Any, publisher: Any) -> None:
-    """Note that a model's rows are published from now on."""
-    _publishers[model] = publisher
-
-
-def publisher_of(model: Any) -> Any:
-    """The publisher of a model's rows; None if it has none."""
-    return _publishers.get(model)

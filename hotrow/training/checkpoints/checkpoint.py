@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from hotrow.training.checkpoints.files import METADATA_FILE, CheckpointReader
 from hotrow.training.checkpoints.training_state import TrainingState
 from hotrow.training.checks import whole
-from hotrow.training.model_notes import RestoredState, note_restored, publisher_of
+from hotrow.training.model_notes import PUBLISHERS, RESTORED, RestoredState
 from hotrow.training.ranks import Ranks
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError
 from inference_session.model_source import Copy, create_source, is_url
@@ -126,7 +126,7 @@ class Checkpoint:
         if chosen not in steps:
             raise ConfigurationError(f"{self._place}: no checkpoint of step {chosen}; available: {steps}")
         restored = self._ranks.together(lambda: self._load(chosen))
-        note_restored(self._model, restored)
+        RESTORED[self._model] = restored
         return chosen + 1
 
     def steps(self) -> list[int]:
@@ -183,7 +183,7 @@ class Checkpoint:
 
     def _write(self, folder: Path, tensors: dict[str, Any]) -> None:
         """The files of one rank."""
-        publisher = publisher_of(self._model)
+        publisher = PUBLISHERS.get(self._model)
         if publisher is not None:
             keys = publisher.unconfirmed()
             np.savez(folder / f"{_UNCONFIRMED}{self._ranks.rank}.npz", **keys)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from hotrow.training.checks import whole
-from hotrow.training.model_notes import RestoredState, note_publisher, take_restored
+from hotrow.training.model_notes import PUBLISHERS, RESTORED, RestoredState
 from hotrow.training.onnx_export.cutting import find_cuts
 from hotrow.training.onnx_export.dense_network import unwrapped
 from hotrow.training.ranks import Ranks
@@ -95,7 +95,7 @@ class UpdatePublisher:
             raise
         self._num_steps = 0
         self._is_closed = False
-        note_publisher(model, self)
+        PUBLISHERS[model] = self
 
     @property
     def stats(self) -> OutboxStats:
@@ -185,7 +185,7 @@ class UpdatePublisher:
         ]
 
     def _queue_touched(self) -> None:
-        restored = take_restored(self._model)
+        restored = RESTORED.pop(self._model, None)
         for table in self._tables:
             if restored is not None:
                 table.touch_again(self._keys_since(restored, table))
