@@ -28,8 +28,8 @@ from inference_session.platform.memory import available_bytes
 from inference_session.sizing.memory import PROCESS_BYTES, MemoryItem, bytes_in, memory_items
 from inference_session.version_directory.session_file import read_spec
 from triton_backend.repository.in_place import InPlaceModel, in_place_backend, read_model_folder
-from triton_backend.repository.model_config import CONFIG_FILE, ModelConfig, configured_cache_bytes
-from triton_backend.repository.servable import ServableModel, find_models
+from triton_backend.repository.model_config import configured_cache_bytes
+from triton_backend.repository.servable import ServableModel, find_models, read_config
 
 _ENOUGH_LARGE_PAGES = 0.5
 PACKAGES = {
@@ -149,7 +149,7 @@ def _memory(items: list[MemoryItem]) -> Finding:
 def _needs(repository: Path, model: ServableModel) -> _Needs:
     """The needs of its highest version; nothing if another backend serves it."""
     folder = repository / model.name
-    parameters = ModelConfig.read(folder / CONFIG_FILE).parameters
+    parameters = read_config(folder).parameters
     if backend := in_place_backend(model.backend):
         return _needs_in_place(read_model_folder(folder, model.name, parameters, backend))
     version_dir = folder / str(model.versions[-1])

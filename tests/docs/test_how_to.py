@@ -22,7 +22,7 @@ from tests.testing.broker import Broker
 from tests.testing.certificates import new_authority
 from tests.testing.hugectr_models import write_wide_and_deep
 from tests.testing.manual import ROOT, blocks
-from tests.testing.manual_models import inputs, write_versions
+from tests.testing.manual_models import inputs, write_onnx, write_versions
 from tests.testing.servers import RedisServer
 from tests.testing.walkthrough import Walkthrough
 from triton_backend.launcher.front import find_nginx
@@ -40,6 +40,18 @@ def test_every_page_is_run() -> None:
     pages = {page.stem for page in HOW_TO.glob("*.md") if {"sh", "python"} & {block.language for block in blocks(page)}}
     tests = {name.removeprefix("test_").replace("_", "-") for name in globals() if name.startswith("test_")}
     assert pages - ELSEWHERE <= tests
+
+
+@pytest.mark.triton
+def test_beside_other_models(tritonserver: None, tmp_path: Path) -> None:
+    """A model in Python asks one of ours; the backend is copied into a server's folder."""
+    write_onnx(tmp_path / "ctr.onnx")
+    (tmp_path / "server/backends").mkdir(parents=True)
+    page = Walkthrough(HOW_TO / "beside-other-models.md", tmp_path, {"/opt/tritonserver": f"{tmp_path}/server"})
+    page.run()
+    assert (tmp_path / "server/backends/hotrow/model.py").exists()
+    (scores,) = json.loads(page.outputs[-1].splitlines()[-1])["outputs"]
+    assert (scores["name"], scores["shape"]) == ("scores", [3])
 
 
 def test_deploy(tmp_path: Path) -> None:

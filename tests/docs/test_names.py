@@ -57,6 +57,10 @@ FOREIGN = {
         "max_queue_delay_microseconds",
         "max_queue_size",
         "response_cache",
+        "--rate-limit",
+        "rate_limiter",
+        "model_warmup",
+        "async_exec",
     ),
     *("nv_inference_compute_infer_duration_us", "nv_inference_pending_request_count"),
     # docker, hdfs fetchdt, mv, pip, requests, bash and click

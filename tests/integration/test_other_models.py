@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc
+from tritonclient.utils import InferenceServerException
 
 from tests.testing.programs import run_program
 from tests.testing.served import Serve, Served
@@ -37,6 +38,39 @@ max_batch_size: 8
 input [ { name: "ids" data_type: TYPE_INT64 dims: [ 3 ] } ]
 output [ { name: "ids" data_type: TYPE_INT64 dims: [ 3 ] } ]
 model_transaction_policy { decoupled: true }
+"""
+ITSELF = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    @staticmethod
+    def auto_complete_config(config):
+        config.set_max_batch_size(8)
+        config.add_input({"name": "ids", "data_type": "TYPE_INT64", "dims": [3]})
+        config.add_output({"name": "ids", "data_type": "TYPE_INT64", "dims": [3]})
+        return config
+
+    def execute(self, requests):
+        tensors = [pb_utils.Tensor.from_dlpack("ids", request.inputs()[0].to_dlpack()) for request in requests]
+        return [pb_utils.InferenceResponse([ids]) for ids in tensors]
+"""
+SCHEDULED = """
+version_policy { all { } }
+instance_group [ { count: 1 kind: KIND_CPU rate_limiter { resources [ { name: "turn" count: 1 } ] } } ]
+dynamic_batching {
+  priority_levels: 2
+  default_priority_level: 2
+  default_queue_policy { timeout_action: REJECT allow_timeout_override: true max_queue_size: 100 }
+}
+"""
+WARMED = """
+model_warmup [ {
+  name: "one"
+  batch_size: 1
+  inputs { key: "ids" value { data_type: TYPE_INT64 dims: [ 3 ] input_data_file: "ids" } }
+  inputs { key: "dense" value { data_type: TYPE_FP32 dims: [ 2 ] zero_data: true } }
+} ]
+parameters { key: "unknown_keys" value { string_value: "reject" } }
 """
 ENSEMBLE_CONFIG = """
 platform: "ensemble"
@@ -111,3 +145,60 @@ def test_answers_come_from_tritons_response_cache(served: Served) -> None:
         assert ask(client, "ctr", {"ids": IDS, "dense": DENSE}).as_numpy("click") is None
         statistics = client.get_inference_statistics("ctr", as_json=True)["model_stats"][0]["inference_stats"]
     assert statistics["cache_hit"]["count"] == "2"
+
+
+def test_models_without_a_complete_config_are_served(serve: Serve, repository: Path) -> None:
+    """As most models of onnxruntime are: Triton asks their backends, and models of ours stay as they are."""
+    for name in ("without", "partial"):
+        (repository / name / "1").mkdir(parents=True)
+        (repository / name / "1" / "model.py").write_text(ITSELF, encoding="utf-8")
+    (repository / "partial" / "config.pbtxt").write_text('backend: "python"', encoding="utf-8")
+    (repository / "without" / "1.tmp").mkdir()
+    served = serve(repository)
+
+    with served.grpc_client() as client:
+        for model in ("without", "partial"):
+            np.testing.assert_array_equal(ask(client, model, {"ids": IDS}).as_numpy("ids"), IDS)
+        answer = ask(client, "ctr", {"ids": IDS, "dense": DENSE}, ["click"])
+        np.testing.assert_array_equal(answer.as_numpy("click"), ctr_answer(IDS, DENSE)[:, :1])
+    assert "config.pbtxt of 'partial', 'without' lacks inputs or outputs" in "".join(served.errors)
+
+
+def test_tritons_schedulers_do_their_work(serve: Serve, tmp_path: Path) -> None:
+    """Priorities, turns of a rate limiter, and several versions that requests name."""
+    for version in (1, 2):
+        write_ctr(tmp_path / "ctr" / str(version), scale=version)
+    configure(tmp_path / "ctr", SCHEDULED)
+    served = serve(tmp_path, "--", "--rate-limit=execution_count", "--rate-limit-resource=turn:1")
+
+    assert served.announced == "ctr (versions 1, 2)"
+    with served.grpc_client() as client:
+        for version, priority in ((1, 1), (2, 2), (1, 2)):
+            options = {"model_version": str(version), "priority": priority, "timeout": 1_000_000 * PATIENCE_S}
+            answer = ask(client, "ctr", {"ids": IDS, "dense": DENSE}, **options).as_numpy("OUTPUT0")
+            np.testing.assert_array_equal(answer, ctr_answer(IDS, DENSE, scale=version))
+
+
+def configure(model: Path, text: str) -> None:
+    """Give a model these settings of Triton's, in place of those that it has."""
+    config = (model / "config.pbtxt").read_text(encoding="utf-8")
+    kept = [line for line in config.splitlines() if not line.startswith(("instance_group", "dynamic_batching"))]
+    (model / "config.pbtxt").write_text("\n".join([*kept, text]), encoding="utf-8")
+
+
+def test_a_warm_up_that_fails_fails_the_load(serve: Serve, repository: Path) -> None:
+    """The samples are requests like any other: here one has an unknown key."""
+    write_ctr(repository / "warmed" / "1")
+    configure(repository / "warmed", WARMED)
+    samples = repository / "warmed" / "warmup"
+    samples.mkdir()
+    (samples / "ids").write_bytes(np.array([1, 2, 3], np.int64).tobytes())
+    served = serve(repository, "--model", "warmed")
+    write_ctr(repository / "warmed" / "2")
+    (samples / "ids").write_bytes(np.array([1, 2, 1000], np.int64).tobytes())
+
+    with served.grpc_client() as client:
+        with pytest.raises(InferenceServerException, match="unknown keys"):
+            client.load_model("warmed")
+        answer = ask(client, "warmed", {"ids": IDS, "dense": DENSE}).as_numpy("OUTPUT0")
+        np.testing.assert_array_equal(answer, ctr_answer(IDS, DENSE))

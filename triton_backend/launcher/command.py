@@ -55,6 +55,8 @@ class ServerOptions:
     """The local ports of HTTP and gRPC behind nginx, chosen with the others."""
     verbose: bool = False
     """Show the server's informational log lines too."""
+    complete_configs: bool = False
+    """Let backends describe the inputs and outputs that a config.pbtxt lacks: models in Python load slower then."""
     extra_flags: tuple[str, ...] = ()
     """Flags passed to tritonserver unchanged, after ours."""
 
@@ -163,7 +165,6 @@ def _flags(options: ServerOptions) -> list[str]:
         "--model-control-mode=explicit",
         # Strict readiness turns false while a version is loaded, and stays false after a failed load.
         "--strict-readiness=false",
-        "--disable-auto-complete-config",
         f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
         # What exceeds the pool is freed, although Triton 24.10 still writes to it: keys in streams change, and it dies.
         f"--grpc-infer-allocation-pool-size={_NUM_KEPT_REQUESTS}",
@@ -175,6 +176,8 @@ def _flags(options: ServerOptions) -> list[str]:
         flags += options.own_tls.flags()
     # Percentiles in addition to the averages; the cost is not measurable.
     flags.append("--metrics-config=summary_latencies=true")
+    if not options.complete_configs:
+        flags.append("--disable-auto-complete-config")
     if not options.verbose:
         flags.append("--log-info=false")
     if not any(Path("/dev").glob("nvidia[0-9]*")):

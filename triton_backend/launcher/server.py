@@ -130,7 +130,9 @@ class TritonServer:
             )
             if _hide(repository, models) or any(model.backend in IN_PLACE_BACKENDS for model in models):
                 repository = cleanup.enter_context(_adapted(repository, folder / VIEW_FOLDER))
-            options = replace(options, repository=plain_path(repository, folder))
+            options = replace(
+                options, repository=plain_path(repository, folder), complete_configs=_are_to_complete(models)
+            )
             options = cleanup.enter_context(with_ports(options))
             command = ServerCommand.of(options, installation, backends, folder)
             cleanup.enter_context(_reaper(command.memory_prefix, folder))
@@ -369,6 +371,16 @@ def _hide(repository: Path, models: Sequence[ServableModel]) -> bool:
     for path, reason in hidden:
         say(f"{str(path)!r} is hidden from the server: {reason}; remove or rename it")
     return bool(hidden)
+
+
+def _are_to_complete(models: Sequence[ServableModel]) -> bool:
+    names = [model.name for model in models if not model.is_complete]
+    if names:
+        say(
+            f"config.pbtxt of {', '.join(map(repr, names))} lacks inputs or outputs; Triton asks the backend for them, "
+            "and each load of a model in Python or of hotrow starts one process more"
+        )
+    return bool(names)
 
 
 def _leave_out(error: HotrowError) -> None:

@@ -41,10 +41,10 @@ class ModelConfig:
 
     name: str
     backend: str
-    max_batch_size: int
-    inputs: tuple[TensorConfig, ...]
-    outputs: tuple[TensorConfig, ...]
-    default_model_filename: str
+    max_batch_size: int = 0
+    inputs: tuple[TensorConfig, ...] = ()
+    outputs: tuple[TensorConfig, ...] = ()
+    default_model_filename: str = ""
     parameters: Mapping[str, str] = field(default_factory=dict)
     """Those with a string_value."""
     num_instances: int = 1

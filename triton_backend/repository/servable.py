@@ -28,6 +28,16 @@ _VERSION = re.compile(r"[1-9][0-9]*")
 _NUMBER_AT_START = re.compile(r"[ \t\n\v\f\r]*\+?[0-9]")
 _PLAIN = re.compile(r"[\w./+@%,=-]+")
 _PLAIN_NAME = re.compile(r"[\w.+@%,=-]+", re.ASCII)
+_BACKEND_BY_FILE = {
+    "model.onnx": "onnxruntime",
+    "model.plan": "tensorrt",
+    "model.pt": "pytorch",
+    "model.xml": "openvino",
+    "model.savedmodel": "tensorflow",
+    "model.graphdef": "tensorflow",
+    "model.py": "python",
+}
+"""What Triton takes for the backend of a model without a config.pbtxt, by an entry of its versions."""
 _IN_STUBS = IN_PLACE_BACKENDS | {"hotrow", "python"}
 """Backends whose models run in processes of their own."""
 
@@ -69,6 +79,8 @@ class ServableModel:
     versions: tuple[int, ...]
     """Ascending; Triton serves the highest unless its config says otherwise."""
     backend: str
+    is_complete: bool = True
+    """Whether its config.pbtxt describes its inputs and outputs. If not, its backend has to."""
 
 
 def model_folders(repository: Path) -> Iterator[Path]:
@@ -151,12 +163,9 @@ def _find(
 
 
 def _check_model(folder: Path, backends: Sequence[str]) -> ServableModel:
-    config_file = folder / CONFIG_FILE
-    if not config_file.is_file():
-        raise ConfigurationError(f"model {folder.name!r}: {config_file} does not exist{_hint(folder.parent)}")
-    config = ModelConfig.read(config_file)
+    config = read_config(folder)
     if config.name not in ("", folder.name):
-        raise ConfigurationError(f"{config_file}: name is {config.name!r}, but the folder is {folder.name!r}")
+        raise ConfigurationError(f"{folder / CONFIG_FILE}: name is {config.name!r}, but the folder is {folder.name!r}")
     if backends and config.backend and config.backend not in backends:
         raise ConfigurationError(
             f"model {folder.name!r}: this server has no backend {config.backend!r}; backends: {_listed(backends)}"
@@ -169,7 +178,24 @@ def _check_model(folder: Path, backends: Sequence[str]) -> ServableModel:
     versions = _versions(folder)
     for version in config.chosen_versions(versions):
         _check_version(folder / str(version), config)
-    return ServableModel(folder.name, tuple(versions), config.backend)
+    is_complete = bool(config.inputs and config.outputs) or config.backend in (*IN_PLACE_BACKENDS, "hotrow")
+    return ServableModel(folder.name, tuple(versions), config.backend, is_complete)
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """A model's config.pbtxt; where there is none, what Triton detects; ConfigurationError if it detects nothing."""
+    config_file = folder / CONFIG_FILE
+    if config_file.is_file():
+        return ModelConfig.read(config_file)
+    for name, backend in _BACKEND_BY_FILE.items():
+        if any(_describes_itself(folder / str(version) / name) for version in versions_in(folder)):
+            return ModelConfig(name="", backend=backend)
+    raise ConfigurationError(f"model {folder.name!r}: {config_file} does not exist{_hint(folder.parent)}")
+
+
+def _describes_itself(path: Path) -> bool:
+    """Whether a model is there that a backend can ask for inputs and outputs. Code that cannot tell would get none."""
+    return path.exists() and (path.suffix != ".py" or "auto_complete_config" in path.read_text(errors="replace"))
 
 
 def _hint(folder: Path) -> str:

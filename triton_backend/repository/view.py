@@ -21,7 +21,14 @@ from inference_session.platform.repeated_call import RepeatedCall
 from triton_backend.repository import text_format
 from triton_backend.repository.leased_file import LeasedFile
 from triton_backend.repository.model_config import CONFIG_FILE
-from triton_backend.repository.servable import IN_PLACE_BACKENDS, SOURCE_LINK, is_version, misreading, model_folders
+from triton_backend.repository.servable import (
+    IN_PLACE_BACKENDS,
+    SOURCE_LINK,
+    is_version,
+    misreading,
+    model_folders,
+    read_config,
+)
 
 _SCHEDULERS = ("dynamic_batching", "sequence_batching", "ensemble_scheduling")
 _INTERVAL_S = 0.01
@@ -118,7 +125,7 @@ class RepositoryView:
     def _adapted(self, source: Path, target: Path) -> str:
         """The rewritten text of config.pbtxt; also updates the links next to it."""
         try:
-            text = (source / CONFIG_FILE).read_text(encoding="utf-8")
+            text = _config_text(source)
             config = text_format.parse(text)
             is_in_place = _backend(config) in IN_PLACE_BACKENDS
             _follow_links(source, target, _is_version_folder if is_in_place else _is_harmless)
@@ -175,6 +182,12 @@ def _read_backend(source: Path) -> str:
         return _backend(text_format.parse((source / CONFIG_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return ""
+
+
+def _config_text(source: Path) -> str:
+    """A model's config.pbtxt. Where there is none, it names the backend that Triton cannot detect behind our links."""
+    file = source / CONFIG_FILE
+    return file.read_text(encoding="utf-8") if file.exists() else f'backend: "{read_config(source).backend}"\n'
 
 
 def _is_misread(source: Path) -> bool:

@@ -65,6 +65,54 @@ def test_an_incomplete_model_belongs_to_a_repository_only_if_it_is_wanted(tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("entry", "code", "backend"),
+    [
+        ("model.onnx", "", "onnxruntime"),
+        ("model.savedmodel", "", "tensorflow"),
+        ("model.py", "def auto_complete_config(config):", "python"),
+    ],
+)
+def test_a_model_may_describe_itself(entry: str, code: str, backend: str, tmp_path: Path) -> None:
+    """Triton detects the backend by a file, and asks the backend for the rest."""
+    (tmp_path / "m/1").mkdir(parents=True)
+    (tmp_path / "m/1" / entry).write_text(code, encoding="utf-8")
+
+    (model,) = find_models(tmp_path)
+
+    assert (model.backend, model.is_complete) == (backend, False)
+
+
+@pytest.mark.parametrize("entry", ["model.py", "model.bin"])
+def test_a_model_that_nobody_describes_is_refused(entry: str, tmp_path: Path) -> None:
+    """Triton would serve code that cannot tell its inputs as a model without inputs."""
+    (tmp_path / "m/1").mkdir(parents=True)
+    (tmp_path / "m/1" / entry).write_text("class TritonPythonModel: ...", encoding="utf-8")
+
+    with pytest.raises(ConfigurationError, match=r"config\.pbtxt does not exist"):
+        find_models(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "is_complete"),
+    [
+        ('backend: "python" input { name: "a" } output { name: "b" }', True),
+        ('backend: "onnxruntime" max_batch_size: 8', False),
+        ('backend: "onnxruntime" input { name: "a" }', False),
+        ('backend: "hps"', True),
+    ],
+)
+def test_a_model_is_complete_with_inputs_and_outputs(config: str, is_complete: bool, tmp_path: Path) -> None:
+    """The backends of HugeCTR and HPS need none in it."""
+    (tmp_path / "m/1").mkdir(parents=True)
+    (tmp_path / "m/1/model.py").touch()
+    (tmp_path / "m/config.pbtxt").write_text(config, encoding="utf-8")
+
+    (model,) = find_models(tmp_path)
+
+    assert model.is_complete is is_complete
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
         (".", " is no model repository: give one of those in it, such as .*/r"),

@@ -1,7 +1,11 @@
-"""Entry point of Triton's Python-based backend `hugectr`: the code is in the package next to this folder."""
+"""Entry point of Triton's Python-based backend `hugectr`: the code is the package's, installed next to this folder."""
 
 from triton_backend.backend.quiet_loading import load_quietly
 
-TritonPythonModel = load_quietly("triton_backend.backend.hugectr_model", "TritonPythonModel")
+
+def TritonPythonModel() -> object:  # noqa: N802  Triton's name
+    """A model, in the process that serves it. That which Triton asks to complete a config.pbtxt loads no code."""
+    return load_quietly("triton_backend.backend.hugectr_model", "TritonPythonModel")()
+
 
 __all__ = ["TritonPythonModel"]
