@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -284,11 +284,19 @@ class CreateInferenceSession:
         """
         self._opened = self._open()
 
+    def __reduce__(self) -> NoReturn:
+        _refuse_copy(self)
+
     def __repr__(self) -> str:
         return f"<CreateInferenceSession of model {self._ps_json.models[0].name!r}>"
 
     def _open(self) -> _Opened:
         return _Opened(_open(self._ps_json, self._ps_json.models[0], self._owner))
+
+
+def _refuse_copy(opener: CreateInferenceSession | HPS) -> NoReturn:
+    # The sessions of a copy would be closed once the original is collected.
+    raise TypeError(f"{opener!r} can be neither copied nor pickled: make one where it is used")
 
 
 class _Opened:
@@ -348,6 +356,9 @@ class HPS:
                 f"out_tensor has room for {len(room)} elements, but the vectors need {vectors.size}"
             )
         room[: vectors.size] = vectors.ravel()
+
+    def __reduce__(self) -> NoReturn:
+        _refuse_copy(self)
 
     def __repr__(self) -> str:
         return f"<HPS of models {', '.join(map(repr, self._sessions))}>"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,15 @@ def session_of(source: Source, **more: Any) -> CreateInferenceSession:
 def flat(source: Source) -> list[list[float]]:
     """A request as 3.4 takes it."""
     return [array.ravel().tolist() for array in source.request().values()]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_nothing_opened_is_copied(source: Source, copied: Callable[[object], object]) -> None:
+    """The sessions of a copy would be closed with the original; the error names what was to be copied."""
+    for opened in (session_of(source), HPS(source.ps_json())):
+        with pytest.raises(TypeError, match=r"^<(CreateInferenceSession|HPS) of .* can be neither copied nor pickled"):
+            copied(opened)
+    assert copied(params_of(source))
 
 
 def test_a_model_predicts_as_hugectr_would(models: ExampleModels) -> None:
