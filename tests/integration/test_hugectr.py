@@ -32,6 +32,17 @@ from triton_backend.repository.config_writer import write_model_config
 pytestmark = pytest.mark.triton
 
 NUM_ROWS = (0, 1, 65)
+ENSEMBLE = """
+platform: "ensemble"
+max_batch_size: 64
+input [ { name: "KEYS" data_type: TYPE_INT64 dims: [ -1 ] }, { name: "NUMKEYS" data_type: TYPE_INT32 dims: [ -1 ] } ]
+output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ -1 ] } ]
+ensemble_scheduling { step [ {
+  model_name: "hugectr_wdl_hps" model_version: -1
+  input_map [ { key: "KEYS" value: "KEYS" }, { key: "NUMKEYS" value: "NUMKEYS" } ]
+  output_map { key: "OUTPUT0" value: "OUTPUT0" }
+} ] }
+"""
 
 
 def place(source: Path, folder: Path, *, prefix: str = "") -> Path:
@@ -52,6 +63,8 @@ def in_place(tritonserver: None, models: ExampleModels, tmp_path_factory: pytest
     for folder in (models.wide_and_deep, models.cross_network):
         place(folder, repository / folder.name)
     place(models.wide_and_deep, repository / "hugectr_wdl_hps", prefix="hps_")
+    (repository / "ensemble/1").mkdir(parents=True)
+    (repository / "ensemble/config.pbtxt").write_text(ENSEMBLE, encoding="utf-8")
     for num_rows in NUM_ROWS:
         folder = repository / f"rows_{num_rows}"
         place_small(folder, Source(folder, (num_rows, num_rows)))
@@ -124,15 +137,14 @@ def test_a_users_folder_answers_as_hugectr_would(in_place: Served, models: Examp
     assert (in_place.repository / name / "config.pbtxt").read_bytes() == (folder / "config.pbtxt").read_bytes()
 
 
-def test_tables_alone_answer_as_hps_would(in_place: Served, models: ExampleModels) -> None:
-    """KEYS and NUMKEYS give the vectors, flat."""
+@pytest.mark.parametrize("model", ["hugectr_wdl_hps", "ensemble"])
+def test_tables_alone_answer_as_hps_would(in_place: Served, models: ExampleModels, model: str) -> None:
+    """KEYS and NUMKEYS give the vectors, flat; as a step of an ensemble, as those of Merlin Systems have it, too."""
     folder = models.wide_and_deep
 
     with in_place.grpc_client() as grpc, in_place.http_client() as http:
         for client in (grpc, http):
-            assert_answers(
-                client, "hugectr_wdl_hps", requests_of(folder / "hps_requests.npz"), folder / "hps_expected.npz"
-            )
+            assert_answers(client, model, requests_of(folder / "hps_requests.npz"), folder / "hps_expected.npz")
 
 
 def test_a_missing_gpu_is_said_once(in_place: Served) -> None:
