@@ -20,6 +20,7 @@ from typing import IO, Any, NamedTuple
 import torch
 from onnx import ModelProto
 from torch import Tensor
+from torch.export.graph_signature import InputKind, TensorArgument
 
 from hotrow.training.checkpoints.files import CheckpointReader
 from hotrow.training.onnx_export.assembly import assemble
@@ -370,13 +371,33 @@ def _network(program: Any, files: Mapping[str, ExportedTable]) -> ModelProto:
     with quiet():
         try:
             exported: Any = torch.onnx.export(
-                program, output_names=outputs, dynamo=True, external_data=False, verbose=False, optimize=False
+                program,
+                input_names=_parameter_names(program),
+                output_names=outputs,
+                dynamo=True,
+                external_data=False,
+                verbose=False,
+                optimize=False,
             )
             _unbind(exported.model.graph, files)
             exported.optimize()
         except Exception as error:
             raise UnsupportedModelError(f"the program cannot be written as ONNX: {first_lines(error)}") from error
     return _bound(exported.model_proto, files)
+
+
+def _parameter_names(program: Any) -> list[str] | None:
+    """Those of forward, as they are: torch writes them in lower case. None where not each of them is one tensor."""
+    signature = program.module_call_graph[0].signature
+    names = signature.forward_arg_names if signature is not None else None
+    parameters = [each for group in program.call_spec.in_spec.children_specs for each in group.children_specs]
+    inputs = [each.arg for each in program.graph_signature.input_specs if each.kind is InputKind.USER_INPUT]
+    is_one_tensor_each = all(each.type is None for each in parameters) and all(
+        isinstance(each, TensorArgument) for each in inputs
+    )
+    if names is None or not is_one_tensor_each or not len(names) == len(parameters) == len(inputs):
+        return None
+    return list(names)
 
 
 def _unbind(graph: Any, files: Mapping[str, ExportedTable]) -> None:

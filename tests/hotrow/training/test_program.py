@@ -76,6 +76,43 @@ def test_a_program_with_its_tables_inside(tmp_path: Path) -> None:
     assert (tmp_path / "ctr" / "config.pbtxt").exists()
 
 
+class _Scores(nn.Module):
+    """Its parameters are called as the columns of a table of data often are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.Embedding(9, 2)
+
+    def forward(self, C1: Any, I1: Any, c1: Any, features: Any = None) -> Any:  # noqa: N803
+        scale = I1 if features is None else features["I2"]
+        return {"click": (self.items(C1) * scale.unsqueeze(1) - self.items(c1)).sum(1)}
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_inputs_have_the_names_of_the_parameters(by_name: bool, tmp_path: Path) -> None:
+    """In their own case, which torch does not keep in its programs."""
+    given = {"C1": torch.tensor([1, 2]), "I1": torch.tensor([0.5, 3.0]), "c1": torch.tensor([3, 0])}
+    network = _Scores().eval()
+    example: tuple[Any, Any] = ((), given) if by_name else (tuple(given.values()), {})
+    torch.export.save(torch.export.export(network, *example), tmp_path / "ctr.pt2")
+
+    report = import_program(tmp_path / "ctr.pt2", tmp_path, "ctr")
+
+    assert [tensor.name for tensor in report.spec.inputs] == ["C1", "I1", "c1"]
+    (found,) = models.answers(report.version_dir, {name: tensor.numpy() for name, tensor in given.items()})
+    np.testing.assert_allclose(found, network(**given)["click"].detach().numpy(), atol=1e-6)
+
+
+def test_inputs_of_a_dict_keep_the_names_of_the_program(tmp_path: Path) -> None:
+    """One parameter is several inputs, or none."""
+    given = (torch.tensor([1, 2]), torch.tensor([0.5, 3.0]), torch.tensor([3, 0]), {"I2": torch.tensor([1.0, 2.0])})
+    torch.export.save(torch.export.export(_Scores().eval(), given), tmp_path / "ctr.pt2")
+
+    report = import_program(tmp_path / "ctr.pt2", tmp_path, "ctr")
+
+    assert {"c1", "features_i2"} <= {tensor.name for tensor in report.spec.inputs}
+
+
 def test_weights_of_a_checkpoint_take_the_place_of_the_programs_own(tmp_path: Path) -> None:
     """One of ours, and one that torch alone wrote."""
     path = _program(_Network(), tmp_path / "ctr.pt2")
