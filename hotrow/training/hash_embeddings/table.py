@@ -384,7 +384,8 @@ class HashTable(nn.Module):
         if self.max_age is not None and self.steps % max(1, self.max_age // 8) == 0:
             self.evict(unused_for=self.max_age)
         if self.max_rows is not None:
-            self._keep_to(-(-self.max_rows // place_in_group().size))
+            rank, num_ranks = place_in_group()
+            self._keep_to((self.max_rows + num_ranks - 1 - rank) // num_ranks)  # together `max_rows`
 
     def _is_scaled(self) -> bool:
         return self.grad_scaler is not None and self.grad_scaler.is_enabled()

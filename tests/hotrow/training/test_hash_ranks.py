@@ -98,6 +98,21 @@ def test_several_ranks_train_as_one(tmp_path: Path, num_ranks: int, device: str)
     assert not found[-1, 1:].any()
 
 
+def _hold(rank: int) -> None:
+    table = training.HashEmbedding(2, training.SGD(0.1), max_rows=20)
+    for first in range(0, 300, 30):
+        table(torch.arange(first, first + 30)).sum().backward()
+        held = torch.tensor(len(table))
+        assert held > 0
+        torch.distributed.all_reduce(held)
+        assert held <= 20
+
+
+def test_all_ranks_together_hold_no_more_rows_than_asked() -> None:
+    """Also where the number is no multiple of the ranks."""
+    jobs.run_ranks(_hold, num_ranks=3)
+
+
 SIZES = [8, 0, 40, 1000, 40, 1, 300, 1000]
 """Samples of batches of which some have more keys for a rank than the batches before."""
 
