@@ -149,12 +149,12 @@ class DataReader:
             self._is_eof = False
             pieces = batches(self.source, self.num_at_once * self._batch_size, repeats=self._repeats)
             self._ahead = _Ahead(map(self._prepare, pieces))
-            weakref.finalize(self, self._ahead.close)
+            self._close = weakref.finalize(self, self._ahead.close)
 
     def stop(self) -> None:
         """Stop reading."""
         if self._ahead is not None:
-            self._ahead.close()
+            self._close()
             self._ahead = None
         self._begun.clear()
 

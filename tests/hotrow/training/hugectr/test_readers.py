@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import struct
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,7 @@ from hotrow.training.hugectr.readers.batches import DataReader, batches
 from hotrow.training.hugectr.readers.block import Bags, Block
 from inference_session.errors import ConfigurationError, ModelFormatError
 from tests.testing.hugectr_training_records import Records, make_records, samples_of, shape, source
+from tests.testing.servers import wait_until
 
 pytestmark = pytest.mark.training
 
@@ -101,6 +104,28 @@ def test_in_epoch_mode_a_reader_ends_and_starts_again(tmp_path: Path) -> None:
         assert sizes == [8, 2]
         assert reader.is_eof()
     reader.stop()
+
+
+def test_what_was_read_ahead_is_forgotten_where_a_reader_starts_again(tmp_path: Path) -> None:
+    record_shape = shape(1, 0, (1, 1))
+    records = make_records(RANDOM, 1000, record_shape, limit=100, is_fixed=True)
+    tools.write_norm(
+        tmp_path / "a", records.labels, records.dense, records.slots, key_type=np.dtype("<i8"), is_checked=False
+    )
+    tools.write_file_list(tmp_path / "a.txt", [tmp_path / "a"])
+    pieces: list[weakref.ref[Block]] = []
+
+    def noted(piece: Block) -> Block:
+        pieces.append(weakref.ref(piece))
+        return piece
+
+    reader = DataReader(source(tmp_path / "a.txt", record_shape), 8, repeats=False, prepare=noted)
+    reader.set_source()
+    assert reader.next_batch() is not None
+    wait_until(lambda: len(pieces) > 4, "pieces that wait in the queue")
+    reader.stop()
+    gc.collect()
+    assert not any(piece() for piece in pieces)
 
 
 @pytest.mark.parametrize("is_float", [True, False])
