@@ -43,8 +43,8 @@ BRING_BACK_S = 0.1
 _REST_S = 0.001
 """Pause between two pieces of that, for threads that wait to write."""
 _MAY_HAVE_LOST = (
-    "tier %s of the parameter server is another server than the one that took the last writes, and may lack some of"
-    " them; no tier below has them, so write them again"
+    "tier %s of the parameter server is another server, or a Cluster of other nodes, than took the last writes, and may"
+    " lack some of them; no tier below has them: unless nodes were added or removed on purpose, write them again"
 )
 
 _MISSES_WRITES = (

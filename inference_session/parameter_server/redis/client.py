@@ -7,7 +7,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from inference_session.errors import HotrowError, UnavailableError
 from inference_session.parameter_server.redis import layout
@@ -44,6 +44,7 @@ _MAX_IDLE = 16
 _MAX_ATTEMPTS = 3
 _MAX_REDIRECTIONS = 5
 
+Answer = TypeVar("Answer")
 Read = Callable[[RedisConnection, Any, Deadline], None]
 """Reads the replies to some commands from the connection that they were sent over."""
 
@@ -159,19 +160,23 @@ class RedisClient:
     def try_read(self, name: bytes) -> None:
         """Raise what reading a hash raises, whichever process has it now; nothing where there is none."""
         deadline = Deadline(self._timeout_ms)
-        with contextlib.suppress(RedirectedError, WrongTypeError):  # both come after the access list has been asked
-            self._ask(self._topology.address(name, deadline), ("HMGET", name, bytes(8)), deadline)
+        try:
+            with contextlib.suppress(WrongTypeError):  # this and a redirection come after the access list was asked
+                self._ask(self._topology.address(name, deadline), ("HMGET", name, bytes(8)), deadline)
+        except RedirectedError as error:
+            if error.address is None:
+                raise
 
     def incarnations(self) -> str:
         """Identifies the processes that have rows, as opposed to earlier or later ones, and whose rows they have."""
         deadline = Deadline(self._timeout_ms)
-        return " ".join(sorted(self._incarnation(address, deadline) for address in self._topology.servers(deadline)))
+        return " ".join(sorted(self._of_each_server(self._incarnation, deadline)))
 
     def eviction_policies(self) -> set[str]:
         """The policies of those servers that may evict rows; StoreError where the user lacks the permission to ask."""
         deadline = Deadline(self._timeout_ms)
-        servers = self._topology.servers(deadline)
-        return {eviction_policy_in(self._ask(server, MEMORY_COMMAND, deadline)) for server in servers} - {""}
+        replies = self._of_each_server(lambda server, deadline: self._ask(server, MEMORY_COMMAND, deadline), deadline)
+        return {*map(eviction_policy_in, replies)} - {""}
 
     def trust(self, incarnations: str) -> None:
         """Ask only these processes for rows, as `incarnations` gives them; empty: any."""
@@ -196,6 +201,16 @@ class RedisClient:
             # A Redis whose disk takes no snapshot refuses PING, as it refuses writes. Rows can still be read.
             if "MISCONF" not in str(error):
                 raise
+
+    def _of_each_server(self, ask: Callable[[Address, Deadline], Answer], deadline: Deadline) -> list[Answer]:
+        """What each server that has rows answers. One that does not may have left its Cluster, and nothing else would
+        show that where no row of ours was there.
+        """
+        try:
+            return [ask(address, deadline) for address in self._topology.servers(deadline)]
+        except DisconnectedError:
+            self._topology.refresh(deadline)
+        return [ask(address, deadline) for address in self._topology.servers(deadline)]
 
     def _incarnation(self, address: Address, deadline: Deadline) -> str:
         run_id = run_id_in(self._ask(address, RUN_ID_COMMAND, deadline))

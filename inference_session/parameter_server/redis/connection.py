@@ -29,9 +29,7 @@ _MAX_REPLY_BYTES = 512 << 20
 """Redis allows no longer strings. Memory is allocated by the length that a reply states."""
 _MAX_DEPTH = 8
 """Levels of lists within lists; no reply that we ask for has more than three."""
-PASSING_CODES = frozenset(
-    ("LOADING", "READONLY", "OOM", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "BUSY", "MISCONF", "NOREPLICAS")
-)
+PASSING_CODES = frozenset(("LOADING", "READONLY", "OOM", "MASTERDOWN", "TRYAGAIN", "BUSY", "MISCONF", "NOREPLICAS"))
 """Errors of a healthy server that will accept the command later."""
 
 _TLS_FILES = ("tls_ca_certificate", "tls_client_certificate", "tls_client_key")
@@ -384,6 +382,8 @@ class RedisConnection:
         code = text.partition(" ")[0]
         if code in ("MOVED", "ASK"):
             return self._redirection(text)
+        if code == "CLUSTERDOWN":  # also what a node says that has left its Cluster, while others have its slots
+            return RedirectedError(f"Redis at {self.name} answers: {text}")
         if code == "WRONGTYPE":
             return WrongTypeError(f"Redis at {self.name} answers: {text}")
         kind = UnavailableError if code in PASSING_CODES or text.startswith(_TOO_MANY_CLIENTS) else StoreError
