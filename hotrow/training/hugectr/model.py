@@ -407,8 +407,8 @@ class Model:
     def dump_incremental_model_2kafka(self) -> NoReturn:
         """Refused."""
         raise UnsupportedModelError(
-            "Model.dump_incremental_model_2kafka is not supported; hotrow.training.UpdatePublisher sends rows to "
-            "servers while a model trains"
+            "Model.dump_incremental_model_2kafka is not supported; publish what Model.get_incremental_model returns "
+            "with inference_session.update_stream.Publisher"
         )
 
     @property

@@ -40,7 +40,7 @@ _REQUIRED: Any = object()
 """Marks an argument without a default that follows one with a default."""
 _SCALERS = (128, 256, 512, 1024)
 _SOLVER_INSTEAD = {
-    "kafka_brockers": "hotrow.training.UpdatePublisher and `hotrow publish` send rows to servers",
+    "kafka_brockers": "inference_session.update_stream.Publisher and `hotrow publish` send rows to servers",
 }
 """Unsupported arguments of the solver, and what to use in their place."""
 _LATER_ARGUMENTS: Mapping[Layer_t, Mapping[str, Any]] = {
