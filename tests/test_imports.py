@@ -26,7 +26,8 @@ LIBRARY = {
     "requests": "config errors kernels model_spec platform",
     "device": "errors kernels model_spec platform",
     "tables": "device errors kernels model_spec platform",
-    "dense_engine": "config device errors platform",
+    "onnx_graphs": "",
+    "dense_engine": "config device errors onnx_graphs platform",
     "embedding_cache": "device errors kernels model_spec platform stats tables",
     "version_directory": "config dense_engine errors model_spec platform tables",
     "model_source": "errors platform version_directory",
@@ -37,7 +38,7 @@ LIBRARY = {
     "sizing": "config device embedding_cache errors kernels model_spec tables version_directory",
     "execution": "config dense_engine device embedding_cache errors kernels model_spec parameter_server platform"
     " requests rows sizing stats tables update_stream version_directory",
-    "importers": "config dense_engine errors kernels model_source model_spec platform requests tables"
+    "importers": "config dense_engine errors kernels model_source model_spec onnx_graphs platform requests tables"
     " version_directory",
     "session": "config dense_engine device errors execution kernels model_spec requests rows sizing stats update_stream"
     " version_directory",

@@ -28,8 +28,8 @@ from hotrow.training.onnx_export.inputs import (
 )
 from hotrow.training.tables import Table
 from inference_session.errors import ConfigurationError, UnsupportedModelError
-from inference_session.importers.onnx.graph import all_nodes, rename
 from inference_session.importers.onnx.weights import refer_to
+from inference_session.onnx_graphs import all_nodes, rename
 
 _DOMAIN = "hotrow.training"
 _SIZES_HINT = (

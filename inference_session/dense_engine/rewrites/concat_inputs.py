@@ -22,8 +22,8 @@ from onnx.shape_inference import InferenceError
 
 from inference_session.dense_engine.base import ConcatInput, ConcatOperands, GivenColumns
 from inference_session.dense_engine.network_file import NetworkFile
-from inference_session.dense_engine.rewrites.parts import needed_nodes
 from inference_session.dense_engine.rewrites.products import Product, Products
+from inference_session.onnx_graphs import attribute, needed_nodes, reads
 
 _NAME = "hotrow_concat"
 _SHAPING = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
@@ -100,7 +100,7 @@ class _Network:
         if not products or not vectors or not given or any(product.matrix.shape[0] != total for product in products):
             return None
         new = ConcatInput(
-            self._products.new_name(_NAME),
+            self._products.names.fresh(_NAME),
             tuple(column.name for column in vectors),
             sum(column.width for column in vectors),
             tuple(GivenColumns(column.name, column.width) for column in given),
@@ -160,8 +160,7 @@ class _Network:
         rows = [product.matrix[column.first : column.first + column.width] for column in ordered]
         matrix[: len(product.matrix)] = np.concatenate(rows)
         node = product.nodes[-1]
-        settings = {item.name: helper.get_attribute_value(item) for item in node.attribute}
-        stored = np.ascontiguousarray(matrix.T) if settings.get("transB", 0) else matrix
+        stored = np.ascontiguousarray(matrix.T) if attribute(node, "transB", 0) else matrix
         node.input[:2] = [new.name, self._products.add_constant(f"{node.output[0]}/matrix", stored)]
 
     def _replace_inputs(self, new: ConcatInput, columns: Mapping[str, _Column]) -> None:
@@ -199,7 +198,9 @@ def _sizes(value: ValueInfoProto) -> Sequence[int]:
 def _drop_unread(model: ModelProto) -> None:
     """Remove nodes and constants whose values nothing reads any more."""
     graph = model.graph
-    kept, read = needed_nodes(graph, graph.output)
+    outputs = [value.name for value in graph.output]
+    kept = needed_nodes(graph.node, outputs)
+    read = set(outputs).union(*map(reads, kept))
     values = read | {name for node in kept for name in node.output}
     tensors = [tensor for tensor in graph.initializer if tensor.name in read]
     infos = [info for info in graph.value_info if info.name in values]

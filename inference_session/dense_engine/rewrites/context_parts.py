@@ -11,7 +11,8 @@ from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 
 from inference_session.dense_engine.network_file import NetworkFile
 from inference_session.dense_engine.onnx import OnnxEngine
-from inference_session.dense_engine.rewrites.parts import names_read, part_of
+from inference_session.dense_engine.rewrites.parts import part_of
+from inference_session.onnx_graphs import producers, reads
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class _Division:
     def __post_init__(self) -> None:
         self.candidates = {value.name for value in self.model.graph.input} - self.context
         for node in self.model.graph.node:
-            read = names_read(node)
+            read = reads(node)
             if read & self.candidates:
                 self.candidates.update(node.output)
             elif read & self.context:
@@ -54,12 +55,12 @@ class _Division:
 
     def border(self) -> list[str]:
         """The values that the candidates' part reads, or whose shape it reads."""
-        made_by = {name: node for node in self.model.graph.node for name in node.output}
+        made_by = producers(self.model.graph)
         outputs = {value.name for value in self.model.graph.output}
         waiting = [node for node in self.model.graph.node if self.candidates & {*node.output}]
         found: dict[str, None] = {}
         while waiting:
-            for name in sorted(names_read(waiting.pop()) & self.context):
+            for name in sorted(reads(waiting.pop()) & self.context):
                 if name in self.sizes:
                     waiting.append(made_by[name])
                 else:

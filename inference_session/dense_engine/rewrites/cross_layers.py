@@ -96,7 +96,7 @@ def _merged(layer: _Layer, name: str, before: str, products: Products) -> list[N
     wide[rank] = layer.wide.bias if before else layer.wide.bias + np.float32(1)
     constants = {"narrow_matrix": narrow, "ones": ones, "wide_matrix": wide}
     first, second, third = (products.add_constant(f"{name}/{part}", array) for part, array in constants.items())
-    names = [products.new_name(f"{name}/{part}") for part in ("narrow", "factor")]
+    names = [products.names.fresh(f"{name}/{part}") for part in ("narrow", "factor")]
     return [
         helper.make_node("Gemm", [layer.value, first, second], names[:1]),
         helper.make_node("Gemm", [names[0], third, *([before] if before else [])], names[1:]),

@@ -11,9 +11,10 @@ from onnxruntime.transformers.float16 import convert_float_to_float16
 
 from inference_session.dense_engine.network_file import NetworkFile
 from inference_session.dense_engine.rewrites.cross_layers import merge_cross_layers
-from inference_session.dense_engine.rewrites.parts import names_read, read_network
+from inference_session.dense_engine.rewrites.parts import read_network
 from inference_session.dense_engine.rewrites.relu_layers import merge_relu_layers
 from inference_session.errors import UnsupportedModelError
+from inference_session.onnx_graphs import reads
 
 _CONVERSION_ERRORS = (AssertionError, EncodeError, ValueError, RuntimeError)
 """What the converter raises, for instance of networks of 2 GiB and more."""
@@ -48,7 +49,7 @@ def _narrow(model: ModelProto, names: Collection[str]) -> None:
     """Let inputs be float16 that nothing reads but casts to float16, which ONNX Runtime then removes."""
     readers: dict[str, list[NodeProto]] = {name: [] for name in names}
     for node in model.graph.node:
-        for name in names_read(node) & readers.keys():
+        for name in reads(node) & readers.keys():
             readers[name].append(node)
     for tensor in model.graph.input:
         casts = readers.get(tensor.name)

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper, shape_inference
+from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, numpy_helper, shape_inference
 
-from inference_session.dense_engine.rewrites.parts import names_read, part_of
+from inference_session.dense_engine.rewrites.parts import part_of
+from inference_session.onnx_graphs import attribute, bodies, constants, is_random, reads
 
 _PRODUCTS = ("MatMul", "Gemm")
 _SHAPE = "/hotrow_shape"
@@ -81,13 +82,13 @@ class _Network:
         self.values: dict[str, ValueInfoProto] = {
             value.name: value for values in (graph.input, graph.value_info, graph.output) for value in values
         }
-        self._tensors = {tensor.name: tensor for tensor in graph.initializer}
+        self._tensors = constants(graph)
         for node in graph.node:
             if node.op_type == "Constant" and node.attribute[0].name == "value":
                 self._tensors[node.output[0]] = node.attribute[0].t
         self.constants = set(self._tensors)
         for node in graph.node:
-            if names_read(node) <= self.constants and not node.op_type.startswith("Random"):
+            if reads(node) <= self.constants and not bodies(node) and not is_random(node):
                 self.constants.update(node.output)
 
     def sorted_nodes(self) -> tuple[list[NodeProto], list[NodeProto]]:
@@ -97,12 +98,12 @@ class _Network:
         for node in reversed(self.model.graph.node):
             if not needed.intersection(node.output) or self.constants.issuperset(node.output):
                 continue
-            needed |= names_read(node)
+            needed |= reads(node)
             if left.isdisjoint(node.output) and self._is_layer(node):
                 layers.append(node)
             else:
                 first.append(node)
-                left |= names_read(node)
+                left |= reads(node)
         return first, layers
 
     def row_shape(self, name: str) -> tuple[int, ...] | None:
@@ -201,7 +202,7 @@ def _is_gemm(network: _Network, node: NodeProto) -> bool:
     ranks = network.constant_ranks(node)
     return (
         _reads_first_only(network, node)
-        and not _attribute(node, "transA", 0)
+        and not attribute(node, "transA", 0)
         and ranks is not None
         and all(rank < 2 for rank in ranks[1:])
     )
@@ -210,7 +211,7 @@ def _is_gemm(network: _Network, node: NodeProto) -> bool:
 def _is_concatenation(network: _Network, node: NodeProto) -> bool:
     shapes = network.variables(node)
     is_plain = len(shapes) == len(node.input) and len({len(shape) for shape in shapes}) == 1
-    return is_plain and _spares_samples(network, node, [_attribute(node, "axis", 0)])
+    return is_plain and _spares_samples(network, node, [attribute(node, "axis", 0)])
 
 
 def _is_reshape(_: _Network, node: NodeProto) -> bool:
@@ -224,7 +225,7 @@ def _is_transposition(_: _Network, node: NodeProto) -> bool:
 
 def _is_choice(network: _Network, node: NodeProto) -> bool:
     """A Gather of columns that are known."""
-    columns, axis = network.constant(node, 1), _attribute(node, "axis", 0)
+    columns, axis = network.constant(node, 1), attribute(node, "axis", 0)
     if columns is None or not _reads_first_only(network, node):
         return False
     (shape,) = network.variables(node)
@@ -236,12 +237,12 @@ def _is_choice(network: _Network, node: NodeProto) -> bool:
 
 
 def _is_flattening(_: _Network, node: NodeProto) -> bool:
-    return _attribute(node, "axis", 1) == 1
+    return attribute(node, "axis", 1) == 1
 
 
 def _follows_axis(default: int) -> Callable[[_Network, NodeProto], bool]:
     def check(network: _Network, node: NodeProto) -> bool:
-        axes = [_attribute(node, "axis", default)]
+        axes = [attribute(node, "axis", default)]
         return _reads_first_only(network, node) and _spares_samples(network, node, axes)
 
     return check
@@ -261,7 +262,7 @@ def _follows_axes(position: int) -> Callable[[_Network, NodeProto], bool]:
 
 
 def _is_normalization(network: _Network, node: NodeProto) -> bool:
-    return _reads_first_only(network, node) and not _attribute(node, "training_mode", 0)
+    return _reads_first_only(network, node) and not attribute(node, "training_mode", 0)
 
 
 def _reads_first_only(network: _Network, node: NodeProto) -> bool:
@@ -273,10 +274,6 @@ def _spares_samples(network: _Network, node: NodeProto, axes: list[int]) -> bool
     """Whether none of the axes, which count in what is read or in what is computed, is that of the samples."""
     rank = 1 + max(len(network.row_shape(node.output[0]) or ()), *map(len, network.variables(node)))
     return bool(axes) and all(-rank < axis < rank and axis != 0 for axis in axes)
-
-
-def _attribute(node: NodeProto, name: str, default: int) -> int:
-    return next((helper.get_attribute_value(item) for item in node.attribute if item.name == name), default)
 
 
 _CHECKS: dict[str, Callable[[_Network, NodeProto], bool]] = {

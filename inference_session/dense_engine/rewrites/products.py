@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
-from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 
-from inference_session.dense_engine.rewrites.parts import names_read
+from inference_session.onnx_graphs import Names, attributes, constants, producers, reads
 
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
 
@@ -28,14 +28,14 @@ class Products:
 
     def __init__(self, model: ModelProto) -> None:
         self._graph = model.graph
-        self._makers = {name: node for node in model.graph.node for name in node.output}
+        self._makers = producers(model.graph)
         self._users: dict[str, list[NodeProto | None]] = {value.name: [None] for value in model.graph.output}
         for node in model.graph.node:
-            for name in names_read(node):
+            for name in reads(node):
                 self._users.setdefault(name, []).append(node)
         given = {value.name for value in model.graph.input}
-        self._constants = {tensor.name: tensor for tensor in model.graph.initializer if tensor.name not in given}
-        self._taken = {*self._makers, *self._users, *given, *(tensor.name for tensor in model.graph.initializer)}
+        self._constants = {name: tensor for name, tensor in constants(model.graph).items() if name not in given}
+        self.names = Names.unused_in(model.graph)
 
     def maker(self, name: str) -> NodeProto | None:
         """The node that computes a value that one node uses."""
@@ -62,7 +62,7 @@ class Products:
                 return product._replace(bias=bias, nodes=(node, *product.nodes))
         if node is None or node.op_type not in {"MatMul", "Gemm"} or node.domain:
             return None
-        settings = {item.name: helper.get_attribute_value(item) for item in node.attribute}
+        settings = attributes(node)
         is_transposed = settings.pop("transB", 0)
         matrix = self._constant(node.input[1], 2)
         has_bias = len(node.input) > 2 and node.input[2]
@@ -75,16 +75,9 @@ class Products:
 
     def add_constant(self, name: str, array: NDArray[Any]) -> str:
         """A new constant; returns its name, which is not exactly `name` if another value has that one."""
-        name = self.new_name(name)
+        name = self.names.fresh(name)
         self._constants[name] = numpy_helper.from_array(array, name)
         self._graph.initializer.append(self._constants[name])
-        return name
-
-    def new_name(self, name: str) -> str:
-        """`name`, or a longer one if a value of the network has that one."""
-        while name in self._taken:
-            name += "_"
-        self._taken.add(name)
         return name
 
     def _constant(self, name: str, rank: int) -> NDArray[Any] | None:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto
 
 from inference_session.dense_engine.rewrites.products import Product, Products
+from inference_session.onnx_graphs import opset_of
 
 _LEAST_OPSET = 12
 """Of ONNX, whose Max takes float16 in ONNX Runtime, on a CPU as well."""
@@ -28,7 +29,7 @@ as the bias before: a larger one would make their rounding errors larger than a 
 
 def merge_relu_layers(model: ModelProto) -> int:
     """Rewrite a network's layers with ReLU that a product follows, in place; returns how many there were."""
-    if next((item.version for item in model.opset_import if not item.domain), 0) < _LEAST_OPSET:
+    if opset_of(model) < _LEAST_OPSET:
         return 0
     products, dropped, num_merged = Products(model), list[NodeProto](), 0
     for node in model.graph.node:

@@ -16,7 +16,9 @@ from onnx import ModelProto, NodeProto, TensorProto, TypeProto
 
 from inference_session.importers.onnx.canonical import CanonicalModel
 from inference_session.importers.onnx.context.shapes import Shapes, sized
-from inference_session.importers.onnx.graph import (
+from inference_session.importers.onnx.symbolic_loop import Bag, NotABagError, SymbolicLoop
+from inference_session.importers.onnx.weights import Weight
+from inference_session.onnx_graphs import (
     Builder,
     attribute,
     bodies,
@@ -27,8 +29,6 @@ from inference_session.importers.onnx.graph import (
     set_nodes,
     use_counts,
 )
-from inference_session.importers.onnx.symbolic_loop import Bag, NotABagError, SymbolicLoop
-from inference_session.importers.onnx.weights import Weight
 
 _PROBES = ((3, 2), (5, 2), (3, 4))
 """Samples, and the size of whatever else is open."""

@@ -12,7 +12,10 @@ from typing import NamedTuple
 from onnx import GraphProto, NodeProto, TensorProto
 
 from inference_session.importers.onnx.evaluation import fixed_value
-from inference_session.importers.onnx.graph import (
+from inference_session.importers.onnx.lookups import EditedModel, GraphLookup, skip_identities
+from inference_session.importers.onnx.vector_values import values_of_vectors
+from inference_session.model_spec import Pooling
+from inference_session.onnx_graphs import (
     attribute,
     bodies,
     integers_attribute,
@@ -21,9 +24,6 @@ from inference_session.importers.onnx.graph import (
     replace_node,
     use_counts,
 )
-from inference_session.importers.onnx.lookups import EditedModel, GraphLookup, skip_identities
-from inference_session.importers.onnx.vector_values import values_of_vectors
-from inference_session.model_spec import Pooling
 
 _POOLINGS: dict[str, Pooling] = {"ReduceSum": "sum", "ReduceMean": "mean"}
 

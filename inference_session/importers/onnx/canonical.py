@@ -15,7 +15,10 @@ import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, inliner, numpy_helper
 
 from inference_session.importers.onnx.evaluation import fixed_value
-from inference_session.importers.onnx.graph import (
+from inference_session.importers.onnx.model_file import Blob
+from inference_session.importers.onnx.types import Types
+from inference_session.importers.onnx.weights import Weight, weight_of
+from inference_session.onnx_graphs import (
     NO_END,
     Names,
     all_graphs,
@@ -34,9 +37,6 @@ from inference_session.importers.onnx.graph import (
     set_nodes,
     sort_nodes,
 )
-from inference_session.importers.onnx.model_file import Blob
-from inference_session.importers.onnx.types import Types
-from inference_session.importers.onnx.weights import Weight, weight_of
 
 FLOAT_TYPES = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16})
 _SMALL_BYTES = 4096

@@ -12,7 +12,6 @@ from inference_session.importers.onnx.bags import pool_bags
 from inference_session.importers.onnx.canonical import CanonicalModel
 from inference_session.importers.onnx.columns import read_columns
 from inference_session.importers.onnx.empty_lists import correct_empty_sums
-from inference_session.importers.onnx.graph import reads, sink_constants
 from inference_session.importers.onnx.hoisting import Hoister
 from inference_session.importers.onnx.lookups import EditedModel, GraphLookup, skip_same_casts, take_lookups
 from inference_session.importers.onnx.matrices import share_matrices, vectors_per_sample
@@ -28,6 +27,7 @@ from inference_session.importers.onnx.tables import (
 )
 from inference_session.importers.onnx.types import Dims, Types
 from inference_session.importers.onnx.weights import Weight
+from inference_session.onnx_graphs import reads, sink_constants
 
 CONSTANT_KEYS_ONLY = "is read with constant keys only; those rows are in the dense network"
 """Why a table stays dense that could be cut out: no request says which of its rows are read."""

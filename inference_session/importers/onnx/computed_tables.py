@@ -14,7 +14,9 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from inference_session.importers.onnx.canonical import CanonicalModel
 from inference_session.importers.onnx.evaluation import open_network
-from inference_session.importers.onnx.graph import (
+from inference_session.importers.onnx.tables import VECTOR_TYPES, copies_of_tables, is_row_read
+from inference_session.importers.onnx.weights import Weight, little_endian, tensor_bytes
+from inference_session.onnx_graphs import (
     all_nodes,
     bodies,
     constants,
@@ -26,8 +28,6 @@ from inference_session.importers.onnx.graph import (
     set_nodes,
     use_counts,
 )
-from inference_session.importers.onnx.tables import VECTOR_TYPES, copies_of_tables, is_row_read
-from inference_session.importers.onnx.weights import Weight, little_endian, tensor_bytes
 
 _QUANTIZED = (TensorProto.INT8, TensorProto.UINT8)
 _MIN_BYTES = 4096

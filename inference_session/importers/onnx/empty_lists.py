@@ -14,7 +14,9 @@ from collections.abc import Iterable
 
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
-from inference_session.importers.onnx.graph import (
+from inference_session.importers.onnx.lookups import EditedModel
+from inference_session.importers.onnx.types import ValueType
+from inference_session.onnx_graphs import (
     Builder,
     Names,
     all_graphs,
@@ -28,8 +30,6 @@ from inference_session.importers.onnx.graph import (
     replace_node,
     text_attribute,
 )
-from inference_session.importers.onnx.lookups import EditedModel
-from inference_session.importers.onnx.types import ValueType
 
 _MIN_OPSET = 10
 _RECURRENT = ("GRU", "LSTM")

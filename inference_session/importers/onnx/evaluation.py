@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto, helper, save_model
 from onnx.reference import ReferenceEvaluator
 
-from inference_session.importers.onnx.graph import constants, make_node, needed_nodes, reads
+from inference_session.onnx_graphs import constants, make_node, needed_nodes, reads
 from inference_session.platform.file_names import path_for_library
 
 _FATAL = 4

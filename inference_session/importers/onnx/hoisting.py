@@ -13,7 +13,10 @@ from typing import Any
 import numpy as np
 from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper
 
-from inference_session.importers.onnx.graph import (
+from inference_session.importers.onnx.lookups import EditedModel, casts_keys
+from inference_session.importers.onnx.tables import StaysDenseError, is_row_read
+from inference_session.importers.onnx.vector_values import values_of_vectors
+from inference_session.onnx_graphs import (
     Builder,
     attribute,
     bodies,
@@ -28,9 +31,6 @@ from inference_session.importers.onnx.graph import (
     rename_inner,
     replace_node,
 )
-from inference_session.importers.onnx.lookups import EditedModel, casts_keys
-from inference_session.importers.onnx.tables import StaysDenseError, is_row_read
-from inference_session.importers.onnx.vector_values import values_of_vectors
 
 _MIN_OPSET = 10
 _ALLOW_ZERO_OPSET = 14

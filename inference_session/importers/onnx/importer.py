@@ -22,7 +22,6 @@ from inference_session.importers.onnx.carve import CarvedModel, carve, keep_whol
 from inference_session.importers.onnx.computed_tables import compute_tables
 from inference_session.importers.onnx.empty_lists import guard_empty_lists, may_meet_empty_lists
 from inference_session.importers.onnx.evaluation import open_network, save_network
-from inference_session.importers.onnx.graph import all_nodes, attribute
 from inference_session.importers.onnx.independence import samples_are_independent
 from inference_session.importers.onnx.model_file import read_skeleton
 from inference_session.importers.onnx.probe import PRIME_SIZES, Arrays, Findings, Prober, close
@@ -43,6 +42,7 @@ from inference_session.model_spec import (
     ModelSpec,
     VectorType,
 )
+from inference_session.onnx_graphs import all_nodes, attribute
 from inference_session.platform.disk_space import check_space
 from inference_session.platform.large_pages import open_for_writing
 from inference_session.platform.progress import Progress

@@ -15,13 +15,13 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, numpy_helpe
 
 from inference_session.importers.onnx.carve import CarvedModel
 from inference_session.importers.onnx.evaluation import open_network, save_network
-from inference_session.importers.onnx.graph import Names, make_node
 from inference_session.importers.onnx.probe import PRIME_SIZES, Arrays
 from inference_session.importers.onnx.replay import Replay
 from inference_session.importers.onnx.sample_axis import SampleAxis
 from inference_session.importers.onnx.sample_kinds import CONSTANT, Free, Kind, Observations, PerSample
 from inference_session.importers.onnx.weights import Weight
 from inference_session.model_spec import LookupSpec, ModelSpec
+from inference_session.onnx_graphs import Names, make_node
 
 _SAMPLES = PerSample(1)
 _BFLOAT16 = "tensor(bfloat16)"

@@ -10,7 +10,12 @@ from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from inference_session.importers.onnx.evaluation import fixed_value
-from inference_session.importers.onnx.graph import (
+from inference_session.importers.onnx.tables import StaysDenseError, is_row_read
+from inference_session.importers.onnx.types import Dims, Types
+from inference_session.importers.onnx.vector_values import values_of_vectors
+from inference_session.importers.onnx.weights import Weight, little_endian
+from inference_session.model_spec import Pooling
+from inference_session.onnx_graphs import (
     Builder,
     Names,
     all_graphs,
@@ -25,11 +30,6 @@ from inference_session.importers.onnx.graph import (
     set_nodes,
     use_counts,
 )
-from inference_session.importers.onnx.tables import StaysDenseError, is_row_read
-from inference_session.importers.onnx.types import Dims, Types
-from inference_session.importers.onnx.vector_values import values_of_vectors
-from inference_session.importers.onnx.weights import Weight, little_endian
-from inference_session.model_spec import Pooling
 
 KEY_TYPES = (TensorProto.INT64, TensorProto.INT32)
 SHAPE_OPS = ("Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten")

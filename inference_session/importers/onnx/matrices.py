@@ -8,7 +8,9 @@ from itertools import groupby
 
 from onnx import NodeProto, TensorProto
 
-from inference_session.importers.onnx.graph import (
+from inference_session.importers.onnx.lookups import SHAPE_OPS, EditedModel, GraphLookup, skip_identities
+from inference_session.importers.onnx.types import Dims
+from inference_session.onnx_graphs import (
     Builder,
     attribute,
     constants,
@@ -18,8 +20,6 @@ from inference_session.importers.onnx.graph import (
     replace_node,
     use_counts,
 )
-from inference_session.importers.onnx.lookups import SHAPE_OPS, EditedModel, GraphLookup, skip_identities
-from inference_session.importers.onnx.types import Dims
 
 
 def share_matrices(edited: EditedModel, lookups: list[GraphLookup]) -> list[GraphLookup]:

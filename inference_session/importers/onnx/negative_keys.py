@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from onnx import NodeProto
 
-from inference_session.importers.onnx.graph import all_graphs, constants, copied, integers, producers, replace_node
 from inference_session.importers.onnx.lookups import SHAPE_OPS, EditedModel, casts_keys
 from inference_session.importers.onnx.tables import is_row_read
+from inference_session.onnx_graphs import all_graphs, constants, copied, integers, producers, replace_node
 
 _MIRRORED = {"Less": "Greater", "Greater": "Less", "LessOrEqual": "GreaterOrEqual", "GreaterOrEqual": "LessOrEqual"}
 _MEANS_NEGATIVE = {("Less", 0): True, ("LessOrEqual", -1): True, ("GreaterOrEqual", 0): False, ("Greater", -1): False}

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from onnx import NodeProto, TensorProto
 
-from inference_session.importers.onnx.graph import (
+from inference_session.importers.onnx.lookups import EditedModel, GraphLookup, skip_identities
+from inference_session.importers.onnx.types import Dims
+from inference_session.importers.onnx.vector_values import values_of_vectors
+from inference_session.model_spec import Pooling
+from inference_session.onnx_graphs import (
     attribute,
     axes_of,
     make_node,
@@ -12,10 +16,6 @@ from inference_session.importers.onnx.graph import (
     replace_node,
     use_counts,
 )
-from inference_session.importers.onnx.lookups import EditedModel, GraphLookup, skip_identities
-from inference_session.importers.onnx.types import Dims
-from inference_session.importers.onnx.vector_values import values_of_vectors
-from inference_session.model_spec import Pooling
 
 _POOLINGS: dict[str, Pooling] = {"ReduceSum": "sum", "ReduceMean": "mean", "ReduceMax": "max"}
 _AXES_INPUT_OPSET = 13

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 
 from onnx import GraphProto, NodeProto
 
-from inference_session.importers.onnx.graph import bodies, is_random, reads
 from inference_session.importers.onnx.sample_kinds import CONSTANT, Axis, Free, Kind, Observations, PerSample
 from inference_session.importers.onnx.sample_rules import rule_of
 from inference_session.importers.onnx.sample_step import Step
+from inference_session.onnx_graphs import bodies, is_random, reads
 
 
 class SampleAxis:

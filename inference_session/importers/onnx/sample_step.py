@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from onnx import NodeProto, helper
+from onnx import NodeProto
 
-from inference_session.importers.onnx.graph import is_random
 from inference_session.importers.onnx.sample_kinds import Axis, Free, Kind, Observations, PerSample
+from inference_session.onnx_graphs import attributes, is_random
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Step:
 
     def attribute(self, name: str, default: Any) -> Any:
         """Its value."""
-        return next((helper.get_attribute_value(a) for a in self.node.attribute if a.name == name), default)
+        return attributes(self.node).get(name, default)
 
     def fixed(self, position: int) -> list[int] | None:
         """The integers of an operand that is constant; [] where it is left out."""

@@ -14,7 +14,8 @@ import numpy as np
 from onnx import ModelProto, NodeProto, numpy_helper
 
 from inference_session.importers.onnx.columns import columns_of
-from inference_session.importers.onnx.graph import (
+from inference_session.importers.onnx.lookups import EditedModel, GraphLookup
+from inference_session.onnx_graphs import (
     UNARY,
     Builder,
     constants,
@@ -24,7 +25,6 @@ from inference_session.importers.onnx.graph import (
     set_nodes,
     sort_nodes,
 )
-from inference_session.importers.onnx.lookups import EditedModel, GraphLookup
 
 _MIN_COLUMNS = 4
 """For fewer, the Split takes as long as what it saves."""

@@ -15,8 +15,8 @@ from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from inference_session.importers.onnx.context.shapes import Shapes
-from inference_session.importers.onnx.graph import attribute, bodies, integers_attribute, is_random
 from inference_session.importers.onnx.weights import Weight
+from inference_session.onnx_graphs import attribute, bodies, integers_attribute, is_random
 
 _MAX_STEPS = 5000
 

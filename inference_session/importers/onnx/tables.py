@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from onnx import GraphProto, NodeProto, TensorProto
 
 from inference_session.importers.onnx.canonical import FLOAT_TYPES
-from inference_session.importers.onnx.graph import (
+from inference_session.importers.onnx.weights import Weight
+from inference_session.model_spec import VectorType
+from inference_session.onnx_graphs import (
     Builder,
     Names,
     all_graphs,
@@ -19,8 +21,6 @@ from inference_session.importers.onnx.graph import (
     set_nodes,
     use_counts,
 )
-from inference_session.importers.onnx.weights import Weight
-from inference_session.model_spec import VectorType
 
 VECTOR_TYPES: dict[int, VectorType] = {
     TensorProto.FLOAT: "float32",

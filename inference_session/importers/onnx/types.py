@@ -7,8 +7,8 @@ from typing import Any
 
 from onnx import ModelProto, TensorProto, TypeProto, ValueInfoProto, helper, shape_inference
 
-from inference_session.importers.onnx.graph import all_graphs
 from inference_session.importers.onnx.weights import Weight
+from inference_session.onnx_graphs import all_graphs
 
 Dims = tuple[int | str | None, ...]
 """A size, a symbol, or None for a dimension that nothing is known of."""

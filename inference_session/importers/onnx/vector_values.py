@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onnx import GraphProto, NodeProto
 
-from inference_session.importers.onnx.graph import bodies, reads
+from inference_session.onnx_graphs import bodies, reads
 
 
 def values_of_vectors(graph: GraphProto, tables: set[str]) -> set[str]:

@@ -17,7 +17,7 @@ from inference_session import InferenceSession
 from inference_session.errors import HotrowError, InvalidRequestError, ModelFormatError
 from inference_session.importers.onnx import import_onnx, importer
 from inference_session.importers.onnx.carve import carve
-from inference_session.importers.onnx.graph import bodies
+from inference_session.onnx_graphs import bodies
 from tests.testing.example_models import ExampleModels
 from tests.testing.onnx_evaluation import evaluate
 from tests.testing.onnx_models import assert_same, check, import_model, model_of, table
@@ -732,7 +732,7 @@ def work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chain: str, length: in
     steps = " ".join(f"a{i + 1} = {chain.format(f'a{i}')}" for i in range(length))
     graph = f"m (int64[b] a0) => (float[b, 4] y) {{ {steps} y = Gather(w, a{length}) }}"
     with monkeypatch.context() as patch:
-        patch.setattr("inference_session.importers.onnx.graph.bodies", counted)
+        patch.setattr("inference_session.onnx_graphs.bodies", counted)
         (tmp_path / str(length)).mkdir()
         constants = {"w": table(), "zero": np.array(0)} if "zero" in chain else {"w": table()}
         report = import_model(tmp_path / str(length), model_of(graph, constants))

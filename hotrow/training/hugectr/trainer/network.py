@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import torch
 from numpy.typing import NDArray
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -20,6 +20,7 @@ from inference_session.errors import UnsupportedModelError
 from inference_session.importers.hugectr.dense_weights import Statistics
 from inference_session.importers.hugectr.graph import Graph, Layer
 from inference_session.importers.hugectr.onnx_graph import DenseNetwork, translate
+from inference_session.onnx_graphs import attributes
 
 _ALONE = Processes(0, 1, torch.device("cpu"))
 _TRUNCATION = 0.87962566103423978
@@ -165,18 +166,17 @@ class TrainingNetwork(nn.Module):
 
     def _step(self, node: onnx.NodeProto, constants: dict[str, Any]) -> tuple[Function, list[str], list[str]]:
         fixed = {i: constants[name] for i, name in enumerate(node.input) if name in constants}
-        attributes = {item.name: helper.get_attribute_value(item) for item in node.attribute}
         if node.op_type == "Dropout":
             return self._dropout(scalar(fixed[1])), [node.input[0]], list(node.output)
         if node.op_type == "BatchNormalization":
-            return self._batch_norm(attributes), list(node.input), list(node.output)
+            return self._batch_norm(attributes(node)), list(node.input), list(node.output)
         if node.op_type not in OPERATORS:
             raise UnsupportedModelError(
                 f"the operator {node.op_type!r} cannot be trained; report this as a bug of hotrow"
             )
         if node.op_type in _ELEMENTWISE:
             return _with_scalars(node, fixed), [n for n in node.input if n not in constants], list(node.output)
-        function = OPERATORS[node.op_type](attributes, fixed)
+        function = OPERATORS[node.op_type](attributes(node), fixed)
         return function, [name for name in node.input if name not in constants], list(node.output)
 
     def _dropout(self, rate: float) -> Function:
@@ -210,5 +210,4 @@ def _with_scalars(node: onnx.NodeProto, fixed: Mapping[int, NDArray[Any]]) -> Fu
 
 
 def _activation(node: onnx.NodeProto) -> tuple[str, Function]:
-    attributes = {item.name: helper.get_attribute_value(item) for item in node.attribute}
-    return node.input[0], OPERATORS[node.op_type](attributes, {})
+    return node.input[0], OPERATORS[node.op_type](attributes(node), {})

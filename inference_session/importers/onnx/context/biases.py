@@ -16,7 +16,7 @@ from onnx import NodeProto
 
 from inference_session.importers.onnx.context.work import Work, WorkBuilder
 from inference_session.importers.onnx.evaluation import reference_values
-from inference_session.importers.onnx.graph import UNARY
+from inference_session.onnx_graphs import UNARY
 
 _MIN_RANK = 3
 _MIN_CARRIED = 0.1

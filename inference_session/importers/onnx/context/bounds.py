@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from onnx import NodeProto
 
 from inference_session.importers.onnx.context.work import Work
-from inference_session.importers.onnx.graph import attribute, axes_of
 from inference_session.importers.onnx.weights import Weight
+from inference_session.onnx_graphs import attribute, axes_of
 
 _ROUNDING = 2.0**-24
 _MAX_ERROR = 2e-5

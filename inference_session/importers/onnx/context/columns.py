@@ -24,7 +24,7 @@ from onnx import NodeProto
 from inference_session.importers.onnx.context.bounds import Bounds
 from inference_session.importers.onnx.context.linear_layer import Matrix, linear_layer
 from inference_session.importers.onnx.context.work import Work, WorkBuilder
-from inference_session.importers.onnx.graph import attribute
+from inference_session.onnx_graphs import attribute
 
 
 class Term(NamedTuple):

@@ -17,7 +17,7 @@ from onnx import NodeProto
 
 from inference_session.importers.onnx.context.linear_layer import linear_layer
 from inference_session.importers.onnx.context.work import Work, WorkBuilder
-from inference_session.importers.onnx.graph import BROADCASTING, UNARY, attribute
+from inference_session.onnx_graphs import BROADCASTING, UNARY, attribute
 
 
 class Part(NamedTuple):

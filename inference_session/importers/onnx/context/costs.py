@@ -10,11 +10,11 @@ from onnx import GraphProto, ModelProto, NodeProto, helper
 
 from inference_session.importers.onnx.context.shapes import Shape, Shapes, sized
 from inference_session.importers.onnx.context.work import Work
-from inference_session.importers.onnx.graph import attribute, reads, text_attribute
 from inference_session.importers.onnx.sample_axis import SampleAxis
 from inference_session.importers.onnx.tables import is_row_read
 from inference_session.importers.onnx.weights import Weight
 from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT
+from inference_session.onnx_graphs import attribute, reads, text_attribute
 
 _NUM_ROWS, _OPEN_SIZE = 128, 50
 """Candidates that costs are counted for, and what an open size is taken to be."""

@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 
 from onnx import GraphProto, NodeProto
 
-from inference_session.importers.onnx.graph import (
+from inference_session.importers.onnx.sample_axis import SampleAxis
+from inference_session.importers.onnx.sample_step import is_constant
+from inference_session.model_spec import ROW_CONTEXT
+from inference_session.onnx_graphs import (
     Builder,
     Names,
     bodies,
@@ -20,9 +23,6 @@ from inference_session.importers.onnx.graph import (
     rename,
     set_nodes,
 )
-from inference_session.importers.onnx.sample_axis import SampleAxis
-from inference_session.importers.onnx.sample_step import is_constant
-from inference_session.model_spec import ROW_CONTEXT
 
 CONTEXT, CANDIDATES = "context", "candidates"
 _FAR = 1 << 31

@@ -6,7 +6,7 @@ import numpy as np
 from onnx import NodeProto
 
 from inference_session.importers.onnx.context.work import Work, WorkBuilder
-from inference_session.importers.onnx.graph import BROADCASTING
+from inference_session.onnx_graphs import BROADCASTING
 
 
 def drop_expansions(work: Work) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from onnx import GraphProto, NodeProto, TensorProto
 
-from inference_session.importers.onnx.graph import BROADCASTING, UNARY, attribute, reads
+from inference_session.onnx_graphs import BROADCASTING, UNARY, attribute, reads
 
 _JUMPING = frozenset({
     "ArgMax", "ArgMin", "Bernoulli", "Ceil", "DynamicQuantizeLinear", "Floor", "Hardmax", "Mod", "Multinomial",

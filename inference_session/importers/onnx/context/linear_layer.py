@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import NodeProto, helper
+from onnx import NodeProto
 
 from inference_session.importers.onnx.context.work import Work
+from inference_session.onnx_graphs import attributes
 
 Matrix = NDArray[np.float64]
 
@@ -28,7 +29,7 @@ def linear_layer(work: Work, node: NodeProto | None) -> LinearLayer | None:
     weights = work.constant(node.input[1])
     if weights is None or weights.ndim != 2 or (work.rank(node.input[0]) or 0) < 2:
         return None
-    factors = {item.name: helper.get_attribute_value(item) for item in node.attribute}
+    factors = attributes(node)
     bias: NDArray[np.generic] | None = np.zeros(1)
     if len(node.input) > 2 and node.input[2] and factors.get("beta", 1) != 0:
         bias = work.constant(node.input[2])

@@ -12,8 +12,8 @@ from onnx import NodeProto
 
 from inference_session.importers.onnx.context.work import Work, WorkBuilder
 from inference_session.importers.onnx.evaluation import reference_values
-from inference_session.importers.onnx.graph import attribute, integers_attribute, needed_nodes, text_attribute
 from inference_session.model_spec import ROW_CONTEXT
+from inference_session.onnx_graphs import attribute, integers_attribute, needed_nodes, text_attribute
 
 _SWAPPED = [0, 2, 1]
 _MOVING = frozenset({

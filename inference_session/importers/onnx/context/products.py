@@ -13,7 +13,7 @@ import string
 from onnx import NodeProto
 
 from inference_session.importers.onnx.context.work import Work, WorkBuilder
-from inference_session.importers.onnx.graph import attribute, axes_of, text_attribute
+from inference_session.onnx_graphs import attribute, axes_of, text_attribute
 
 _SWAPPED = [0, 2, 1]
 

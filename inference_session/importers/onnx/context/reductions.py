@@ -10,7 +10,7 @@ import numpy as np
 from onnx import NodeProto
 
 from inference_session.importers.onnx.context.work import Work, WorkBuilder
-from inference_session.importers.onnx.graph import attribute, axes_of
+from inference_session.onnx_graphs import attribute, axes_of
 
 
 def reduce_by_parts(work: Work) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from onnx import NodeProto
 
 from inference_session.importers.onnx.context.work import Work, WorkBuilder
-from inference_session.importers.onnx.graph import reads, set_nodes, sort_nodes
+from inference_session.onnx_graphs import reads, set_nodes, sort_nodes
 
 
 def multiply_siblings(work: Work) -> None:

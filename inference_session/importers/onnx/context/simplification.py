@@ -10,8 +10,8 @@ import numpy as np
 from onnx import NodeProto, TensorProto, numpy_helper
 
 from inference_session.importers.onnx.context.work import Work, WorkBuilder
-from inference_session.importers.onnx.graph import copied, make_node, replace_reads
 from inference_session.model_spec import ROW_CONTEXT
+from inference_session.onnx_graphs import copied, make_node, replace_reads
 
 _SHARED = frozenset({"Concat", "Expand", "Gather", "Reshape", "Shape", "Slice", "Transpose"})
 

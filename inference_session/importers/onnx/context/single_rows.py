@@ -11,7 +11,7 @@ import math
 from onnx import NodeProto
 
 from inference_session.importers.onnx.context.work import Work, WorkBuilder
-from inference_session.importers.onnx.graph import attribute, axes_of
+from inference_session.onnx_graphs import attribute, axes_of
 
 _SUMS = frozenset({
     "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMean", "ReduceProd", "ReduceSum",

@@ -12,7 +12,10 @@ from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
 from inference_session.importers.onnx.context.shapes import Shape, Shapes
-from inference_session.importers.onnx.graph import (
+from inference_session.importers.onnx.types import value_type
+from inference_session.importers.onnx.weights import Weight
+from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT
+from inference_session.onnx_graphs import (
     Builder,
     Names,
     all_nodes,
@@ -23,9 +26,6 @@ from inference_session.importers.onnx.graph import (
     set_nodes,
     use_counts,
 )
-from inference_session.importers.onnx.types import value_type
-from inference_session.importers.onnx.weights import Weight
-from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT
 
 _PROBES = ((202, 2, 7, 13), (309, 3, 5, 17))
 """Candidates, blocks, contexts, and the size of whatever else is open."""

@@ -1,12 +1,12 @@
-"""Simple queries of ONNX graphs, and the small changes that the importer makes to them.
+"""Simple queries of ONNX graphs, and the small changes that importers and engines make to them.
 
-All functions expect names that are unique across the graph and its bodies (canonical.py sees to that).
+Changes expect names that are unique across the graph and its bodies (importers/onnx/canonical.py sees to that).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
@@ -119,12 +119,12 @@ def producers(graph: GraphProto) -> dict[str, NodeProto]:
     return {name: node for node in graph.node for name in node.output if name}
 
 
-def needed_nodes(nodes: Iterable[NodeProto], targets: Iterable[str]) -> list[NodeProto]:
-    """The nodes that the targets depend on, in the order given (which must be one of execution)."""
+def needed_nodes(nodes: Iterable[NodeProto], targets: Iterable[str], given: Collection[str] = ()) -> list[NodeProto]:
+    """The nodes that compute the targets from given values, in their order (which must be one of execution)."""
     wanted = set(targets)
     kept: list[NodeProto] = []
     for node in reversed(list(nodes)):
-        if wanted.intersection(node.output):
+        if wanted.intersection(node.output).difference(given):
             kept.append(node)
             wanted |= reads(node)
     return kept[::-1]
@@ -207,6 +207,11 @@ def sort_nodes(graph: GraphProto) -> None:
 def attribute(node: NodeProto, name: str, default: int) -> int:
     """An integer attribute."""
     return next((int(a.i) for a in node.attribute if a.name == name), default)
+
+
+def attributes(node: NodeProto) -> dict[str, Any]:
+    """All attributes that are given."""
+    return {item.name: helper.get_attribute_value(item) for item in node.attribute}
 
 
 def text_attribute(node: NodeProto, name: str) -> str:
