@@ -310,6 +310,7 @@ WRONG: list[tuple[str, list[str], dict[str, Any], str]] = [
     ("MLP", ["dense"], {"mlp_param": {"num_outputs": [3], "activations": "Relu"}}, "found 'Relu'; a list of 1"),
     ("FmOrder2", ["dense"], {"out_dim": 5}, "not a multiple of 5"),
     ("Reshape", ["dense"], {"selected": [0]}, "3 dimensions, found [samples, 6]"),
+    ("Reshape", ["emb"], {"leading_dim": 0, "time_step": 0}, 'add it to the layer, for example "shape": [-1, 26, 128]'),
     ("Reshape", ["emb"], {"selected": [9]}, "slot 9 is beyond the 4 slots"),
     ("Slice", ["dense"], {"ranges": [[3, 3]]}, "range [3, 3]"),
     ("Slice", ["dense"], {"ranges": [[0, 7]]}, "range [0, 7]"),

@@ -25,6 +25,9 @@ def reshape(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence
 
 
 def _dims(layer: Layer, x: Tensor) -> tuple[int, ...]:
+    if layer.parameters.get("leading_dim") == 0:
+        hint = "HugeCTR's graph_to_json leaves the shape of a Reshape out; add it to the layer"
+        layer.fail(f'found 0; {hint}, for example "shape": [-1, 26, 128]', "leading_dim")
     leading_dim = layer.whole("leading_dim", default=math.prod(x.dims))
     time_step = layer.whole("time_step", low=0, default=0)
     return (time_step, leading_dim) if time_step else (leading_dim,)
