@@ -203,10 +203,16 @@ class BagStandIn(nn.Module):
             return self._matrix(keys, present, weights)
         if offsets is None:
             raise UnsupportedModelError(f"{self._table.path}: a list of ids needs offsets")
-        begins, ends = offsets, torch.cat([offsets[1:], offsets.new_full((1,), 1) * keys.shape[0]])
-        if self.include_last_offset:
-            begins, ends = offsets[:-1], offsets[1:]
-        return self._lists(keys, begins, ends, present, weights)
+        if _in_the_example(keys.shape[0]) == _in_the_example(offsets.shape[0]):
+            raise UnsupportedModelError(
+                f"{self._table.path}: the example has as many ids as offsets; give one with two lists or more in which "
+                "these numbers differ"
+            )
+        bounds = offsets
+        if not self.include_last_offset:
+            # Part of the offsets, and the end behind them, would let torch ask for three lists or more.
+            bounds = torch.cat([offsets, offsets.new_full((1,), 1) * keys.shape[0]])
+        return self._lists(keys, bounds[:-1], bounds[1:], present, weights)
 
     def _matrix(self, keys: Tensor, present: Tensor | None, weights: Tensor | None) -> Tensor:
         vectors = functional.embedding(keys, self.weight)
@@ -236,6 +242,11 @@ class BagStandIn(nn.Module):
             before = functional.pad(present.to(torch.int64).cumsum(0), (1, 0))  # keys in front of each place
             counts = before[ends] - before[begins]
         return pooled / counts.clamp(min=1)[:, None]
+
+
+def _in_the_example(size: int | torch.SymInt) -> int:
+    """A size as it is in the example that is traced; to compare open sizes themselves would limit them."""
+    return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 def _answered(original: nn.Module) -> torch.dtype | None:

@@ -74,6 +74,38 @@ def test_bags_with_offsets_of_any_number(tmp_path: Path) -> None:
         assert not session.spec.joins_requests
 
 
+class _Dlrm(nn.Module):
+    """As DLRM reads its features: dense ones, and for each table a list of ids and the offsets of its bags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bags = nn.ModuleList(nn.EmbeddingBag(30, 4, mode="sum") for _ in range(2))
+        self.bottom, self.top = nn.Linear(3, 4), nn.Linear(12, 1)
+
+    def forward(self, dense: Any, ids: Any, offsets: Any, others: Any, other_offsets: Any) -> Any:
+        first, second = self.bags
+        return self.top(torch.cat([self.bottom(dense), first(ids, offsets), second(others, other_offsets)], dim=1))
+
+
+def test_bags_with_offsets_next_to_dense_features(tmp_path: Path) -> None:
+    """There is a bag for each sample, of which there may be one, or two."""
+    model = _Dlrm()
+
+    def batch(seed: int, num_samples: int) -> tuple[Any, ...]:
+        dense = np.random.default_rng(seed).random((num_samples, 3)).astype(np.float32)
+        return torch.from_numpy(dense), *_bags(seed, num_samples)[:2], *_bags(seed + 1, num_samples)[:2]
+
+    directory = models.export(model, tmp_path, example=batch(0, 7), outputs=["click"])
+
+    for seed, num_samples in enumerate((7, 1, 2, 17)):
+        given = batch(seed + 10, num_samples)
+        names = ("dense", "ids", "offsets", "others", "other_offsets")
+        sent = {name: tensor.numpy() for name, tensor in zip(names, given, strict=True)}
+        (found,) = models.answers(directory, sent)
+        np.testing.assert_allclose(found, models.live(model, *given), atol=EXACT)
+
+
 def test_maxima_of_bags_with_offsets_are_refused_by_name(tmp_path: Path) -> None:
     class Network(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -121,7 +153,7 @@ def test_types_that_are_not_served_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_an_example_that_does_not_tell_sizes_apart_is_refused_with_the_reason(tmp_path: Path) -> None:
     """As many ids as bags: which of them may differ cannot be seen."""
-    with pytest.raises(UnsupportedModelError, match="give an example in which sizes that are independent"):
+    with pytest.raises(UnsupportedModelError, match="sums: the example has as many ids as offsets; give one with two"):
         models.export(_Bags(), tmp_path, example=_equal_sizes(), outputs=["vectors"])
 
 
