@@ -93,7 +93,7 @@ class Device(ABC):
 
     @abstractmethod
     def stage(self, array: NDArray[Any]) -> NDArray[Any]:
-        """The array, contiguous, where a look-up can read it."""
+        """The array, of the same shape and contiguous, where a look-up can read it."""
 
     @abstractmethod
     def stage_keys(self, parts: Sequence[NDArray[Any]]) -> NDArray[np.int64]:

@@ -107,7 +107,7 @@ class EmbeddingStore(ABC):
         """
 
     def fetch_many(self, requests: Sequence[FetchRequest]) -> list[NDArray[np.bool_]]:
-        """`fetch` for several tables, all in one go where the store can."""
+        """`fetch` for several tables, all in one go where the store can: bool [n] for each."""
         return [self.fetch(*request) for request in requests]
 
     @abstractmethod
@@ -120,10 +120,10 @@ class EmbeddingStore(ABC):
 
     @abstractmethod
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
-        """Add rows, replacing those whose keys are held; of equal keys in one call the last wins."""
+        """Add rows, keys [n] and vectors [n, embedding_dim], replacing those held; of equal keys the last wins."""
 
     def insert_absent(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
-        """Add the rows whose keys are not held; of equal keys in one call the first wins.
+        """Add those rows, keys [n] and vectors [n, embedding_dim], that are not held; of equal keys the first wins.
 
         Another writer's row of the same moment may be replaced, unless the store says otherwise.
         """
@@ -133,14 +133,14 @@ class EmbeddingStore(ABC):
 
     @abstractmethod
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
-        """Drop the rows of these keys. Keys without a row are ignored."""
+        """Drop the rows of keys [n]. Keys without a row are ignored."""
 
     def clear(self, table: str) -> None:
         """Drop all rows of a table, and its note."""
         raise StoreError(f"{self!r} cannot clear table {table!r}: the store is read-only")
 
     def touch(self, table: str, keys: NDArray[np.int64]) -> None:  # noqa: B027
-        """Count these keys, which are held, as used now, where the store ranks its rows by use; else do nothing."""
+        """Count keys [n], which are held, as used now, where the store ranks its rows by use; else do nothing."""
 
     @property
     def num_malformed(self) -> int:

@@ -43,17 +43,17 @@ class Promotion(NamedTuple):
         return self._replace(keys=self.keys[which], vectors=self.vectors[which])
 
     def are_current(self) -> NDArray[np.bool_]:
-        """Which of the rows are unchanged in their source; none if that cannot be determined."""
+        """Which rows, bool [n], are unchanged in their source; none if that cannot be determined."""
         found, same = self._compare(self.source.store)
         return found & same
 
     def are_replaced_in(self, tier: Tier) -> NDArray[np.bool_]:
-        """For which keys a tier has another row by now; none if that cannot be determined."""
+        """For which keys, bool [n], a tier has another row by now; none if that cannot be determined."""
         found, same = self._compare(tier.store)
         return found & ~same
 
     def _compare(self, store: EmbeddingStore) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Which of the keys a store has, and of which its row is the same, bit by bit."""
+        """Which of the keys a store has, and of which its row is the same, bit by bit: bool [n] both."""
         vectors = np.zeros_like(self.vectors)
         try:
             found = store.fetch(self.table, self.keys, vectors)

@@ -71,7 +71,7 @@ class _WantedRows:
         return FetchRequest(self.table, self.keys[self.left], vectors)
 
     def take(self, fetched: FetchRequest, hits: NDArray[np.bool_]) -> None:
-        """Record which of the missing keys a tier had."""
+        """Record which of the missing keys, those of `fetched`, a tier had: hits, bool [left]."""
         if hits.all() and fetched.out is self.vectors:  # the usual case
             self.found[:], self.left = True, self.left[:0]
             return
@@ -123,7 +123,7 @@ class ParameterServer:
     def fetch(
         self, requests: Sequence[FetchRequest], *, on_store_failure: OnStoreFailure | None = None
     ) -> list[NDArray[np.bool_]]:
-        """Write the vectors of all keys that any tier has to the outputs; returns for each request which those are.
+        """Write the vectors of all keys that any tier has to the outputs; returns for each request which: bool [n].
 
         Each key is in its request once. Outputs of keys that are not found may hold anything. `on_store_failure`
         replaces the server's own.
@@ -142,7 +142,9 @@ class ParameterServer:
         return [want.found for want in wanted]
 
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
-        """Write rows to all tiers that take writes, the lowest first; of equal keys the last wins.
+        """Write rows, keys [n] and vectors [n, embedding_dim], to all tiers that take writes, the lowest first.
+
+        Of equal keys the last wins.
 
         When this returns, every later fetch gives these rows. They survive this process, and the machine after `sync`.
         A volatile tier that cannot take them, where one below does, is left out until it has dropped what it has of
@@ -157,11 +159,11 @@ class ParameterServer:
         self._write(table, keys, lambda store: store.insert(table, keys, vectors))
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
-        """Drop rows from all tiers that take writes, as `insert` writes them."""
+        """Drop the rows of keys [n] from all tiers that take writes, as `insert` writes them."""
         self._write(table, keys, lambda store: store.erase(table, keys))
 
     def forget(self, table: str, keys: NDArray[np.int64]) -> None:
-        """Refresh the stores, and drop rows from the volatile tiers that others have changed below."""
+        """Refresh the stores, and drop rows, keys [n], from the volatile tiers that others have changed below."""
         self.refresh()
         self._write(table, keys, lambda store: store.erase(table, keys), [tier for tier in self.tiers if tier.volatile])
 
@@ -219,7 +221,7 @@ class ParameterServer:
         self._durable.store.set_note(table, text)
 
     def on_drop(self, tell: Callable[[str, NDArray[np.int64] | None], None]) -> None:
-        """Register a cache's callback for rows that it may have read too old: table and keys, None for all rows."""
+        """Register a cache's callback for rows that it may have read too old: table, and keys [n]; None: all."""
         self.upkeep.on_drop = tell
 
     def refresh(self) -> None:

@@ -110,7 +110,7 @@ class Tier:
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def fetch(self, requests: Sequence[FetchRequest]) -> list[NDArray[np.bool_]] | None:
-        """`fetch_many` of the store, counted; None where it does not answer."""
+        """`fetch_many` of the store, bool [n] for each request, counted; None where it does not answer."""
         outages, began = self.outages, time.monotonic()
         try:
             found = self.store.fetch_many(requests) if self.failure is None else None
@@ -254,15 +254,15 @@ class Tier:
             self.leave_out(table, keys, error)
 
     def drop(self, table: str, keys: NDArray[np.int64]) -> None:
-        """Drop rows of which a tier below may have newer ones; if that fails, leave the tier out. Must be called while
-        no other thread writes.
+        """Drop rows, keys [n], of which a tier below may have newer ones; if that fails, leave the tier out. Must be
+        called while no other thread writes.
         """
         error = self.attempt(lambda store: store.erase(table, keys))
         if error is not None:
             self.leave_out(table, keys, error)
 
     def leave_out(self, table: str, keys: NDArray[np.int64], error: HotrowError) -> None:
-        """Use the tier no more, because it has older rows of these keys. Call only while no other thread writes."""
+        """Use the tier no more, as it has older rows of these keys [n]. Call only while no other thread writes."""
         self.unwritten.add(table, keys)
         self.report(error, leave_out=True)
 

@@ -72,7 +72,7 @@ class WriteLog:
         return hashed.view(np.int64)
 
     def any_written(self, slots: NDArray[np.int64], since: int) -> bool:
-        """Whether any of the rows may have been written since a moment."""
+        """Whether a row of these slots [n] may have been written since a moment."""
         return bool(len(slots)) and (self._all_written_at > since or int(self._written_at[slots].max()) > since)
 
 
@@ -102,7 +102,7 @@ class KeysByTable:
                 self._merge(table, parts)
 
     def as_dict(self) -> dict[str, NDArray[np.int64] | None]:
-        """All tables, with their keys, each once; None: all keys of the table."""
+        """All tables, with their keys [n], each once; None: all keys of the table."""
         return {
             table: None if parts is None else np.unique(np.concatenate(parts)) for table, parts in self._parts.items()
         }

@@ -106,7 +106,7 @@ class JoinedBatch:
         return self._parts[name]
 
     def array(self, name: str) -> NDArray[Any]:
-        """The same as one array; the array of a single request is not copied."""
+        """The same as one array, requests along its first axis; the array of a single request is not copied."""
         parts = self._parts[name]
         if len(parts) > 1:
             parts[:] = [np.concatenate(parts)]  # type: ignore[arg-type]  # only bags of keys are ragged

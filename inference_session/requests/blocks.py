@@ -33,7 +33,7 @@ class Blocks(NamedTuple):
 
 
 def arrange(counts: NDArray[np.int64], *, may_pad: bool, replayed: Sequence[tuple[int, int]] = ()) -> Blocks:
-    """Blocks for contexts with these numbers of candidates; at least one block.
+    """Blocks for contexts with these numbers of candidates, [contexts]; at least one block.
 
     Args:
         may_pad: whether blocks may be filled up by repeating candidates, and added.

@@ -132,7 +132,7 @@ class Outputs:
     def joined(
         self, arrays: Sequence[NDArray[Any]], wanted: RequestedOutputs, counts: NDArray[np.int64], num_samples: int
     ) -> JoinedAnswer:
-        """The answer to requests with these numbers of samples, from the arrays of `wanted.computed`.
+        """The answer to requests with these numbers of samples, [requests], from the arrays of `wanted.computed`.
 
         `num_samples`: the sum of `counts`.
         """

@@ -44,11 +44,11 @@ class RowWriter:
         raise StoreError(_READ_ONLY)
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:  # noqa: ARG002
-        """Drop rows, as `update` writes them: their keys are answered with the default vector, whatever is in files."""
+        """Drop the rows of keys [n], as `update` writes them: the default vector answers, whatever is in files."""
         raise StoreError(_READ_ONLY)
 
     def forget(self, table: str, keys: NDArray[np.int64]) -> None:
-        """Make later look-ups read these rows again: another process has changed them in the stores."""
+        """Make later look-ups read rows, keys [n], again: another process has changed them in the stores."""
 
     def refresh(self) -> None:
         """Read the cached rows again. UnavailableError if a store is down."""

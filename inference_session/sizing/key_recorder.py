@@ -176,7 +176,7 @@ class _KeyFile:
         return self._folder / f"{self._table}.{halvings}{_KEYS_SUFFIX}"
 
     def append(self, keys: NDArray[np.int64]) -> None:
-        """Write all of them, or none: OSError."""
+        """Write all keys [n], or none: OSError."""
         begin = self._file.tell()
         try:
             _write(self._file, sampled_keys(keys, self._halvings))

@@ -66,7 +66,7 @@ class KeySample:
         self._num_kept = len(self._chunks[0])
 
     def parts(self, num_parts: int) -> list[NDArray[np.int64]]:
-        """The uses, divided by key into this many separate samples, each at `rate` / num_parts."""
+        """The uses, [n] each, divided by key into this many separate samples, each at `rate` / num_parts."""
         groups = np.empty(len(self.keys), np.uint8)
         assign_groups(self.keys, num_parts, groups)
         return [self.keys[groups == part] for part in range(num_parts)]

@@ -85,7 +85,7 @@ def to_fbgemm(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def from_fbgemm(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Rows of an int8 table from those of FBGEMM: the way back from `to_fbgemm`.
+    """Rows [n, row_bytes] of an int8 table from those of FBGEMM: the way back from `to_fbgemm`.
 
     Raises:
         ModelFormatError: a scale or bias is NaN, infinite or so large that a look-up would overflow.

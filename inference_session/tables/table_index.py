@@ -73,7 +73,7 @@ class TableIndex:
 
     @property
     def content(self) -> NDArray[np.uint8]:
-        """The whole file, as given."""
+        """The bytes of the whole file, as given."""
         return self._content
 
     @property
@@ -110,7 +110,7 @@ class TableIndex:
             raise ModelFormatError(f"{path}: it was built from keys other than those of the `key` file")
 
     def verify(self, keys: NDArray[np.int64], path: Path) -> None:
-        """Raise ModelFormatError unless every byte is what was built from exactly these keys. Reads all of both."""
+        """Raise ModelFormatError unless every byte is what was built from these keys [num_rows]. Reads all of both."""
         self.check(keys, path)
         if zlib.crc32(self._content[HEADER.itemsize :].data) != self._header["bucket_checksum"]:
             raise ModelFormatError(f"{path}: bucket_checksum does not match; the index is damaged")
@@ -124,8 +124,8 @@ def index_bytes(num_rows: int) -> int:
 def open_index(
     folder: Path, keys: NDArray[np.int64], *, key_sha256: str | None = None, verify: bool = False
 ) -> TableIndex:
-    """Map the index file of a table; ModelFormatError where it is absent, was built from other keys (see
-    `TableIndex.check`) or is damaged, which only `verify` finds by reading all of it.
+    """Map the index file of a table with keys [num_rows]; ModelFormatError where it is absent, was built from other
+    keys (see `TableIndex.check`) or is damaged, which only `verify` finds by reading all of it.
     """
     path = folder / INDEX_FILE
     try:
@@ -140,7 +140,8 @@ def open_index(
 
 
 def build_index(folder: Path, keys: NDArray[np.int64], progress: Progress | None = None) -> int:
-    """Build and write the index file of a table; returns how many rows a later one with the same key hides.
+    """Build and write the index file of a table with keys [num_rows]; returns how many rows a later one with the same
+    key hides.
 
     The file's space is reserved beforehand: on a full disk this is an OSError, and the old index stays.
     """
@@ -156,8 +157,8 @@ def ensure_index(
     key_sha256: str | None = None,
     verify: bool = False,
 ) -> TableIndex:
-    """The table's index: from its file where that is good (see `open_index`), else built now, in memory if the folder
-    takes no file.
+    """The index of keys [num_rows]: from its file where that is good (see `open_index`), else built now, in memory if the
+    folder takes no file.
     """
     try:
         return open_index(folder, keys, key_sha256=key_sha256, verify=verify)

@@ -68,7 +68,7 @@ class Vectors(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradients: Tensor) -> tuple[None, None]:
-        """Passes the sum of each distinct key's gradients to the learner."""
+        """Passes the sum of each distinct key's gradients, [n, dim], to the learner."""
         look_up = ctx.look_up
         (places,) = ctx.saved_tensors  # raises where a graph that was not retained goes backward again
         look_up.learn_sums(places, gradients)

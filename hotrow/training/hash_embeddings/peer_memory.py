@@ -121,7 +121,7 @@ class PeerExchange(MessageExchange):
         return gradients
 
     def learn(self, table: Tensor, rows: Tensor, rate: float) -> None:
-        """Add the gradients in the `new_sums` of all ranks to rows of a table, times a rate."""
+        """Add the gradients in the `new_sums` of all ranks to rows [n] of a table [any, dim], times a rate."""
         self._memory.barrier()
         self._exchange("learn_rows", table, rows, self._memory.of_sums, rate)
         self._memory.is_read = True

@@ -132,7 +132,7 @@ def number_by_owner(
 
 
 def index_rows(entries: Tensor, table_keys: Tensor, num_rows: int) -> None:
-    """Put rows from 1 to num_rows - 1 into an index that has none of them."""
+    """Put rows from 1 to num_rows - 1 of table_keys, int64 [any], into an index that has none of them."""
     _run_flat("index_rows", num_rows - 1, entries, _mask(entries), table_keys, num_rows)
 
 

@@ -117,7 +117,7 @@ class UpdatePublisher:
         self._outbox.raise_error()
 
     def unconfirmed(self) -> dict[str, NDArray[np.int64]]:
-        """Keys of touched rows that the brokers have not confirmed yet, by the folder of their table.
+        """Keys [n] of touched rows that the brokers have not confirmed yet, by the folder of their table.
 
         Of tables that rank 0 publishes for others, each rank returns the keys that it touched itself.
         """

@@ -91,7 +91,7 @@ class EmbeddingTable:
 
     @property
     def columns(self) -> list[Tensor]:
-        """The saved columns, by rows: keys, vectors, states."""
+        """The saved columns, by rows: keys [rows], vectors [rows, dim], states [rows, …]."""
         return [self.keys, self.weight, *self.states]
 
     def keeps(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -234,5 +234,5 @@ class _Chosen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None]:
-        """The sum of the gradients of each vector."""
+        """[vectors, dim]: the sum of the gradients, [n, dim], of each vector."""
         return add_up(ctx.num_vectors, ctx.places, gradients), None

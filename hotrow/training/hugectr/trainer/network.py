@@ -135,7 +135,7 @@ class TrainingNetwork(nn.Module):
         return self.logits(self.values(inputs))
 
     def logits(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inputs of the losses among all values."""
+        """The inputs of the losses among all values: [samples, labels] each."""
         return {name: values[source] for name, (source, _) in self._activations.items()}
 
     def values(self, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class TrainingNetwork(nn.Module):
         return {name: self._activations[name][1](logit.float()) for name, logit in logits.items()}
 
     def statistics(self) -> list[tuple[Tensor, Tensor]]:
-        """Running mean and variance of each BatchNorm layer."""
+        """Running mean and variance, [width] each, of each BatchNorm layer."""
         return [(getattr(self, mean), getattr(self, variance)) for mean, variance in self.translated.statistics]
 
     def _step(self, node: onnx.NodeProto, constants: dict[str, Any]) -> tuple[Function, list[str], list[str]]:

@@ -80,7 +80,7 @@ class Processes:
         return bool(self.add_up(torch.tensor(int(holds), device=self.device)))
 
     def gathered(self, tensor: Tensor, num_samples: int) -> Tensor:
-        """The parts of all processes, concatenated."""
+        """The parts of all processes, concatenated along the first axis."""
         if self.count == 1 or num_samples % self.count:
             return tensor
         parts = [torch.empty_like(tensor) for _ in range(self.count)]
