@@ -157,8 +157,8 @@ def ensure_index(
     key_sha256: str | None = None,
     verify: bool = False,
 ) -> TableIndex:
-    """The index of keys [num_rows]: from its file where that is good (see `open_index`), else built now, in memory if the
-    folder takes no file.
+    """The index of keys [num_rows]: from its file where that is good (see `open_index`), else built now, in memory if
+    the folder takes no file.
     """
     try:
         return open_index(folder, keys, key_sha256=key_sha256, verify=verify)
