@@ -2,8 +2,8 @@
 
 Where each key is kept by itself, the two keys of a row cannot be changed in one step. A client could then see a new row
 by one of them, and after that an older one by the other. So where rows change, each is kept under the number that
-counts from the start, and look-ups convert the keys that they are asked for: here on a host, in kernels/cuda/lookup.cu
-on a GPU.
+counts from the start, and look-ups convert the keys that they are asked for: here on a host, on a GPU in
+kernels/cuda/sources.cuh.
 """
 
 from __future__ import annotations

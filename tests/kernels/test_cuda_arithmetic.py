@@ -22,13 +22,13 @@ from inference_session.kernels.cuda.records import (
     divide,
     request_of,
 )
+from inference_session.kernels.cuda.source import FILES
 from inference_session.kernels.records import SEGMENT, VECTOR_COPY, PoolingCode
 from inference_session.model_spec import TableSpec
 from inference_session.tables.row_numbers import stored_keys
 from tests.testing import cuda_model as gpu_model
 
 CUDA = Path(gpu_layout.__file__).parent
-SOURCES = ("layout.cuh", "index.cuh", "vectors.cuh", "lookup.cu", "order.cu", "columns.cu", "missing.cu", "write.cu")
 HASH_ROWS = ("layout.cuh", "index.cuh", "../../../hotrow/training/kernels/hash_rows.cu")
 NO_CODE = "-fdevice-syntax-only"
 """Finds what is wrong in any language construct, templates that are used included, and translates nothing."""
@@ -237,7 +237,7 @@ def test_sources_are_ascii(file: Path) -> None:
 )
 def test_numbers_are_the_same_in_cuda(name: str, value: int) -> None:
     """Those that Python and CUDA both have to know."""
-    text = "".join((CUDA / source).read_text() for source in SOURCES)
+    text = "".join((CUDA / source).read_text() for source in FILES)
     assert re.findall(rf"constexpr \w+ {name} = (\d+);", text) == [str(value)]
 
 
@@ -281,15 +281,15 @@ def nvrtc() -> ctypes.CDLL:
 @pytest.mark.parametrize(
     ("architecture", "files", "constants"),
     [
-        ("compute_75", SOURCES, []),
-        ("sm_90", SOURCES, []),
-        ("compute_90", SOURCES, ["-DNUM_SHARDS=3", NO_CODE]),
-        ("compute_90", SOURCES, ["-DROWS_CHANGE=1", NO_CODE]),
-        ("compute_90", SOURCES, ["-DNARROW_ROWS=1", NO_CODE]),
-        ("compute_90", SOURCES, ["-DNARROW_OUTPUTS=1", NO_CODE]),
-        ("compute_90", SOURCES, ["-DIN_ORDER=1", NO_CODE]),
-        ("compute_75", SOURCES, EVERY_CONSTANT),
-        ("compute_90", SOURCES, [*EVERY_CONSTANT, NO_CODE]),
+        ("compute_75", FILES, []),
+        ("sm_90", FILES, []),
+        ("compute_90", FILES, ["-DNUM_SHARDS=3", NO_CODE]),
+        ("compute_90", FILES, ["-DROWS_CHANGE=1", NO_CODE]),
+        ("compute_90", FILES, ["-DNARROW_ROWS=1", NO_CODE]),
+        ("compute_90", FILES, ["-DNARROW_OUTPUTS=1", NO_CODE]),
+        ("compute_90", FILES, ["-DIN_ORDER=1", NO_CODE]),
+        ("compute_75", FILES, EVERY_CONSTANT),
+        ("compute_90", FILES, [*EVERY_CONSTANT, NO_CODE]),
         ("compute_75", HASH_ROWS, []),
         ("sm_90", HASH_ROWS, []),
     ],

@@ -140,7 +140,7 @@ def copied_tile(width: int, in_flight: int) -> Iterator[tuple[int, int, int]]:
 
 
 def places_of_keys(begins: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    """As `Bags` of lookup.cu: where among the segment's keys each key of a tile's bags is."""
+    """As `Bags` of pooling.cuh: where among the segment's keys each key of a tile's bags is."""
     ends = [0] * LANES
     ends[: len(lengths)] = lengths
     distance = 1

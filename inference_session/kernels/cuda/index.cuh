@@ -53,6 +53,9 @@ __device__ __forceinline__ Place place_of(const Index& index, i64 key) {
   return {(i64)(product >> bits), 1 + (u32)((product & mask) * NUM_TAGS >> bits), true};
 }
 
+// Where the tag of a slot in a key's bucket is among all tags, and its mark among all marks.
+__device__ __forceinline__ i64 line_place(const Place& place, i64 slot) { return slot + (BUCKET_BYTES - SLOTS) * place.bucket; }
+
 struct Bucket {
   uint4 words[4];
 };
@@ -62,12 +65,13 @@ struct Bucket {
 #if __CUDA_ARCH__ >= 800
 __device__ __forceinline__ u64 keeping_policy() {
   u64 policy;
-  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 
 template <bool QUIET>
-__device__ __forceinline__ uint4 load_kept(const void* address, u64 policy) {
+__device__ __forceinline__ uint4 load_kept(const void* address) {
+  const u64 policy = keeping_policy();
   uint4 value;
   if constexpr (QUIET) {
     asm volatile("ld.global.ca.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
@@ -81,17 +85,16 @@ __device__ __forceinline__ uint4 load_kept(const void* address, u64 policy) {
   return value;
 }
 #else
-__device__ __forceinline__ u64 keeping_policy() { return 0; }
 template <bool QUIET>
-__device__ __forceinline__ uint4 load_kept(const void* address, u64) {
+__device__ __forceinline__ uint4 load_kept(const void* address) {
   return __ldcg((const uint4*)address);
 }
 #endif
 
 template <bool QUIET = false>
-__device__ __forceinline__ Bucket load_bucket(const u8* bucket, u64 policy) {
-  return {load_kept<QUIET>(bucket, policy), load_kept<QUIET>(bucket + 16, policy), load_kept<QUIET>(bucket + 32, policy),
-          load_kept<QUIET>(bucket + 48, policy)};
+__device__ __forceinline__ Bucket load_bucket(const u8* bucket) {
+  return {load_kept<QUIET>(bucket), load_kept<QUIET>(bucket + 16), load_kept<QUIET>(bucket + 32),
+          load_kept<QUIET>(bucket + 48)};
 }
 
 // Four bits, one per byte of a word that equals that of `pattern`.
@@ -127,9 +130,9 @@ __device__ __forceinline__ bool has_others(const Index& index) {
 
 // The slot of a key, counted over all buckets; -1: it is not there. Two candidates are read at once: more are rare.
 template <bool QUIET = false>
-__device__ __forceinline__ i64 find_slot(const Index& index, i64 key, const Place& place, u64 policy) {
+__device__ __forceinline__ i64 find_slot(const Index& index, i64 key, const Place& place) {
   const bool exact = place.alone && !has_others<QUIET>(index);
-  u64 matches = match_slots(load_bucket<QUIET>(index.tags + place.bucket * BUCKET_BYTES, policy), place.tag);
+  u64 matches = match_slots(load_bucket<QUIET>(index.tags + place.bucket * BUCKET_BYTES), place.tag);
   const i64 begin = place.bucket * SLOTS;
   while (matches != 0) {
     const i64 first = begin + __ffsll(matches) - 1;

@@ -10,7 +10,6 @@ import ctypes
 import struct
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import cupy
@@ -29,6 +28,7 @@ from inference_session.kernels.cuda.records import (
     offset_of,
     request_of,
 )
+from inference_session.kernels.cuda.source import source
 from inference_session.kernels.records import Lookup, VectorCode, address_of
 
 THREADS = 256
@@ -45,17 +45,10 @@ _SCRATCH_ADDRESSES = struct.Struct("<qqq")
 """The first fields of a BATCH."""
 _SEGMENTS_OFFSET = offset_of(REQUEST, "few_segments")
 _ADDRESSES_OFFSET, _SEED_OFFSET = offset_of(REQUEST, "missing_bits_address"), offset_of(REQUEST, "seed")
-_SOURCES = ("layout.cuh", "index.cuh", "vectors.cuh", "lookup.cu", "order.cu", "columns.cu", "missing.cu", "write.cu")
 _LOOK_UPS = ("look_up", "look_up_and_pool")
 _WRITES = ("note_last", "claim", "write_rows", "write_numbers", "erase", "mark_deleted")
 _ORDERING = ("note_regions", "begin_regions", "order_keys")
 _KERNELS = (*_LOOK_UPS, *_ORDERING, "write_columns", "copy_vectors", *_WRITES)
-
-
-def source() -> str:
-    """The kernels' whole source: one translation unit, so that CuPy's cache sees every change."""
-    folder = Path(__file__).parent
-    return "\n".join((folder / name).read_text(encoding="utf-8") for name in _SOURCES)
 
 
 class Variant(NamedTuple):

@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(128)
   const u32 lane = threadIdx.x % LANES, place = (tile - request.few_tiles[s]) * request.keys_per_tile + lane;
   if (lane >= request.keys_per_tile || place >= segment.num_rows * segment.keys_per_row) return;
   const i64 key = load_key_at(segment, place);
-  const i64 row = find_base_row(request.tables[segment.table], key, keeping_policy());
+  const i64 row = find_base_row(request.tables[segment.table], key);
   const u32 region = regions[s].first + (row < 0 ? 0 : (u32)(row / regions[s].rows_per_region));
   noted[begin + place] = {key, region, atomicAdd(counts + region, 1)};
 }

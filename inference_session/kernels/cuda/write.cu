@@ -63,9 +63,9 @@ __device__ __forceinline__ int first_from(u64 slots, u32 start) {
 }
 
 // Takes a free slot, if more than `reserved` are free; -1: none.
-__device__ __forceinline__ int take_free(u8* bucket, int reserved, u32 start, u64 policy) {
+__device__ __forceinline__ int take_free(u8* bucket, int reserved, u32 start) {
   for (;;) {
-    const u64 free_slots = match_slots(load_bucket(bucket, policy), FREE);
+    const u64 free_slots = match_slots(load_bucket(bucket), FREE);
     if (__popcll(free_slots) <= reserved) return -1;
     const int slot = first_from(free_slots, start);
     if (swap_tag(bucket, slot, FREE, BUSY)) return slot;
@@ -76,9 +76,9 @@ __device__ __forceinline__ int take_free(u8* bucket, int reserved, u32 start, u6
 __device__ __forceinline__ u32 spread(u32 bits) { return ((bits & 15) * 0x00204081u) & 0x01010101u; }
 
 // A clock whose hand begins anywhere: takes the first row with the lowest mark, and lowers the marks that it passes.
-__device__ __forceinline__ int take_evicted(u8* bucket, u8* marks, u32 start, u64 policy) {
+__device__ __forceinline__ int take_evicted(u8* bucket, u8* marks, u32 start) {
   for (int attempt = 0; attempt < 8; ++attempt) {
-    const Bucket tags = load_bucket(bucket, policy), marked = load_bucket(marks, policy);
+    const Bucket tags = load_bucket(bucket), marked = load_bucket(marks);
     const u64 live = ALL_SLOTS & ~(match_slots(tags, FREE) | match_slots(tags, BUSY));
     if (live == 0) return -1;
     u64 candidates = 0;
@@ -113,25 +113,21 @@ extern "C" __global__ void claim(const __grid_constant__ Batch batch) {
   Claim taken = {0, 0};
   bool inserted = false, updated = false, evicted = false, refused = false;
   if (batch.seen[batch.places[position]] == position + 1) {
-    const u64 policy = keeping_policy();
     const i64 key = target.keys[i];
     const Place place = place_of(index, key);
     const u32 tag = place.tag, start = tag * SLOTS >> 8;
-    const i64 slot = find_slot(index, key, place, policy);
+    const i64 slot = find_slot(index, key, place), number = place.bucket;
+    u8* bucket = index.tags + number * BUCKET_BYTES;
     if (slot >= 0) {
-      const i64 number = slot / SLOTS;
-      u8* bucket = index.tags + number * BUCKET_BYTES;
-      const int fresh = take_free(bucket, 0, start, policy);
-      updated = fresh >= 0 || swap_tag(bucket, (int)(slot % SLOTS), tag, BUSY);
+      const int fresh = take_free(bucket, 0, start);
+      updated = fresh >= 0 || swap_tag(bucket, (int)(slot - number * SLOTS), tag, BUSY);
       if (fresh >= 0) taken = {(u32)(number * SLOTS + fresh) + 1, (u32)slot + 1};
       else if (updated) taken = {(u32)slot + 1, 0};
     }
     if (!updated && batch.may_insert) {
-      const i64 number = place.bucket;
-      u8* bucket = index.tags + number * BUCKET_BYTES;
-      int free_slot = take_free(bucket, 1, start, policy);
+      int free_slot = take_free(bucket, 1, start);
       if (free_slot < 0 && batch.may_evict) {
-        free_slot = take_evicted(bucket, index.marks + number * BUCKET_BYTES, start, policy);
+        free_slot = take_evicted(bucket, index.marks + number * BUCKET_BYTES, start);
         evicted = free_slot >= 0;
       }
       inserted = free_slot >= 0;
@@ -205,9 +201,9 @@ extern "C" __global__ void erase(Index index, u64* events, const i64* keys, u32 
   const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
   const Place place = place_of(index, keys[i]);
-  const i64 slot = find_slot(index, keys[i], place, keeping_policy());
+  const i64 slot = find_slot(index, keys[i], place);
   const bool erased =
-      slot >= 0 && swap_tag(index.tags + slot / SLOTS * BUCKET_BYTES, (int)(slot % SLOTS), place.tag, FREE);
+      slot >= 0 && swap_tag(index.tags + place.bucket * BUCKET_BYTES, (int)(slot - place.bucket * SLOTS), place.tag, FREE);
   count(events, ERASES, erased);
 }
 
@@ -215,6 +211,7 @@ extern "C" __global__ void erase(Index index, u64* events, const i64* keys, u32 
 extern "C" __global__ void mark_deleted(Index index, const i64* keys, u32 n) {
   const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
-  const i64 slot = find_slot(index, keys[i], place_of(index, keys[i]), keeping_policy());
-  if (slot >= 0) index.marks[slot / SLOTS * BUCKET_BYTES + slot % SLOTS] = DELETED_MARK;
+  const Place place = place_of(index, keys[i]);
+  const i64 slot = find_slot(index, keys[i], place);
+  if (slot >= 0) index.marks[line_place(place, slot)] = DELETED_MARK;
 }
