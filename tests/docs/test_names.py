@@ -96,7 +96,8 @@ def source_text() -> str:
 
 def _is_text(path: Path) -> bool:
     return (
-        path.suffix in {".py", ".cu", ".h", ".yaml", ".yml", ".json", ".conf", ".toml", ".pbtxt", ""} and path.is_file()
+        path.suffix in {".py", ".cu", ".cuh", ".h", ".yaml", ".yml", ".json", ".conf", ".toml", ".pbtxt", ""}
+        and path.is_file()
     )
 
 
