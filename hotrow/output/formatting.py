@@ -21,7 +21,8 @@ def counted(number: int, noun: str) -> str:
 def in_words(error: Exception) -> str:
     """An error in one line: that of a file system without its number."""
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        names = filter(None, (error.filename, error.filename2))  # two of a copy or a link
+        return ": ".join(filter(None, (" -> ".join(map(str, names)), error.strerror)))
     return str(error)
 
 

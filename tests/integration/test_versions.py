@@ -13,7 +13,7 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from tests.testing.served import Serve, Served, start
-from tests.testing.served_requests import DENSE, IDS, ask, counted_since, settled
+from tests.testing.served_requests import DENSE, IDS, ask, counted_since, counters, settled
 from tests.testing.servers import wait_until
 from tests.testing.triton_models import ctr_answer, flat_answer, write_ctr, write_flat
 
@@ -53,6 +53,27 @@ def touch(version_dir: Path) -> None:
     """Make Triton take a version for changed."""
     (version_dir / "touched").touch()
     (version_dir / "touched").unlink()
+
+
+def test_a_version_is_loaded_while_its_metrics_cannot_be_recorded(
+    tritonserver: None, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while the disk of temporary files is full: it serves, and has its metrics once there is room."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    served = start(repository)
+    try:
+        (records,) = tmp_path.glob("hotrow-serve-*/*/metrics")
+        records.rename(tmp_path / "away")
+        records.touch()
+        write_ctr(repository / "ctr" / "2", scale=2.0)
+        client = served.grpc_client()
+        client.load_model("ctr")
+        np.testing.assert_array_equal(ask_ctr(client), ctr_answer(IDS, DENSE, scale=2.0))
+        records.unlink()
+        (tmp_path / "away").rename(records)
+        wait_until(lambda: counters(served, version="2").get("hotrow_requests_total") == 1, "the metrics")
+    finally:
+        served.close()
 
 
 def test_reloads_in_place_keep_serving_and_counting(server: Served) -> None:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from inference_session.platform import file_locks
+from inference_session.platform.small_files import write_whole
 from triton_backend.backend.heartbeat import FOLDER_VARIABLE
 
 NUM_KEPT = 3
@@ -68,13 +69,30 @@ def locked(records: Path) -> Iterator[None]:
 
 def write(records: Path, model: str, version: str, metrics: Sequence[MetricKey]) -> None:
     """Record this process's metrics; metrics that ended processes made for the same version now belong to it too."""
-    made = dict.fromkeys(metrics)
+    made, past = dict.fromkeys(metrics), [_claim_of(records)]
     for path, record in _read_all(records):
         if (record.model, record.version) == (model, version) and not record.is_live:
             made.update(dict.fromkeys(record.metrics))
-            path.unlink()
-    own = Record(model, version, os.getpid(), _start_of(os.getpid()), list(made))
-    (records / f"{own.pid}.json").write_text(json.dumps(asdict(own)), encoding="utf-8")
+            past.append(path)
+    own = records / f"{os.getpid()}.json"
+    _save(own, model, version, made)
+    for path in past:
+        if path != own:  # the number of a process that has ended may be ours now
+            path.unlink(missing_ok=True)
+
+
+def claim(records: Path, model: str, version: str) -> None:
+    """Keep other processes from deleting the metrics that this one is about to make; OSError where that cannot be."""
+    _save(_claim_of(records), model, version, ())
+
+
+def _claim_of(records: Path) -> Path:
+    return records / f"{os.getpid()}.claim.json"
+
+
+def _save(path: Path, model: str, version: str, metrics: Iterable[MetricKey]) -> None:
+    own = Record(model, version, os.getpid(), _start_of(os.getpid()), list(metrics))
+    write_whole(path, json.dumps(asdict(own)).encode())
 
 
 def delete_old(records: Path, model: str, delete: Callable[[MetricKey], None]) -> None:

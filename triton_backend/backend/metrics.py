@@ -10,9 +10,11 @@ metrics while it ends crashes, because it has already left the server. A later p
 from __future__ import annotations
 
 import ctypes
+import logging
 import resource
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,6 +26,8 @@ from triton_backend.backend.heartbeat import RESTARTS_PARAMETER
 from triton_backend.backend.metric_records import MetricKey
 
 INTERVAL_S = 0.5
+
+_log = logging.getLogger(__name__)
 
 Family: TypeAlias = "tuple[str, str]"
 """Name and description."""
@@ -130,29 +134,42 @@ class SessionMetrics:
         self._counters: dict[StatsPath, Any] = {}
         self._gauges: dict[StatsPath, Any] = {}
         self._tiers_up: dict[str, Any] = {}
+        self._fixed: dict[str, Any] = {}
+        """Those of `_GAUGES`; none before all metrics are made."""
         self._made: list[MetricKey] = []
-        first = stats()
-        if (records := metric_records.folder()) is None:
-            fixed = self._make_all(first)
-        else:
-            with metric_records.locked(records):
-                fixed = self._make_all(first)
-                metric_records.write(records, labels["model"], labels["version"], self._made)
-                metric_records.delete_old(records, labels["model"], _delete)
-        fixed["load_s"].set(first["load_s"])
-        fixed["loaded_at"].set(time.time())
-        self._version_info, self._resident_memory = fixed["version_info"], fixed["resident_memory"]
         self._reported: dict[StatsPath, int] = {}
-        self._report()
+        self._loaded_at = time.time()
+        try:
+            self._report()
+        except OSError as error:
+            _log.warning("%s: no metrics yet, because they cannot be recorded: %s", labels["model"], error)
         failure = "the metrics could not be reported"  # an error of Triton's, say
         self._reports = RepeatedCall("hotrow-metrics", self._report, INTERVAL_S, failure=failure)
 
     def close(self) -> None:
         """Report what is left, and that the version is gone."""
         self._reports.close()
-        self._report()
-        self._version_info.set(0)
-        self._resident_memory.set(0)
+        if self._fixed:
+            self._report()
+            self._fixed["version_info"].set(0)
+            self._fixed["resident_memory"].set(0)
+
+    def _begin(self, stats: Mapping[str, Any]) -> None:
+        """Make all metrics. OSError where they cannot be recorded, as on a full disk: none is made then, because other
+        processes might delete them while they are used.
+        """
+        if (records := metric_records.folder()) is None:
+            self._fixed = self._make_all(stats)
+        else:
+            model, version = self._labels["model"], self._labels["version"]
+            with metric_records.locked(records):
+                metric_records.claim(records, model, version)
+                self._fixed = self._make_all(stats)
+                with suppress(OSError):  # then they stay when this process has ended
+                    metric_records.write(records, model, version, self._made)
+                    metric_records.delete_old(records, model, _delete)
+        self._fixed["load_s"].set(stats["load_s"])
+        self._fixed["loaded_at"].set(self._loaded_at)
 
     def _make_all(self, stats: Mapping[str, Any]) -> dict[str, Any]:
         """A metric for each value of these statistics that is shown; returns those of `_GAUGES`."""
@@ -174,6 +191,8 @@ class SessionMetrics:
 
     def _report(self) -> None:
         stats = self._stats()
+        if not self._fixed:
+            self._begin(stats)
         for tier, gauge in self._tiers_up.items():
             gauge.set(int(stats["tiers"][tier]["failure"] is None))
         for path, gauge in self._gauges.items():
@@ -181,8 +200,8 @@ class SessionMetrics:
         for path, counter in self._counters.items():
             self._raise_to(counter, path, _value(stats, path))
         # Set in every report: a generation that this one replaced may set it to 0 after this one began.
-        self._version_info.set(1)
-        self._resident_memory.set(_resident_bytes())
+        self._fixed["version_info"].set(1)
+        self._fixed["resident_memory"].set(_resident_bytes())
 
     def _raise_to(self, counter: Any, path: StatsPath, value: int) -> None:
         """Raise a counter to this value. While the value is lower for a moment, the counter stays; it cannot fall."""

@@ -57,10 +57,10 @@ class Installation:
                 (directory / backend.name).symlink_to(backend)
         # Copies, because Triton refuses files of a Python-based backend that are links to outside its folder.
         python = directory / "python"
-        shutil.copytree(self.backends / "python", python, ignore=shutil.ignore_patterns(STUB, "__pycache__"))
+        _copy_folder(self.backends / "python", python)
         shutil.copy2(self.stub, python / STUB)
         for backend in ours:
-            shutil.copytree(backend, directory / backend.name, ignore=shutil.ignore_patterns("__pycache__"))
+            _copy_folder(backend, directory / backend.name)
         for package in _OUR_PACKAGES:
             (python / package).symlink_to(_OUR_BACKENDS.parent.parent / package)
         return directory
@@ -181,3 +181,13 @@ def _python3_folder(folder: Path) -> Path:
 
 def _joined(*paths: str) -> str:
     return os.pathsep.join(path for path in paths if path)
+
+
+def _copy_folder(source: Path, target: Path) -> None:
+    """Copy all but stubs and compiled Python; unlike `shutil.copytree`, it ends at the first error, and raises that."""
+    target.mkdir()
+    for path in source.iterdir():
+        if path.is_dir() and path.name != "__pycache__":
+            _copy_folder(path, target / path.name)
+        elif path.is_file() and path.name != STUB:
+            shutil.copy2(path, target / path.name)

@@ -13,7 +13,7 @@ import pytest
 
 from triton_backend.backend import metric_records
 from triton_backend.backend.heartbeat import FOLDER_VARIABLE
-from triton_backend.backend.metric_records import NUM_KEPT, MetricKey, delete_old, locked, write
+from triton_backend.backend.metric_records import NUM_KEPT, MetricKey, claim, delete_old, locked, write
 
 
 def key(version: str, name: str = "hotrow_requests_total") -> MetricKey:
@@ -68,6 +68,22 @@ def test_a_version_that_is_served_again_is_kept(records: Path) -> None:
     write(records, "ctr", "1", [key("1")])
 
     assert deleted(records) == [key("2")]
+    end_of_this_process(records)
+    for version in ("7", "8", "9"):
+        write_as_another(records, version)
+    assert set(deleted(records)) == {key("1"), key("1", "hotrow_tier_up"), key("3"), key("4"), key("5")}
+
+
+def test_a_version_is_protected_before_its_metrics_are_known(records: Path) -> None:
+    """What an earlier process of it has left is not deleted, also where the record cannot be written any more."""
+    for version in ("1", "2", "3", "4", "5"):
+        write_as_another(records, version)
+
+    claim(records, "ctr", "1")
+
+    assert deleted(records) == [key("2")]
+    write(records, "ctr", "1", [key("1", "hotrow_tier_up")])
+    assert {path.name for path in records.iterdir()} >= {f"{os.getpid()}.json"}
     end_of_this_process(records)
     for version in ("7", "8", "9"):
         write_as_another(records, version)
