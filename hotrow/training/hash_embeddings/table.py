@@ -427,6 +427,11 @@ class HashTable(nn.Module):
         moved = function(torch.empty(0, device=self.device, dtype=self._dtype))
         if moved.is_meta:
             raise ConfigurationError("a hash embedding cannot be on the device 'meta'; create it on the CPU or a GPU")
+        if moved.device.type == "cpu" and moved.is_shared():
+            raise ConfigurationError(
+                "share_memory: processes would train copies of a hash embedding, whose rows grow; use "
+                "DistributedDataParallel"
+            )
         if moved.device != self.device:
             self._rows = self._rows.to(moved.device)
         self._dtype = moved.dtype
