@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -119,9 +118,10 @@ class Model:
             ConfigurationError: no data layer, or the weights do not fit the losses.
         """
         design, data = self._design, self._design.data
+        graph = design.graph()  # checks the names of layers
         names = [item.top_name for item in data.data_reader_sparse_param_array]
         inputs = [names.index(embedding.bottom_name) for embedding in design.embeddings]
-        self._trainer = Trainer(design.graph(), inputs, design.params, design.optimizer, self._solver, self._processes)
+        self._trainer = Trainer(graph, inputs, design.params, design.optimizer, self._solver, self._processes)
         if self._cache_params is not None:
             self._cache = TrainingCache(self._cache_params, self._trainer.tables)
             for table, place in self._cache.existing:
@@ -143,7 +143,7 @@ class Model:
     def graph_to_json(self, graph_config_file: str) -> None:
         """Write the graph as HugeCTR and `hotrow import hugectr` read it."""
         if self._processes.rank == 0:
-            Path(graph_config_file).write_text(json.dumps(self._design.document(), indent=2) + "\n", encoding="utf-8")
+            Path(graph_config_file).write_text(f"{self._design.text()}\n", encoding="utf-8")
         self._say(f"Save the model graph to {graph_config_file} successfully")
 
     def construct_from_json(self, graph_config_file: str, include_dense_network: bool) -> None:
@@ -206,7 +206,7 @@ class Model:
             raise ConfigurationError("Model.set_source is for epoch mode: repeat_dataset of the solver is True")
         if not source or not evaluation:
             raise ConfigurationError("Model.set_source: source and eval_source name the data, and are required")
-        self._reader_params.source = listed(source)
+        self._reader_params.source = listed("Model.set_source: source", source)
         self._reader_params.eval_source = str(evaluation)
 
     def start_data_reading(self) -> None:

@@ -113,9 +113,11 @@ class Solver:
     def __post_init__(self) -> None:
         for name, lowest in (("batchsize", 1), ("batchsize_eval", 1), ("warmup_steps", 0), ("decay_steps", 0)):
             whole(f"CreateSolver: {name}", getattr(self, name), lowest)
-        for name in ("lr", "end_lr", "decay_start", "max_eval_batches"):
+        for name in ("lr", "end_lr", "decay_start", "max_eval_batches", "scaler"):
             number(f"CreateSolver: {name}", getattr(self, name))
         number("CreateSolver: decay_power", self.decay_power, 1)
+        check(is_whole(self.seed), "CreateSolver: seed", self.seed, "whole numbers")
+        self.seed = int(self.seed)
         check(
             not self.use_mixed_precision or self.scaler in _SCALERS,
             "CreateSolver: scaler", self.scaler, f"{_SCALERS} with use_mixed_precision",
@@ -194,8 +196,8 @@ class DataReaderParams:
             check_type = Check_t.Non  # as some of HugeCTR's samples leave it out: Parquet files have no checksums
         _check_given("DataReaderParams", eval_source=eval_source, check_type=check_type)
         self.data_reader_type = member("DataReaderParams: data_reader_type", data_reader_type, DataReaderType_t)
-        self.source = listed(source)
-        self.eval_source = eval_source if isinstance(eval_source, str) else next(iter(eval_source), "")
+        self.source = listed("DataReaderParams: source", source)
+        self.eval_source = next(iter(listed("DataReaderParams: eval_source", eval_source)), "")
         if not self.source or not self.source[0] or not self.eval_source:
             raise ConfigurationError("DataReaderParams: source and eval_source name the data, and are required")
         for place in (*self.source, self.eval_source):
@@ -252,7 +254,7 @@ class Input:
         are_dims = all(is_whole(dim) and dim >= 1 for dim in each)
         check(are_dims, "Input: label_dims", dims, "a whole number from 1, or a list of them")
         self.label_dims: list[int] = [int(dim) for dim in each]
-        self.label_names = listed(names)
+        self.label_names = listed("Input: label_names", names)
         weights = given.get("label_weights")
         self.label_weights: list[float] = [1.0] * len(self.label_names) if weights is None else list(weights)
         if not len(self.label_dims) == len(self.label_names) == len(self.label_weights):
@@ -372,9 +374,9 @@ class DenseLayer:
         values["lambda_"] = later.pop("lambda", lambda_)
         values["layer_type"] = member("DenseLayer: layer_type", layer_type, Layer_t)
         vars(self).update(values)
-        self.bottom_names: list[str] = listed(bottom_names)
-        self.top_names: list[str] = listed(top_names)
         kind = self.layer_type.value
+        self.bottom_names = listed(f"DenseLayer {kind}: bottom_names", bottom_names)
+        self.top_names = listed(f"DenseLayer {kind}: top_names", top_names)
         if kind not in LOSS_LAYERS and (reason := reason_against(kind)):
             raise UnsupportedModelError(f"DenseLayer {kind} (top_names {self.top_names}) is not supported: {reason}")
         self._take_later(later)
@@ -406,13 +408,13 @@ class GroupDenseLayer:
 
     def layers(self) -> list[DenseLayer]:
         """Its layers; ConfigurationError if names and outputs differ in number."""
-        tops, outputs = listed(self.top_name_list), list(self.num_outputs)
+        tops, outputs = listed("GroupDenseLayer: top_name_list", self.top_name_list), list(self.num_outputs)
         if len(tops) != len(outputs) or len(outputs) < 2:
             raise ConfigurationError(
                 f"GroupDenseLayer: {len(tops)} names in top_name_list for {len(outputs)} num_outputs; "
                 "two or more, one each"
             )
-        bottoms = [listed(self.bottom_name_list), *([top] for top in tops[:-1])]
+        bottoms = [listed("GroupDenseLayer: bottom_name_list", self.bottom_name_list), *([top] for top in tops[:-1])]
         activations = [Activation_t.Relu] * (len(outputs) - 1) + [self.last_act_type]
         return [
             DenseLayer(Layer_t.FusedInnerProduct, bottom, [top], num_output=width, act_type=activation)
@@ -426,8 +428,9 @@ def _sizes(name: str, values: Any) -> list[int]:
     return list(map(int, values))
 
 
-def listed(names: str | Sequence[str]) -> list[str]:
-    """Names, or places, of which one may be given without a list."""
+def listed(argument: str, names: Any) -> list[str]:
+    """Names, or places, of which one may be given without a list; ConfigurationError names the argument."""
+    check(isinstance(names, Iterable), argument, names, "a name, or a list of names")
     return [names] if isinstance(names, str) else list(names)
 
 

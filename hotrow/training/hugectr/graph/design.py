@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hotrow.training.hugectr.arguments.embedding_collection import EmbeddingCollectionConfig
 from hotrow.training.hugectr.arguments.enums import DataReaderType_t, Embedding_t
 from hotrow.training.hugectr.arguments.parameters import (
@@ -95,9 +97,13 @@ class Design:
         name = {"model_name": self.solver.model_name} if self.solver.model_name else {}
         return {"layers": layers, **name}
 
+    def text(self) -> str:
+        """The document in JSON; ConfigurationError names a value that JSON does not have."""
+        return json.dumps(self.document(), indent=2, default=_plain)
+
     def graph(self) -> Graph:
         """The graph as the importer reads it."""
-        text = json.dumps(self.document(), indent=2)
+        text = self.text()
         return parse_graph(JsonFile(Path("graph of the model"), text, json.loads(text), ModelFormatError))
 
     def record_shape(self, reader: DataReaderParams) -> RecordShape:
@@ -162,6 +168,13 @@ class Design:
                 f"{item.slot_num} slots of {item.top_name!r}"
             )
         return replace(item.sparse_input(), slot_sizes=sizes)
+
+
+def _plain(value: object) -> Any:
+    """Numbers and arrays of NumPy, as JSON has them."""
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.tolist()
+    raise ConfigurationError(f"Model: {value!r} is no value for a layer; give numbers, texts, or lists of them")
 
 
 def _inputs_of_slots(data: Input | None) -> set[str]:

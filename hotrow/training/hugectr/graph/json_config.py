@@ -105,9 +105,11 @@ def _load(model: Model, settings: Mapping[str, Any]) -> None:
     """Load the files that the solver names, if any."""
     loads: dict[str, Callable[[Any], None]] = {
         "dense_model_file": model.load_dense_weights,
-        "sparse_model_file": lambda files: model.load_sparse_weights(listed(files)),
+        "sparse_model_file": lambda files: model.load_sparse_weights(listed("sparse_model_file", files)),
         "dense_opt_states_file": model.load_dense_optimizer_states,
-        "sparse_opt_states_file": lambda files: model.load_sparse_optimizer_states(listed(files)),
+        "sparse_opt_states_file": lambda files: model.load_sparse_optimizer_states(
+            listed("sparse_opt_states_file", files)
+        ),
     }
     for name, load in loads.items():
         if name in settings:

@@ -422,6 +422,20 @@ def sparse_embedding(*values: Any, **named: Any) -> hugectr.SparseEmbedding:
             r"InnerProduct .*\['num_outputs'\] are not supported",
         ),
         (lambda: hugectr.DataReaderSparseParam("a", [1, 2], True, 3), "2 numbers in nnz_per_slot for 3 slots"),
+        (lambda: hugectr.CreateSolver(seed=1.5), "CreateSolver: seed is 1.5; allowed: whole numbers"),
+        (lambda: hugectr.CreateSolver(scaler=[1]), r"CreateSolver: scaler is \[1\]; allowed: numbers from 0"),
+        (
+            lambda: DenseLayer(Layer_t.ReLU, None, ["b"]),
+            "DenseLayer ReLU: bottom_names is None; allowed: a name, or a list of names",
+        ),
+        (
+            lambda: hugectr.DataReaderParams(DataReaderType_t.Parquet, Path("a"), eval_source="b"),
+            r"DataReaderParams: source is .*Path\('a'\); allowed: a name, or a list of names",
+        ),
+        (
+            lambda: hugectr.DataReaderParams(DataReaderType_t.Parquet, "a", eval_source=3),
+            "DataReaderParams: eval_source is 3; allowed",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(call: Any, message: str) -> None:
@@ -871,6 +885,32 @@ def test_arguments_of_later_releases_that_change_no_result_are_taken() -> None:
         DataReaderType_t.Norm, "a", eval_source="b", check_type=hugectr.Check_t.Non, read_file_sequentially=True
     )
     assert reader.num_workers == 12
+
+
+def test_numbers_of_numpy_are_taken(small: Path) -> None:
+    """As scripts compute widths with it."""
+
+    def network(model: Model) -> None:
+        layer(model, Layer_t.Slice, "dense", "first second", ranges=np.array([[0, 2], [2, 4]]))
+        layer(model, Layer_t.Dropout, "second", "dropped", dropout_rate=np.float32(0.5))
+        layer(model, Layer_t.Reshape, "table", "flat", leading_dim=np.int64(8))
+        layer(model, Layer_t.Concat, "first dropped flat", "both")
+        layer(model, Layer_t.InnerProduct, "both", "fc", num_output=np.int64(1))
+        binary(model, "fc")
+
+    tables = (("table", "data", np.int64(4), "mean"),)
+    model = make_model(Sample(**{**vars(SMALL), "network": network, "tables": tables}), small, seed=np.int64(3))
+    model.fit(max_iter=2, display=0, eval_interval=0)
+    model.graph_to_json("graph.json")
+    layer(model, Layer_t.InnerProduct, "fc", "other", num_output=object())
+    with pytest.raises(ConfigurationError, match=r"<object .* is no value for a layer; give numbers, texts, or lists"):
+        model.graph_to_json("graph.json")
+
+
+def test_an_embedding_of_no_input_is_named(small: Path) -> None:
+    sample = Sample(**{**vars(SMALL), "tables": (("table", "other", 4, "mean"),)})
+    with pytest.raises(ModelFormatError, match=r"top 'table'\): found \['other'\]; it must be one of .*'data'"):
+        make_model(sample, small)
 
 
 def test_a_table_needs_no_workspace() -> None:
