@@ -298,8 +298,8 @@ def test_the_kernels_compile(
     nvrtc: ctypes.CDLL, architecture: str, files: tuple[str, ...], constants: list[str]
 ) -> None:
     """All files as one, as CuPy compiles them: for a GPU older than some instructions asked for, and for an H100; for
-    tables of one GPU, and of several; for rows and outputs in float32 alone, and in others; for keys in an order of their
-    own. Machine code (sm_90) is made once, as that takes longest: the others are only checked, and run by
+    tables of one GPU, and of several; for rows and outputs in float32 alone, and in others; for keys in an order of
+    their own. Machine code (sm_90) is made once, as that takes longest: the others are only checked, and run by
     `test_emulated_lookups`.
     """
     source = "\n".join((CUDA / name).read_text() for name in files).encode()
