@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from hotrow.output.formatting import in_units
 from hotrow.output.html_page import FAINT, html_page, page_colors, svg, text, wide
 from hotrow.sizing.report import SizingReport, TableReport, conclusions, curve_rows, facts, memory_lines, memory_rows
 from inference_session.errors import ConfigurationError
+from inference_session.platform.small_files import write_chosen
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,8 +33,10 @@ def write_plot(report: SizingReport, path: Path) -> None:
 
 def write_picture(report: SizingReport, path: Path) -> None:
     """Write the curves as PNG."""
+    picture = io.BytesIO()
     with page_colors():
-        _figure(report).savefig(path, dpi=144)
+        _figure(report).savefig(picture, format="png", dpi=144)
+    write_chosen(path, picture.getvalue())
 
 
 def write_page(report: SizingReport, path: Path) -> None:
@@ -45,7 +49,7 @@ def write_page(report: SizingReport, path: Path) -> None:
         *(f"<p>{text(line)}</p>" for line in memory_lines(report)),
         *(f"<h2>Table {text(t.spec.name)}</h2><p>{text(facts(t))}</p>{_curve(t)}" for t in report.tables.values()),
     ]
-    path.write_text(html_page(f"hotrow size {report.version_dir}", parts), encoding="utf-8")
+    write_chosen(path, html_page(f"hotrow size {report.version_dir}", parts).encode())
 
 
 def _conclusions(report: SizingReport) -> list[str]:

@@ -57,3 +57,12 @@ def write_whole(path: Path, *parts: bytes, mode: int = 0o666) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         staged.unlink(missing_ok=True)
+
+
+def write_chosen(path: Path, content: bytes) -> None:
+    """Write a file that a user has named, as `write_whole` does; a link is followed, and a pipe written into."""
+    target = path.resolve()
+    if target.exists() and not target.is_file():
+        target.write_bytes(content)
+    else:
+        write_whole(target, content)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import CanaryError, ConfigurationError, InvalidRequestError
-from inference_session.platform.small_files import write_whole
+from inference_session.platform.small_files import write_chosen
 
 BROKEN = (
     *(ValueError, TypeError, EOFError, MemoryError, RuntimeError, KeyError),
@@ -48,11 +48,7 @@ def record_canary(run: Run, inputs: Arrays, path: Path) -> None:
     parts |= {f"{OUTPUT}{name}": array for name, array in outputs.items() if array.dtype != object}
     archive = io.BytesIO()
     np.savez(archive, **parts)  # type: ignore[arg-type]  # its stub takes names for its flags
-    target = path.resolve()
-    if target.exists() and not target.is_file():
-        target.write_bytes(archive.getvalue())  # a pipe, for example
-        return
-    write_whole(target, archive.getvalue())
+    write_chosen(path, archive.getvalue())
 
 
 def check_canary(run: Run, path: Path, tolerance: float) -> None:

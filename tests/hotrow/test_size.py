@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -286,6 +288,21 @@ def test_plots_are_a_picture_and_a_page(version_dir: Path, keys: Path, tmp_path:
     assert "src=" not in text
     assert "&lt;b&gt;hashed" in text
     assert "<b>hashed" not in text
+
+
+@pytest.mark.parametrize("name", ["curves.png", "curves.html"])
+def test_a_full_disk_names_the_plot_and_leaves_none(
+    version_dir: Path, keys: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither an empty one nor a part; one that was there stays."""
+    (tmp_path / name).write_text("before")
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / name}'"):
+        _run(version_dir, "--trace", f"hashed={keys}", "--plot", tmp_path / name)
+
+    assert (tmp_path / name).read_text() == "before"
+    assert not list(tmp_path.glob(".tmp-*"))
 
 
 def test_the_page_in_a_browser(browser: Browser, version_dir: Path, keys: Path, tmp_path: Path) -> None:

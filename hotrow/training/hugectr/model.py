@@ -42,6 +42,7 @@ from inference_session.errors import ConfigurationError, ModelFormatError, Unsup
 from inference_session.importers.hugectr.data_source import DataSourceParams
 from inference_session.importers.hugectr.json_file import JsonFile, read_json
 from inference_session.importers.hugectr.ps_fields import KeyType
+from inference_session.platform.small_files import write_chosen
 
 _ADDED = {"input", "sparse_embedding", "ebc_config", "dense_layer", "group_dense_layer"}
 """HugeCTR's names of what `Model.add` takes."""
@@ -143,7 +144,8 @@ class Model:
     def graph_to_json(self, graph_config_file: str) -> None:
         """Write the graph as HugeCTR and `hotrow import hugectr` read it."""
         if self._processes.rank == 0:
-            Path(graph_config_file).write_text(f"{self._design.text()}\n", encoding="utf-8")
+            write_chosen(Path(graph_config_file), f"{self._design.text()}
+".encode())
         self._say(f"Save the model graph to {graph_config_file} successfully")
 
     def construct_from_json(self, graph_config_file: str, include_dense_network: bool) -> None:
