@@ -144,8 +144,7 @@ class Model:
     def graph_to_json(self, graph_config_file: str) -> None:
         """Write the graph as HugeCTR and `hotrow import hugectr` read it."""
         if self._processes.rank == 0:
-            write_chosen(Path(graph_config_file), f"{self._design.text()}
-".encode())
+            write_chosen(Path(graph_config_file), f"{self._design.text()}\n".encode())
         self._say(f"Save the model graph to {graph_config_file} successfully")
 
     def construct_from_json(self, graph_config_file: str, include_dense_network: bool) -> None:
