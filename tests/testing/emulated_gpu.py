@@ -52,6 +52,8 @@ class EmulatedGpu:
         self._source, library = folder / "kernels.cpp", folder / "kernels.so"
         self._source.write_text(f'#include "{_HEADER}"\n{kernels}\n{_LAUNCHES}')
         options = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
+        # A GPU ends a kernel that reads a vector which is not aligned.
+        options += ["-fsanitize=alignment,bounds", "-fno-sanitize-recover"]
         options += [f"-D{name}={value}" for name, value in constants.items()]
         subprocess.run([COMPILER, *options, "-o", library, self._source], check=True)
         self._library = ctypes.CDLL(str(library))
