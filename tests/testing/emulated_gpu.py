@@ -6,10 +6,14 @@ about blocks that run at once.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import re
 import shutil
 import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +57,7 @@ class EmulatedGpu:
         self._source.write_text(f'#include "{_HEADER}"\n{kernels}\n{_LAUNCHES}')
         options = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
         # A GPU ends a kernel that reads a vector which is not aligned.
-        options += ["-fsanitize=alignment,bounds", "-fno-sanitize-recover"]
+        options += ["-fsanitize=alignment,bounds"]
         options += [f"-D{name}={value}" for name, value in constants.items()]
         subprocess.run([COMPILER, *options, "-o", library, self._source], check=True)
         self._library = ctypes.CDLL(str(library))
@@ -109,8 +113,26 @@ class EmulatedGpu:
     def _launch(self, name: str, num_threads: int, record: NDArray[Any], *arguments: Any) -> None:
         launch = getattr(self._library, f"emulate_{name}")
         launch.restype = ctypes.c_char_p
-        failure = launch(-(-num_threads // THREADS), THREADS, _pointer(record), *arguments)
+        with _errors() as reported:
+            failure = launch(-(-num_threads // THREADS), THREADS, _pointer(record), *arguments)
         assert not failure, f"{name}, {self._source}, {failure.decode()}"
+        assert not reported, f"{name}: {reported[0]}"
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[list[str]]:
+    """What the compiler's checks write to the standard error within the block."""
+    written: list[str] = []
+    before = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield written
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+        file.seek(0)
+        written += file.read().decode().splitlines()
 
 
 def _pointer(array: NDArray[Any]) -> ctypes.c_void_p:
