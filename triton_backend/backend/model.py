@@ -37,6 +37,11 @@ _CACHED = (
     "one names; remove it from config.pbtxt unless none of this happens"
 )
 
+_WARMED_UP = (
+    "model {!r} has model_warmup: where a sample fails, Triton 24.10 may end with signal 11; remove it from "
+    "config.pbtxt: hotrow warms up without it (warm_up_s), and canary_requests refuse a bad version"
+)
+
 _OTHER_SETTINGS = (
     "model {!r}: config.pbtxt has other values of {} than Triton has given this version, because it keeps those of a "
     "load that chose a version or brought a configuration; to use the file, `touch` it and load the model again"
@@ -60,6 +65,8 @@ class TritonPythonModel:
             raise load_error(error) from None
         if config.get("response_cache", {}).get("enable"):
             pb_utils.Logger.log_warn(_CACHED.format(args["model_name"]))
+        if config.get("model_warmup"):
+            pb_utils.Logger.log_warn(_WARMED_UP.format(args["model_name"]))
         if others := changed_parameters(Path(args["model_repository"]) / CONFIG_FILE, config.get("parameters", {})):
             pb_utils.Logger.log_warn(_OTHER_SETTINGS.format(args["model_name"], ", ".join(map(repr, others))))
         self._versions = versions

@@ -56,6 +56,7 @@ from triton_backend.repository.servable import (
     begun_models,
     find_models,
     in_url,
+    incomplete_models,
     is_plain,
     misread_entries,
 )
@@ -130,9 +131,8 @@ class TritonServer:
             )
             if _hide(repository, models) or any(model.backend in IN_PLACE_BACKENDS for model in models):
                 repository = cleanup.enter_context(_adapted(repository, folder / VIEW_FOLDER))
-            options = replace(
-                options, repository=plain_path(repository, folder), complete_configs=_are_to_complete(models)
-            )
+            completes = _are_to_complete(options.repository)
+            options = replace(options, repository=plain_path(repository, folder), complete_configs=completes)
             options = cleanup.enter_context(with_ports(options))
             command = ServerCommand.of(options, installation, backends, folder)
             cleanup.enter_context(_reaper(command.memory_prefix, folder))
@@ -373,8 +373,8 @@ def _hide(repository: Path, models: Sequence[ServableModel]) -> bool:
     return bool(hidden)
 
 
-def _are_to_complete(models: Sequence[ServableModel]) -> bool:
-    names = [model.name for model in models if not model.is_complete]
+def _are_to_complete(repository: Path) -> bool:
+    names = incomplete_models(repository)
     if names:
         say(
             f"config.pbtxt of {', '.join(map(repr, names))} lacks inputs or outputs; Triton asks the backend for them, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -79,8 +80,6 @@ class ServableModel:
     versions: tuple[int, ...]
     """Ascending; Triton serves the highest unless its config says otherwise."""
     backend: str
-    is_complete: bool = True
-    """Whether its config.pbtxt describes its inputs and outputs. If not, its backend has to."""
 
 
 def model_folders(repository: Path) -> Iterator[Path]:
@@ -178,8 +177,21 @@ def _check_model(folder: Path, backends: Sequence[str]) -> ServableModel:
     versions = _versions(folder)
     for version in config.chosen_versions(versions):
         _check_version(folder / str(version), config)
-    is_complete = bool(config.inputs and config.outputs) or config.backend in (*IN_PLACE_BACKENDS, "hotrow")
-    return ServableModel(folder.name, tuple(versions), config.backend, is_complete)
+    return ServableModel(folder.name, tuple(versions), config.backend)
+
+
+def incomplete_models(repository: Path) -> list[str]:
+    """The models whose config.pbtxt does not describe their inputs and outputs, so that their backends have to.
+
+    Among all models, because an ensemble has Triton load others, and clients may.
+    """
+    found = []
+    for folder in model_folders(repository):
+        with suppress(ConfigurationError, OSError):  # loading it says what is wrong
+            config = read_config(folder)
+            if not (config.inputs and config.outputs) and config.backend not in (*IN_PLACE_BACKENDS, "hotrow"):
+                found.append(folder.name)
+    return sorted(found)
 
 
 def read_config(folder: Path) -> ModelConfig:

@@ -8,7 +8,7 @@ import pytest
 
 from inference_session.errors import ConfigurationError
 from triton_backend.repository.model_config import ModelConfig
-from triton_backend.repository.servable import find_models, misreading
+from triton_backend.repository.servable import find_models, incomplete_models, misreading
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,8 @@ def test_a_model_may_describe_itself(entry: str, code: str, backend: str, tmp_pa
     (tmp_path / "m/1").mkdir(parents=True)
     (tmp_path / "m/1" / entry).write_text(code, encoding="utf-8")
 
-    (model,) = find_models(tmp_path)
-
-    assert (model.backend, model.is_complete) == (backend, False)
+    assert [model.backend for model in find_models(tmp_path)] == [backend]
+    assert incomplete_models(tmp_path) == ["m"]
 
 
 @pytest.mark.parametrize("entry", ["model.py", "model.bin"])
@@ -107,9 +106,9 @@ def test_a_model_is_complete_with_inputs_and_outputs(config: str, is_complete: b
     (tmp_path / "m/1/model.py").touch()
     (tmp_path / "m/config.pbtxt").write_text(config, encoding="utf-8")
 
-    (model,) = find_models(tmp_path)
+    (tmp_path / "no model").mkdir()
 
-    assert model.is_complete is is_complete
+    assert incomplete_models(tmp_path) == ([] if is_complete else ["m"])
 
 
 @pytest.mark.parametrize(
