@@ -56,8 +56,6 @@ _ORIGINAL_FILE = ".original.onnx"
 _REPLACEABLE_SINCE = 4
 """The version of ONNX's format in which inputs with initializers became optional; before, all had to be listed."""
 _TOLERANCE = 1e-5
-_HALF_TOLERANCE = 4e-3
-"""Four steps of half precision: ONNX Runtime itself rounds to it more or less often."""
 
 
 def import_onnx(
@@ -358,8 +356,8 @@ class _Import:
             return True
         try:
             replay = Replay(self.staging, self._spec(carved, findings)[0])
-            tolerance = _HALF_TOLERANCE if _computes_in_half(carved) else _TOLERANCE
-            return all(_same(replay.run(arrays), original, arrays, tolerance) for arrays in findings.feeds)
+            in_half = _computes_in_half(carved)
+            return all(_same(replay.run(arrays), original, arrays, in_half=in_half) for arrays in findings.feeds)
         except Exception as error:  # noqa: BLE001  ONNX Runtime's errors share no other base; all mean "no"
             logger.debug("the imported model does not run: %s", error)
             return False
@@ -373,11 +371,10 @@ def _computes_in_half(carved: CarvedModel) -> bool:
     )
 
 
-def _same(found: list[NDArray[Any]], original: Prober, arrays: Arrays, tolerance: float) -> bool:
+def _same(found: list[NDArray[Any]], original: Prober, arrays: Arrays, *, in_half: bool) -> bool:
     """Whether these are the original's answers. An output that is random in each run may be anything."""
     expected, again = original.run(arrays), original.run(arrays)
     if expected is None or again is None:
         return False
-    return all(
-        close(f, e, tolerance) or not close(a, e, tolerance) for f, e, a in zip(found, expected, again, strict=True)
-    )
+    alike = partial(close, tolerance=_TOLERANCE, in_half=in_half)
+    return all(alike(f, e) or not alike(a, e) for f, e, a in zip(found, expected, again, strict=True))
