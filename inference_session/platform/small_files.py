@@ -66,3 +66,8 @@ def write_chosen(path: Path, content: bytes) -> None:
         target.write_bytes(content)
     else:
         write_whole(target, content)
+
+
+def why_unreadable(error: Exception) -> str:
+    """The reason in an error of reading or parsing a file, without the file's name: the caller says that."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from inference_session.errors import ModelFormatError
+from inference_session.platform.small_files import why_unreadable
 from inference_session.version_directory.protobuf_wire import BYTES, message_fields
 
 _MAX_DEPTH = 100
@@ -38,7 +39,7 @@ def external_files(network: Path) -> list[PurePosixPath]:
         with network.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             locations = dict.fromkeys(_locations(data, 0, len(data), "model", 0))
     except (OSError, ValueError) as error:
-        raise ModelFormatError(f"{network}: not readable as an ONNX model: {error}") from error
+        raise ModelFormatError(f"{network}: not readable as an ONNX model: {why_unreadable(error)}") from error
     return [_checked(network, location) for location in locations]
 
 

@@ -30,7 +30,7 @@ from inference_session.platform.json_records import MAX_JSON_BYTES, parse_json
 from inference_session.platform.memory import read_ahead
 from inference_session.platform.pacing import yield_to_others
 from inference_session.platform.progress import Progress
-from inference_session.platform.small_files import read_regular_file
+from inference_session.platform.small_files import read_regular_file, why_unreadable
 from inference_session.version_directory.external_data import external_files
 from inference_session.version_directory.session_file import write_spec
 from inference_session.version_directory.verified_files import FileState, VerifiedFiles, file_state, verified_state
@@ -89,7 +89,7 @@ def read_manifest(directory: Path) -> tuple[FileEntry, ...]:
     except FileNotFoundError as error:
         raise ModelFormatError(f"{path}: no such file; the version is incomplete or not in hotrow's layout") from error
     except OSError as error:
-        raise ModelFormatError(f"{path}: not readable: {error}") from error
+        raise ModelFormatError(f"{path}: not readable: {why_unreadable(error)}") from error
     return parse_manifest(str(path), content)
 
 

@@ -20,7 +20,7 @@ from inference_session.model_spec import (
     is_folder_name,
 )
 from inference_session.platform.json_records import LARGEST_INTEGER, MAX_JSON_BYTES, parse_json, read_record
-from inference_session.platform.small_files import read_regular_file
+from inference_session.platform.small_files import read_regular_file, why_unreadable
 
 FORMAT = 1
 _USUAL_TYPES = frozenset(
@@ -44,7 +44,7 @@ def read_spec(directory: Path) -> ModelSpec:
     except FileNotFoundError as error:
         raise ModelFormatError(f"{path}: no such file; {_expected(directory)}") from error
     except (OSError, ValueError) as error:
-        raise ModelFormatError(f"{path}: not readable as JSON: {error}") from error
+        raise ModelFormatError(f"{path}: not readable as JSON: {why_unreadable(error)}") from error
     try:
         return _parse(document)
     except ValueError as error:

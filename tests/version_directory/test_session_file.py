@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_session.errors import ModelFormatError, TableNotFoundError
+from inference_session.errors import HotrowError, ModelFormatError, TableNotFoundError
 from inference_session.model_spec import (
     SESSION_FILE,
     LookupSpec,
@@ -27,7 +27,9 @@ from inference_session.model_spec import (
     is_folder_name,
     label_names,
 )
+from inference_session.version_directory.manifest import read_manifest
 from inference_session.version_directory.session_file import read_spec, write_spec
+from triton_backend.repository.model_config import ModelConfig
 
 SPEC = ModelSpec(
     inputs=(TensorSpec("user", "int64", (-1, 1)), TensorSpec("größe/π", "float32", (-1, 6))),
@@ -195,6 +197,21 @@ def test_what_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
 
     with pytest.raises(ModelFormatError, match=r"session\.json: not readable as JSON: .*not a regular file"):
         read_spec(tmp_path)
+
+
+def test_a_file_that_cannot_be_opened_is_named_once(tmp_path: Path) -> None:
+    """With the reason in words."""
+    for name in (SESSION_FILE, "MANIFEST.json", "config.pbtxt"):
+        (tmp_path / name).symlink_to(name)
+
+    for read, name, kind in (
+        (lambda: read_spec(tmp_path), SESSION_FILE, " as JSON"),
+        (lambda: read_manifest(tmp_path), "MANIFEST.json", ""),
+        (lambda: ModelConfig.read(tmp_path / "config.pbtxt"), "config.pbtxt", " as a Triton model configuration"),
+    ):
+        with pytest.raises(HotrowError) as raised:
+            read()
+        assert str(raised.value) == f"{tmp_path / name}: not readable{kind}: Too many levels of symbolic links"
 
 
 def test_no_session_file_is_said_plainly(tmp_path: Path) -> None:

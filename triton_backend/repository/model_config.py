@@ -10,6 +10,7 @@ from pathlib import Path
 from inference_session.config import SessionConfig
 from inference_session.errors import ConfigurationError
 from inference_session.model_spec import ModelSpec
+from inference_session.platform.small_files import why_unreadable
 from triton_backend.repository import text_format
 from triton_backend.repository.instances import instances_in
 
@@ -58,7 +59,9 @@ class ModelConfig:
         try:
             return _parse(text_format.parse(path.read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:
-            raise ConfigurationError(f"{path}: not readable as a Triton model configuration: {error}") from error
+            raise ConfigurationError(
+                f"{path}: not readable as a Triton model configuration: {why_unreadable(error)}"
+            ) from error
 
     def chosen_versions(self, versions: Sequence[int]) -> list[int]:
         """Those of some versions, given in ascending order, that Triton loads by the version policy."""

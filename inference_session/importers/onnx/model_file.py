@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
 from inference_session.errors import ModelFormatError
-from inference_session.platform.small_files import open_at_once
+from inference_session.platform.small_files import open_at_once, why_unreadable
 from inference_session.version_directory.protobuf_wire import BYTES, Field, message_fields
 
 _MODEL_GRAPH = 7
@@ -48,7 +48,7 @@ def read_skeleton(path: Path) -> tuple[ModelProto, dict[int, Blob]]:
         ):
             model.ParseFromString(_model_bytes(path, data, blobs))
     except (OSError, ValueError, DecodeError) as error:
-        raise ModelFormatError(f"{path}: not readable as an ONNX model: {error}") from error
+        raise ModelFormatError(f"{path}: not readable as an ONNX model: {why_unreadable(error)}") from error
     if not model.HasField("graph") or not model.graph.output:
         raise ModelFormatError(f"{path}: not an ONNX model, or one without outputs")
     return model, blobs
