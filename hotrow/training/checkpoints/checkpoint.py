@@ -221,7 +221,7 @@ class Checkpoint:
                 distributed_checkpoint.load(
                     tensors, storage_reader=reader, process_group=self._ranks.group, no_dist=self._ranks.size == 1
                 )
-                self._state.load_hashed(self._ranks, saved, partial(_read_alone, source), place)
+                self._state.load_hashed(self._ranks, saved, partial(_read_alone, source))
             except HotrowError:
                 raise
             except (Exception, CheckpointException) as error:

@@ -71,24 +71,19 @@ class TrainingState:
             for name, tensor in table.tensors().items()
         }
 
-    def load_hashed(
-        self, ranks: Ranks, saved: Mapping[str, Any], read: Callable[[dict[str, Any]], None], place: str
-    ) -> None:
+    def load_hashed(self, ranks: Ranks, saved: Mapping[str, Any], read: Callable[[dict[str, Any]], None]) -> None:
         """Replace the rows of hash embeddings by those that belong to this rank, a saving rank's part at a time.
 
         Args:
             ranks: that load; any number may have saved.
             saved: what the checkpoint holds, with sizes and types.
             read: fills tensors, given by name.
-            place: for messages.
 
         Raises:
-            ConfigurationError: the checkpoint lacks an embedding, or it does not fit.
+            ConfigurationError: an embedding does not fit.
         """
         for prefix, table in self._hashed.items():
             parts = _parts(prefix, saved)
-            if not parts:
-                raise ConfigurationError(f"{place}: holds no {prefix!r}; it is of another model")
             table.clear()
             common = math.gcd(ranks.size, len(parts))  # a key's owners there and here are equal by this modulus
             for part in (part for rank, part in parts.items() if (rank - ranks.rank) % common == 0):
@@ -117,11 +112,11 @@ class TrainingState:
                 )
         return tensors
 
-    def check_fits(self, saved: Iterable[str], others: Others, targets: Iterable[str], place: str) -> None:
+    def check_fits(self, saved: Mapping[str, Any], others: Others, targets: Iterable[str], place: str) -> None:
         """Refuse a checkpoint of other optimizers, or with tensors for which no rank has a place.
 
         Args:
-            saved: the names of its tensors, and
+            saved: what it holds of tensors, with sizes and types, and
             others: of all else.
             targets: names that `targets` returned, on any rank.
             place: for messages.
@@ -143,6 +138,8 @@ class TrainingState:
                 raise ConfigurationError(
                     f"{place}: holds {name!r}, which this model and its optimizers lack; it belongs to others"
                 )
+        for prefix, table in self._hashed.items():
+            _check_hashed(prefix, table, saved, place)
 
     def apply(self, tensors: Mapping[str, Any], others: Others) -> None:
         """Adopt the values that were read into `targets`."""
@@ -210,6 +207,27 @@ def _parts(prefix: str, saved: Mapping[str, Any]) -> dict[int, dict[str, str]]:
         if full_name.startswith(f"{prefix}.") and rank.isdecimal():
             parts.setdefault(int(rank), {})[full_name] = name
     return parts
+
+
+def _check_hashed(prefix: str, table: HashTable, saved: Mapping[str, Any], place: str) -> None:
+    """Refuse a hash embedding that does not fit, before anything changes."""
+    parts = _parts(prefix, saved)
+    if not parts:
+        raise ConfigurationError(f"{place}: holds no {prefix!r}; it is of another model")
+    wanted = sorted(table.optimizer.states())
+    for part in parts.values():
+        found = {short: saved[name] for name, short in part.items()}
+        states = sorted(name.removeprefix("optimizer.") for name in found if name.startswith("optimizer."))
+        if states != wanted:
+            raise ConfigurationError(
+                f"{place}: {prefix} has the optimizer states {states}, but {type(table.optimizer).__name__} has "
+                f"{wanted}; restore with the optimizer that it was saved with"
+            )
+        dim = found["initial"].size[1] if "initial" in found else table.embedding_dim
+        if dim != table.embedding_dim:
+            raise ConfigurationError(
+                f"{place}: {prefix} has {dim} elements in a vector, expected {table.embedding_dim}"
+            )
 
 
 def _check_parameters(name: str, optimizer: Any, known: Mapping[Any, str]) -> None:

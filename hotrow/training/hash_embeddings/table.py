@@ -541,6 +541,7 @@ class HashTable(nn.Module):
             if tensor.dtype is not torch.int64 or tuple(tensor.shape) != (len(rows.vectors),):
                 found = f"{tensor.dtype} of shape {list(tensor.shape)}"
                 raise ConfigurationError(f"{name} are {found}, expected torch.int64 of shape [{len(rows.vectors)}]")
+        self.checked(rows.keys)
         shape = (len(rows.keys), self.embedding_dim)
         for name, tensor in {"vectors": rows.vectors, **rows.states}.items():
             if tuple(tensor.shape) != shape:

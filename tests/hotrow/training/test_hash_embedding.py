@@ -413,6 +413,10 @@ def test_keys_of_other_integers_are_taken(given_as: Any) -> None:
             r"vectors have shape \[1, 3\]",
         ),
         (
+            lambda: training.HashEmbedding(4, key_dtype="uint32").put(training.Rows(_int64([-1]), torch.ones(1, 4))),
+            "keys from -1 to -1 are not uint32",
+        ),
+        (
             lambda: training.HashEmbedding(4, optimizer=training.SGD()).put(
                 training.Rows(_int64([1]), torch.ones(1, 4), {"sum": torch.ones(1, 4)})
             ),

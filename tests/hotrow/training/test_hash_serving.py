@@ -168,6 +168,34 @@ def test_a_restored_model_takes_back_what_was_published(tmp_path: Path, broker: 
         wait_until(lambda: _serves(session, model, (1000,)), "the restored rows to be served")
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "dim", "message"),
+    [
+        (training.Adagrad(0.1), 4, r"rows\.0 has the optimizer states \['exp_avg', 'exp_avg_sq'\], but Adagrad has"),
+        (training.SGD(0.1), 4, r"but SGD has \[\]; restore with the optimizer that it was saved with"),
+        (training.Adam(0.1), 3, r"rows\.0 has 4 elements in a vector, expected 3"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused_before_anything_changes(
+    tmp_path: Path, optimizer: Any, dim: int, message: str
+) -> None:
+    """The rows of the model stay, and so do its other weights."""
+
+    def model(row_optimizer: Any, dim: int) -> Any:
+        return nn.ModuleList([training.HashEmbedding(dim, row_optimizer), nn.Linear(2, 1)])
+
+    saved, other = model(training.Adam(0.1), 4), model(optimizer, dim)
+    for each in (saved, other):
+        each[0](torch.arange(5)).sum().backward()
+    training.Checkpoint(saved, torch.optim.SGD(saved.parameters(), 0.1), tmp_path).save(1)
+    weight = other[1].weight.detach().clone()
+
+    with pytest.raises(ConfigurationError, match=message):
+        training.Checkpoint(other, torch.optim.SGD(other.parameters(), 0.1), tmp_path).restore()
+    assert len(other[0]) == 5
+    assert torch.equal(other[1].weight, weight)
+
+
 def test_a_checkpoint_brings_rows_and_their_optimizer_back(tmp_path: Path, device: str) -> None:
     """Training goes on as if nothing had happened; a model without the embedding is refused."""
     torch.manual_seed(0)
