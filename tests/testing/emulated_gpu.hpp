@@ -1,7 +1,9 @@
 // Enough of CUDA C++ to run its kernels on a processor, slowly: the threads of a block are coroutines that take turns. What
 // the lanes of a warp do together waits until each of them has arrived; where they arrive at different places, or some have
-// ended, a GPU may do anything, and here the launch fails and says where.
+// ended, a GPU may do anything, and here the launch fails and says where. Threads switch by jumps: a change of contexts would
+// call the system each time.
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -13,6 +15,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <vector>
 
@@ -23,7 +26,9 @@
 #define __noinline__
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __shared__ static  // blocks run one after another
+// Blocks run one after another. What they share lies together, so that it can be overwritten before each.
+#define __shared__ static __attribute__((section("shared_memory")))
+extern char __start_shared_memory[], __stop_shared_memory[];
 
 struct Dimensions {
   unsigned x;
@@ -50,7 +55,9 @@ constexpr size_t STACK_BYTES = 1 << 17;
 constexpr int ACTIVE_MASK = -2;  // in place of a line
 
 struct Thread {
-  ucontext_t context;
+  ucontext_t start;
+  bool started = false;
+  jmp_buf place;  // where it goes on once it has started
   std::unique_ptr<char[]> stack;
   bool ended = true;
   int line = 0;       // where it waits for others; 0: nowhere
@@ -59,7 +66,7 @@ struct Thread {
 };
 
 static std::vector<Thread> threads;
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static unsigned current = 0, turn = 1;
 static std::function<void()> body;
 static std::string failure;
@@ -67,20 +74,24 @@ static std::string failure;
 inline void run_body() {
   body();
   threads[current].ended = true;
-  swapcontext(&threads[current].context, &scheduler);
+  _longjmp(scheduler, 1);
 }
 
 inline void arrive(int line, unsigned mask) {
   Thread& thread = threads[current];
   thread.line = line;
   thread.mask = mask;
-  swapcontext(&thread.context, &scheduler);
+  if (_setjmp(thread.place) == 0) _longjmp(scheduler, 1);
 }
 
 inline void resume(unsigned i) {
   current = i;
   threadIdx.x = i;
-  swapcontext(&scheduler, &threads[i].context);
+  Thread& thread = threads[i];
+  if (_setjmp(scheduler) != 0) return;
+  if (thread.started) _longjmp(thread.place, 1);
+  thread.started = true;
+  setcontext(&thread.start);
 }
 
 // Lets the threads of `begin` and on whose bit is set go on, if all of them wait at one line; fails otherwise.
@@ -91,7 +102,8 @@ inline void release(unsigned begin, unsigned mask) {
     const Thread& thread = threads[begin + i];
     if (thread.ended || thread.line != line) {
       const std::string there = thread.ended ? "has ended" : "is at line " + std::to_string(thread.line / 2);
-      failure = "line " + std::to_string(line / 2) + " waits for a lane that " + there;
+      failure = "in block " + std::to_string(blockIdx.x) + ", line " + std::to_string(line / 2) + " waits for thread " +
+                std::to_string(begin + i) + ", which " + there;
       return;
     }
   }
@@ -132,13 +144,12 @@ inline void run_block(unsigned num_threads) {
   for (unsigned i = 0; i < num_threads; ++i) {
     Thread& thread = threads[i];
     if (!thread.stack) thread.stack.reset(new char[STACK_BYTES]);
-    getcontext(&thread.context);
-    thread.context.uc_stack.ss_sp = thread.stack.get();
-    thread.context.uc_stack.ss_size = STACK_BYTES;
-    thread.context.uc_link = &scheduler;
-    thread.ended = false;
+    getcontext(&thread.start);
+    thread.start.uc_stack.ss_sp = thread.stack.get();
+    thread.start.uc_stack.ss_size = STACK_BYTES;
+    thread.started = thread.ended = false;
     thread.line = 0;
-    makecontext(&thread.context, run_body, 0);
+    makecontext(&thread.start, run_body, 0);
   }
   while (failure.empty() && !all_ended(num_threads)) {
     for (unsigned begin = 0; begin < num_threads; begin += WARP) run_warp(begin);
@@ -155,9 +166,20 @@ inline const char* launch(unsigned num_blocks, unsigned num_threads, std::functi
   blockDim.x = num_threads;
   for (unsigned block = 0; block < num_blocks && failure.empty(); ++block) {
     blockIdx.x = block;
+    memset(__start_shared_memory, 0xa5, __stop_shared_memory - __start_shared_memory);
     run_block(num_threads);
   }
   return failure.c_str();
+}
+
+// Launches a kernel whose arguments lie at these addresses.
+template <typename... Arguments>
+const char* launch_with(unsigned num_blocks, unsigned num_threads, void (*kernel)(Arguments...), void** addresses) {
+  return launch(num_blocks, num_threads, [=] {
+    void** next = addresses;
+    std::tuple<Arguments...> arguments{*static_cast<Arguments*>(*next++)...};  // braces: from left to right
+    std::apply(kernel, arguments);
+  });
 }
 
 // Calls `combine` with each lane of `mask` and what it gives here.

@@ -28,19 +28,15 @@ COMPILER = shutil.which("c++") or shutil.which("g++")
 THREADS = 128
 _HEADER = Path(__file__).with_name("emulated_gpu.hpp")
 _LAUNCHES = """
-#define LAUNCH(kernel, Record) \\
-  extern "C" const char* emulate_##kernel(u32 blocks, u32 threads, const Record* record) { \\
-    return emulated::launch(blocks, threads, [=] { kernel(*record); }); \\
+#define LAUNCH(kernel) \\
+  extern "C" const char* emulate_##kernel(u32 blocks, u32 threads, void** arguments) { \\
+    return emulated::launch_with(blocks, threads, kernel, arguments); \\
   }
-LAUNCH(look_up, Request) LAUNCH(look_up_and_pool, Request)
-LAUNCH(note_last, Batch) LAUNCH(claim, Batch) LAUNCH(write_rows, Batch)
-extern "C" const char* emulate_erase(u32 blocks, u32 threads, const Index* index, u64* events, const i64* keys, u32 n) {
-  return emulated::launch(blocks, threads, [=] { erase(*index, events, keys, n); });
-}
-extern "C" const char* emulate_mark_deleted(u32 blocks, u32 threads, const Index* index, const i64* keys, u32 n) {
-  return emulated::launch(blocks, threads, [=] { mark_deleted(*index, keys, n); });
-}
+LAUNCH(look_up) LAUNCH(look_up_and_pool) LAUNCH(note_regions) LAUNCH(begin_regions) LAUNCH(order_keys)
+LAUNCH(note_last) LAUNCH(claim) LAUNCH(write_rows) LAUNCH(write_numbers) LAUNCH(erase) LAUNCH(mark_deleted)
 """
+_ORDERED_BLOCKS = 2
+"""Few, so that each warp takes several times keys in order."""
 
 
 class EmulatedGpu:
@@ -54,8 +50,9 @@ class EmulatedGpu:
         kernels = re.sub(r'asm\("cvt\.f32\.f16 .*?;.*?\);', "value = emulated::from_half(half_bits);", kernels)
         kernels = re.sub(r'asm\("cvt\.rn\.f16\.f32 .*?;.*?\);', "half_bits = emulated::to_half(value);", kernels)
         self._source, library = folder / "kernels.cpp", folder / "kernels.so"
-        self._source.write_text(f'#include "{_HEADER}"\n{kernels}\n{_LAUNCHES}')
-        options = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
+        # Without names for other files: one section cannot hold statics of functions with and without them.
+        self._source.write_text(f'#include "{_HEADER}"\nnamespace {{\n{kernels}\n}}\n{_LAUNCHES}')
+        options = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w", "-U_FORTIFY_SOURCE"]
         # A GPU ends a kernel that reads a vector which is not aligned.
         options += ["-fsanitize=alignment,bounds"]
         options += [f"-D{name}={value}" for name, value in constants.items()]
@@ -71,10 +68,12 @@ class EmulatedGpu:
         missing_bits: NDArray[np.uint32] | None = None,
         fill: bool = False,
         seed: int = 0,
+        regions: records.Regions | None = None,
     ) -> None:
         """Look SEGMENT records up in GPU_TABLE records, by the kernel that `kernels.cuda.launch.Launch` takes.
 
-        `num_unknown`: zeros [segments x COUNT_STRIDE]. `missing_bits`: zeros, one word per tile.
+        `num_unknown`: zeros [segments x COUNT_STRIDE]. `missing_bits`: zeros, one word per tile. `regions`: by which
+        keys are put in order, where the kernels are compiled for that.
         """
         tiles = records.divide(segments)
         request = records.request_of(segments, tiles)
@@ -86,12 +85,35 @@ class EmulatedGpu:
         few = len(segments) <= records.MAX_INLINE_SEGMENTS
         if not few:
             request["segments_address"], request["first_tiles_address"] = address_of(segments), address_of(tiles.first)
-        name = "look_up" if few and not tiles.pooled else "look_up_and_pool"
-        self._launch(name, int(tiles.first[-1]) * records.WARP, request)
+        num_threads = int(tiles.first[-1]) * records.WARP
+        if regions is not None:
+            order = self._put_in_order(request, regions, num_threads)
+            request["order_address"], request["num_ordered_blocks"] = address_of(order), _ORDERED_BLOCKS
+            num_threads += _ORDERED_BLOCKS * THREADS
+        self._launch("look_up" if few and not tiles.pooled else "look_up_and_pool", num_threads, request)
         assert not sums.any()
+
+    def _put_in_order(self, request: NDArray[np.void], regions: records.Regions, num_threads: int) -> NDArray[np.uint8]:
+        """The keys of a REQUEST in order, as TURN records."""
+        request["few_begins"][: len(regions.begins)] = regions.begins
+        noted, order = aligned(16 * regions.num_keys), aligned(16 * regions.num_keys)
+        counts = np.zeros(regions.num_regions, np.uint32)
+        num_keys, num_regions = ctypes.c_uint32(regions.num_keys), ctypes.c_uint32(regions.num_regions)
+        of_segments, counted = _pointer(regions.of_segments), _pointer(counts)
+        self._launch("note_regions", num_threads, request, of_segments, counted, _pointer(noted))
+        self._launch("begin_regions", THREADS, counted, num_regions)
+        self._launch("order_keys", regions.num_keys, _pointer(noted), counted, num_keys, _pointer(order))
+        return order
 
     def write_rows(self, targets: NDArray[np.void], *, may_insert: bool = True, may_evict: bool = True) -> None:
         """Put rows into indexes: TARGET records without `first`."""
+        self._write("write_rows", targets, may_insert, may_evict)
+
+    def write_numbers(self, target: NDArray[np.void], numbers: NDArray[np.uint32]) -> None:
+        """Put the keys of a TARGET record into an index; `numbers`: for each slot, which of the keys it holds."""
+        self._write("write_numbers", target, True, False, _pointer(numbers), ctypes.c_uint32(0))
+
+    def _write(self, name: str, targets: NDArray[np.void], may_insert: bool, may_evict: bool, *arguments: Any) -> None:
         batch = records.batch_of(targets, may_insert=may_insert, may_evict=may_evict)
         num_positions = int(batch["num_positions"])
         seen, claims = np.zeros(int(batch["seen_mask"]) + 1, np.uint32), np.zeros((num_positions, 2), np.uint32)
@@ -99,8 +121,9 @@ class EmulatedGpu:
         batch["seen_address"], batch["claims_address"], batch["places_address"] = map(
             address_of, (seen, claims, places)
         )
-        for name in ("note_last", "claim", "write_rows"):
-            self._launch(name, num_positions, batch)
+        self._launch("note_last", num_positions, batch)
+        self._launch("claim", num_positions, batch)
+        self._launch(name, num_positions, batch, *arguments)
 
     def erase(self, index: NDArray[np.void], events: NDArray[np.uint64], keys: NDArray[np.int64]) -> None:
         """Drop keys from an index, an INDEX record."""
@@ -110,13 +133,19 @@ class EmulatedGpu:
         """Of an index over rows that change: these keys were deleted."""
         self._launch("mark_deleted", len(keys), index, _pointer(keys), ctypes.c_uint32(len(keys)))
 
-    def _launch(self, name: str, num_threads: int, record: NDArray[Any], *arguments: Any) -> None:
+    def _launch(self, name: str, num_threads: int, *arguments: Any) -> None:
+        """Run a kernel. Arguments: records, pointers and numbers."""
         launch = getattr(self._library, f"emulate_{name}")
         launch.restype = ctypes.c_char_p
+        addresses = [address_of(a) if isinstance(a, np.ndarray) else ctypes.addressof(a) for a in arguments]
         with _errors() as reported:
-            failure = launch(-(-num_threads // THREADS), THREADS, _pointer(record), *arguments)
-        assert not failure, f"{name}, {self._source}, {failure.decode()}"
+            failure = launch(-(-num_threads // THREADS), THREADS, (ctypes.c_void_p * len(addresses))(*addresses))
+        assert not failure, f"{name}: {re.sub('line ([0-9]+)', self._spelled_out, failure.decode())}"
         assert not reported, f"{name}: {reported[0]}"
+
+    def _spelled_out(self, line: re.Match[str]) -> str:
+        """The text of a line of the source that was compiled."""
+        return f"`{self._source.read_text().splitlines()[int(line[1]) - 1].strip()}` ({self._source}:{line[1]})"
 
 
 @contextlib.contextmanager
@@ -133,6 +162,12 @@ def _errors() -> Iterator[list[str]]:
             os.close(before)
         file.seek(0)
         written += file.read().decode().splitlines()
+
+
+def aligned(num_bytes: int) -> NDArray[np.uint8]:
+    """Zeros that begin where a GPU's memory could."""
+    memory = np.zeros(num_bytes + 256, np.uint8)
+    return memory[-address_of(memory) % 256 :][:num_bytes]
 
 
 def _pointer(array: NDArray[Any]) -> ctypes.c_void_p:
