@@ -160,7 +160,7 @@ class Asked:
         gap = int(rng.choice([0, 3]))
         self.ends = np.cumsum(lengths + gap)
         self.begins = self.ends - lengths
-        some = np.array([*self.table.rows, *(UNKNOWN if rng.random() < 0.5 else ())], np.int64)
+        some = np.array([*self.table.rows, *(UNKNOWN * 20 if rng.random() < 0.5 else ())], np.int64)
         self.keys = rng.choice(some, (int(self.ends[-1]) + 1, int(rng.choice([1, 2]))))
         narrow_keys = bool(rng.random() < 0.3)
         if narrow_keys:
