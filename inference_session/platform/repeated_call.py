@@ -25,10 +25,12 @@ class RepeatedCall:
             max_load: the part of one core's time that calls may take; more seconds are waited after long ones.
             failure: what is logged where a call raises an error.
         """
-        self._call, self._interval_s, self._max_load, self._failure = call, interval_s, max_load, failure
+        self._interval_s, self._max_load, self._failure = interval_s, max_load, failure
         self.closing = threading.Event()
         """Set once no more calls begin, for a call that takes long."""
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        # Only the running thread holds the function, which often leads to the owner of this object: once it has ended,
+        # both are gone without the garbage collector.
+        self._thread = threading.Thread(target=self._work, args=(call,), name=name, daemon=True)
         self._thread.start()
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -37,12 +39,12 @@ class RepeatedCall:
         if threading.current_thread() is not self._thread:  # where garbage is collected, that may be this one
             self._thread.join(timeout_s)
 
-    def _work(self) -> None:
+    def _work(self, call: Callable[[], object]) -> None:
         pause_s, has_failed = self._interval_s, False
         while not self.closing.wait(pause_s):
             begin = time.thread_time()
             try:
-                if self._call() is False:
+                if call() is False:
                     return
                 has_failed = False
             except Exception:  # noqa: BLE001 - whatever it was, the next call does not depend on it

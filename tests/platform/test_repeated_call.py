@@ -1,8 +1,10 @@
 """Background work at intervals."""
 
+import gc
 import logging
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -20,6 +22,27 @@ def test_calls_go_on_until_closed() -> None:
     calls.close()
     calls.close()
     assert not calls._thread.is_alive()
+
+
+def test_its_owner_needs_no_garbage_collector() -> None:
+    """Once it is closed: a session that holds it frees its memory with its last reference."""
+
+    class Owner:
+        def __init__(self) -> None:
+            self.calls = RepeatedCall("calls", self.work, 60.0, failure="failed")
+
+        def work(self) -> None:
+            pass
+
+    gc.disable()
+    try:
+        owner = Owner()
+        owner.calls.close()
+        gone = weakref.ref(owner)
+        del owner
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_an_error_is_logged_once_and_calls_go_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -66,5 +89,5 @@ def test_long_calls_are_followed_by_long_pauses(monkeypatch: pytest.MonkeyPatch)
     calls.close()
     calls.closing = Closing()
     monkeypatch.setattr(time, "thread_time", iter([0.0, 0.1, 0.1, 2.1]).__next__)
-    calls._work()
+    calls._work(lambda: None)
     assert pauses == [1.0, 1.0, 4.0]
