@@ -14,7 +14,7 @@ import tritonclient.grpc
 from tests.testing.programs import run_program
 from tests.testing.served import Serve, Served
 from tests.testing.served_requests import DENSE, IDS, ask
-from tests.testing.servers import PATIENCE_S
+from tests.testing.servers import PATIENCE_S, wait_until
 from tests.testing.triton_models import ctr_answer, write_ctr
 
 pytestmark = pytest.mark.triton
@@ -177,7 +177,9 @@ def test_models_without_a_complete_config_are_served(serve: Serve, repository: P
             np.testing.assert_array_equal(ask(client, model, {"ids": IDS}).as_numpy(output), IDS)
         answer = ask(client, "ctr", {"ids": IDS, "dense": DENSE}, ["click"])
         np.testing.assert_array_equal(answer.as_numpy("click"), ctr_answer(IDS, DENSE)[:, :1])
-    assert "config.pbtxt of 'partial', 'without' lacks inputs or outputs" in "".join(served.errors)
+    wait_until(
+        lambda: "config.pbtxt of 'partial', 'without' lacks inputs or outputs" in "".join(served.errors), "the log"
+    )
 
 
 def test_tritons_schedulers_do_their_work(serve: Serve, tmp_path: Path) -> None:
@@ -213,4 +215,4 @@ def test_a_warm_up_is_answered_and_warned_of(serve: Serve, tmp_path: Path) -> No
     with served.grpc_client() as client:
         (statistics,) = client.get_inference_statistics("warmed", as_json=True)["model_stats"]
         assert statistics["execution_count"] == "1"
-    assert "model 'warmed' has model_warmup: where a sample fails" in "".join(served.errors)
+    wait_until(lambda: "model 'warmed' has model_warmup: where a sample fails" in "".join(served.errors), "the log")
