@@ -25,7 +25,7 @@ from inference_session.kernels.records import SEGMENT, PoolingCode, VectorCode, 
 from inference_session.tables.quantized_rows import dequantize_rows, quantize_rows
 from tests.testing.emulated_gpu import COMPILER, EmulatedGpu, aligned
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler here")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs Linux and a C++ compiler")
 DIMS = (1, 2, 3, 4, 16, 32, 64, 68, 96, 128, 132, 256, 1024)
 NUM_ROWS = 150
 UNKNOWN = (2**63 - 1, -(2**63), 10**9)

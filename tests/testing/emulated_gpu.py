@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,8 @@ from inference_session.kernels.cuda import records
 from inference_session.kernels.cuda.source import source
 from inference_session.kernels.records import address_of
 
-COMPILER = shutil.which("c++") or shutil.which("g++")
+COMPILER = (shutil.which("c++") or shutil.which("g++")) if sys.platform == "linux" else None
+"""None: the emulation cannot be built here."""
 THREADS = 128
 _HEADER = Path(__file__).with_name("emulated_gpu.hpp")
 _LAUNCHES = """

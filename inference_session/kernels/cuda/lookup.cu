@@ -131,8 +131,8 @@ struct Tile {
   }
 };
 
-// Bags of rows that have four elements for each lane are what the kernel is made for: they leave registers to so many warps
-// that memory is always busy. All else is done by functions of their own, so that it takes no registers from these.
+// The kernel itself pools the usual bags of rows that a warp takes in one step: few registers do for these, so that many warps
+// run at once. All else is done by functions of their own, so that it takes no registers from them.
 __device__ __noinline__ void look_up_or_pool_any(const Request& request, u32 number) {
   const Tile tile(request, number);
   if (IN_ORDER && request.few_begins[tile.s] != NOT_ORDERED) return;

@@ -212,8 +212,8 @@ __device__ __forceinline__ void add_any_rows(const Found& found, Sum<WIDE>& sum,
   }
 }
 
-// PLAIN: sums or means without weights, of rows most of which are stored as CODE. ONE_STEP: a row has four
-// elements for each lane.
+// PLAIN: sums or means without weights, of rows most of which are stored as CODE. ONE_STEP: the whole warp takes a row, each
+// lane at most once.
 template <int CODE, bool WIDE, bool PLAIN, bool ONE_STEP>
 __device__ __forceinline__ void pool_bags(const Request& request, const Segment& given, const Table& table, u32 s, u32 first,
                                           u32 count, bool marking) {
@@ -261,8 +261,10 @@ __device__ __forceinline__ void pool_bags(const Request& request, const Segment&
         if (first_step == 0) note_missing(request, table, s, asked, source, unknown_count);
         __syncwarp();
         found.rows[lane] = source.row;
-        if constexpr (NARROW_ROWS || !PLAIN) found.codes[lane] = (u8)source.code;
-        if constexpr (NARROW_ROWS || !PLAIN) found.weights[lane] = weighted && asked ? segment.weights[position] : 1.0f;
+        if constexpr (NARROW_ROWS || !PLAIN) {
+          found.codes[lane] = (u8)source.code;
+          found.weights[lane] = weighted && asked ? segment.weights[position] : 1.0f;
+        }
         same = PLAIN && (!NARROW_ROWS || !__any_sync(ALL_LANES, source.row != nullptr && source.code != CODE));
         whole = same && sum.width == LANES && !__any_sync(ALL_LANES, asked && source.row == nullptr);
         if (CODE != FLOAT32 && same) factors = Factors::load<CODE>(source.row, (int)table.dim);
