@@ -125,8 +125,7 @@ class Model:
         self._trainer = Trainer(graph, inputs, design.params, design.optimizer, self._solver, self._processes)
         if self._cache_params is not None:
             self._cache = TrainingCache(self._cache_params, self._trainer.tables)
-            for table, place in self._cache.existing:
-                snapshot.load_table(table, place, DataSourceParams(), self._key_type)
+            snapshot.load_tables(self._cache.existing, DataSourceParams(), self._key_type)
         self._trainer.loss_weights = dict(zip(data.label_names, data.label_weights, strict=True))
         self._weight_losses(loss_names or (), loss_weights or ())
         train, evaluation = self._source(train=True), self._source(train=False)
@@ -357,8 +356,8 @@ class Model:
         """Read tables, all of them by a list, or some by a dict of their names."""
         files = sparse_embedding_files_map or sparse_embedding_files
         files = _on_hdfs(data_source_params, "hdfs_sparse_model") or files
-        for table, place in self._by_table("load_sparse_weights", files):
-            snapshot.load_table(table, place, data_source_params or self._data_source, self._key_type)
+        tables = self._by_table("load_sparse_weights", files)
+        snapshot.load_tables(tables, data_source_params or self._data_source, self._key_type)
 
     def load_sparse_optimizer_states(
         self,

@@ -75,18 +75,14 @@ class Statistics:
     variance: FloatArray
 
 
-class BatchStatistics:
-    """The statistics of the BatchNorm layers, in the graph's order."""
+class StatisticsFile:
+    """The statistics of the BatchNorm layers in a file, in the graph's order."""
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._file = read_json(path, ModelFormatError) if path else None
+    def __init__(self, path: Path) -> None:
+        self._file = read_json(path, ModelFormatError)
         self._positions = self._batch_norms()
-        self._taken = 0
 
     def _batch_norms(self) -> Iterator[int]:
-        if self._file is None:
-            return
         layers = self._file.document.get("layers")
         if not isinstance(layers, list):
             self._file.fail(("layers",), f"expected a list, found {shown(layers)}")
@@ -96,10 +92,8 @@ class BatchStatistics:
             if item.get("type", "BatchNorm") == "BatchNorm":
                 yield position
 
-    def take(self, layer: Layer, width: int) -> Statistics:
+    def take(self, layer: str, width: int) -> Statistics:
         """The next layer's statistics; ModelFormatError where there are none, or they have another width."""
-        if self._file is None:
-            layer.fail("its running mean and variance are missing; name their file as 'non_trainable_params_file'")
         position = next(self._positions, None)
         if position is None:
             self._file.fail(("layers",), f"holds no statistics for {layer}; check that the file belongs to this graph")
@@ -111,10 +105,28 @@ class BatchStatistics:
 
     def finish(self) -> None:
         """Check that nothing is left over."""
-        if self._file is not None and (position := next(self._positions, None)) is not None:
+        if (position := next(self._positions, None)) is not None:
             self._file.fail(
                 ("layers", position), ("the graph has no BatchNorm layer for this; check that the files match")
             )
+
+
+class BatchStatistics:
+    """The statistics of the layers of a graph, which needs no file if no layer has any."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = StatisticsFile(path) if path else None
+
+    def take(self, layer: Layer, width: int) -> Statistics:
+        """As `StatisticsFile.take`; ModelFormatError also where there is no file."""
+        if self._file is None:
+            layer.fail("its running mean and variance are missing; name their file as 'non_trainable_params_file'")
+        return self._file.take(str(layer), width)
+
+    def finish(self) -> None:
+        """Check that nothing is left over."""
+        if self._file is not None:
+            self._file.finish()
 
 
 def _elements(file: JsonFile, position: int, name: str, width: int) -> FloatArray:

@@ -26,6 +26,7 @@ from hotrow.training.hugectr.trainer.processes import Processes
 from hotrow.training.hugectr.trainer.trainer import Trainer
 from inference_session.errors import ConfigurationError, ModelFormatError
 from inference_session.importers.hugectr.data_source import DataSourceParams
+from inference_session.importers.hugectr.dense_weights import Statistics, StatisticsFile
 from inference_session.importers.hugectr.json_file import read_json
 from inference_session.importers.hugectr.ps_fields import KeyType
 from inference_session.importers.hugectr.sparse_folder import SparseFolder
@@ -200,26 +201,27 @@ def _put_in_place(staging: Path, folder: str, names: Sequence[str]) -> None:
 
 
 def load_dense_weights(trainer: Trainer, place: str, params: DataSourceParams) -> None:
-    """Read dense weights, and running statistics if their file is in the same folder.
+    """Read dense weights, and the running statistics of a network that has some. An error changes nothing.
 
     Raises:
-        ModelFormatError: a file does not have the size that the network needs.
+        ModelFormatError: a file does not have the size that the network needs, or its statistics are of other layers.
         OSError, UnavailableError: a file cannot be read.
     """
-    _read_into(fetch(params.place_of(place)), [weight.data for weight in trainer.weights])
-    statistics = trainer.network.statistics()
-    if not statistics:
-        return
-    path = fetch(params.place_of(place + _STATISTICS))
-    layers = read_json(path, ModelFormatError).document.get("layers", [])
-    if len(layers) != len(statistics):
-        raise ModelFormatError(f"{path}: {len(layers)} BatchNorm layers, the model has {len(statistics)}")
-    for item, pair in zip(layers, statistics, strict=True):
-        for name, tensor in zip(("mean", "var"), pair, strict=True):
-            values = np.array(item.get(name, ()), np.float32)
-            if values.shape != tuple(tensor.shape):
-                raise ModelFormatError(f"{path}: field {name!r} has {values.size} elements, expected {len(tensor)}")
-            tensor.copy_(torch.from_numpy(values))
+    weights = [weight.data for weight in trainer.weights]
+    floats = _floats(fetch(params.place_of(place)), _num_elements(weights))
+    running = trainer.network.statistics()
+    found = _read_statistics(fetch(params.place_of(place + _STATISTICS)), running) if running else []
+    _fill(weights, floats)
+    for (mean, variance), values in zip(running, found, strict=True):
+        mean.copy_(torch.from_numpy(values.mean))
+        variance.copy_(torch.from_numpy(values.variance))
+
+
+def _read_statistics(path: Path, running: Sequence[tuple[Tensor, Tensor]]) -> list[Statistics]:
+    file = StatisticsFile(path)
+    found = [file.take(f"BatchNorm layer {number}", len(mean)) for number, (mean, _) in enumerate(running, 1)]
+    file.finish()
+    return found
 
 
 def load_dense_states(trainer: Trainer, place: str, params: DataSourceParams) -> None:
@@ -230,13 +232,24 @@ def load_dense_states(trainer: Trainer, place: str, params: DataSourceParams) ->
     tensors = [states[name] for name in optimizer.rule.state_names for states in optimizer.states]
     num_halves = path.stat().st_size // 2 if path.exists() and not about else -1
     # HugeCTR 3 writes halves in mixed precision.
-    _read_into(path, tensors, "<f2" if num_halves == sum(tensor.numel() for tensor in tensors) else "<f4")
+    count = _num_elements(tensors)
+    _fill(tensors, _floats(path, count, "<f2" if num_halves == count else "<f4"))
     optimizer.num_steps = about.get("num_steps", 0)
 
 
-def load_table(table: EmbeddingTable, place: str, params: DataSourceParams, key_type: KeyType) -> None:
-    """Read a table and replace its rows; errors as `load_dense_weights`."""
-    folder = SparseFolder(fetch(params.place_of(place)), table.embedding_dim, key_type)
+def load_tables(tables: Sequence[tuple[EmbeddingTable, str]], params: DataSourceParams, key_type: KeyType) -> None:
+    """Read tables, each from its folder, and replace their rows; errors as `load_dense_weights`.
+
+    All sizes are checked first: a folder of another model changes no table.
+    """
+    folders = [SparseFolder(fetch(params.place_of(place)), table.embedding_dim, key_type) for table, place in tables]
+    for folder in folders:
+        _ = folder.num_rows
+    for (table, place), folder in zip(tables, folders, strict=True):
+        _load_table(table, place, folder)
+
+
+def _load_table(table: EmbeddingTable, place: str, folder: SparseFolder) -> None:
     chunks = [(part[kept], vectors[kept]) for part, vectors in folder.chunks() for kept in [table.keeps(part)]]
     keys = np.concatenate([np.empty(0, np.int64), *(part for part, _ in chunks)])
     vectors = np.concatenate([np.empty((0, table.embedding_dim), np.float32), *(part for _, part in chunks)])
@@ -314,8 +327,11 @@ def _is_there(place: str, params: DataSourceParams) -> bool:
         return source.stat(name) is not None
 
 
-def _read_into(path: Path, tensors: Sequence[Tensor], dtype: str = "<f4") -> None:
-    floats = _floats(path, sum(tensor.numel() for tensor in tensors), dtype)
+def _num_elements(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def _fill(tensors: Sequence[Tensor], floats: NDArray[np.float32]) -> None:
     begin = 0
     for tensor in tensors:
         tensor.copy_(torch.from_numpy(floats[begin : begin + tensor.numel()].reshape(tensor.shape)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import os
 import re
 import resource
 import subprocess
@@ -523,6 +525,47 @@ def test_training_goes_on_from_its_files_as_if_it_had_not_stopped(small: Path, k
     before = torch.from_numpy(np.fromfile("part0_sparse_4.model/key", np.int64))
     old = [theirs.keys.tolist().index(key) for key in before.tolist()]
     torch.testing.assert_close(ours.weight[: len(old)], theirs.weight[old])
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([], r"field 'layers': holds no statistics for BatchNorm layer 1"),
+        ([{"mean": [0.0] * 5, "var": [1.0] * 4}], r"field 'layers\[0\]\.var': expected a list of 5 numbers"),
+        ([{"mean": [0.0] * 5, "var": [None] * 5}], r"field 'layers\[0\]\.var': expected a list of 5 numbers"),
+        ([{"mean": [0.0] * 5, "var": [-1.0] * 5}], "a variance cannot be negative"),
+        ([{"mean": [0.0] * 5, "var": [1.0] * 5}] * 2, r"field 'layers\[1\]': the graph has no BatchNorm layer"),
+        ("none", "field 'layers': expected a list"),
+    ],
+)
+def test_dense_weights_are_loaded_with_their_statistics_or_not_at_all(small: Path, layers: Any, message: str) -> None:
+    make_model(SMALL, small, seed=5).save_params_to_files("a", 1)
+    Path("a_dense_1.model.ntp.json").write_text(json.dumps({"layers": layers}))
+    model = make_model(SMALL, small)
+    tensors = [*model.trainer.weights, *(tensor for pair in model.trainer.network.statistics() for tensor in pair)]
+    before = [tensor.detach().clone() for tensor in tensors]
+    with pytest.raises(ModelFormatError, match=message):
+        model.load_dense_weights("a_dense_1.model")
+    assert all(torch.equal(tensor, old) for tensor, old in zip(tensors, before, strict=True))
+
+
+def test_tables_are_loaded_all_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sample = SAMPLES["wdl_parquet"]
+    make_data(sample, tmp_path)
+    model = make_model(sample, tmp_path)
+    model.start_data_reading()
+    model.train()
+    model.save_params_to_files("a", 1)
+    model.train()
+    before = [table.weight.clone() for table in model.trainer.tables]
+    assert len(before) > 1
+    files = [f"a{number}_sparse_1.model" for number in range(len(before))]
+    os.truncate(f"{files[-1]}/emb_vector", 4)
+    with pytest.raises(ModelFormatError, match="4 bytes, expected"):
+        model.load_sparse_weights(files)
+    for table, old in zip(model.trainer.tables, before, strict=True):
+        assert torch.equal(table.weight, old)
 
 
 def test_files_of_another_model_are_refused(small: Path) -> None:
