@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache
 from inference_session.kernels.cpu import lookup as cpu
-from inference_session.kernels.records import TABLE, Lookup, key_segment
+from inference_session.kernels.records import TABLE, Lookup, key_segments
 from inference_session.model_spec import TableSpec
 from inference_session.tables.table_file import TableFile, write_table
 from tests.testing.traces import made_up_trace, read_trace
@@ -41,11 +41,6 @@ def timed(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
-
-
-def segments_of(keys: Keys, out: NDArray[np.float32]) -> NDArray[np.void]:
-    """Records for keys [tables, n] and out [tables, n, dim]."""
-    return np.concatenate([key_segment(t, k, o) for t, (k, o) in enumerate(zip(keys, out, strict=True))])
 
 
 def compare_with_files(num_tables: int, num_rows: int, dim: int, num_keys: int) -> None:
@@ -74,7 +69,7 @@ def compare_with_files(num_tables: int, num_rows: int, dim: int, num_keys: int) 
                 chosen = np.stack([generator.choice(h, num_keys) for h in held])
                 asked = np.take_along_axis(keys, chosen, axis=1)
                 out.fill(np.nan)
-                segments = segments_of(asked, out)
+                segments = key_segments([*asked], [*out])
                 counts = np.zeros(num_tables, np.int64)
                 if records is None:
                     taken.append(timed(lambda: read_cache(cache, segments, counts)))  # noqa: B023
@@ -103,7 +98,7 @@ def show_hit_rates(keys: Keys) -> None:
         vector = np.zeros((1, 1), np.float32)
         for begin in range(len(keys)):
             key = keys[begin : begin + 1]
-            if cache.look_up(Lookup(key_segment(0, key, vector), ONE, np.zeros(1, np.int64))):
+            if cache.look_up(Lookup(key_segments([key], [vector]), ONE, np.zeros(1, np.int64))):
                 cache.insert("t", key, vector)
         stats = cache.stats()
         ours, lru = stats.hits / len(keys), lru_hit_rate(keys, stats.capacity)
@@ -144,7 +139,7 @@ def show_writers(num_rows: int, dim: int) -> None:
     out = np.empty((4096, dim), np.float32)
 
     def look_up(keys: Keys) -> None:
-        cache.look_up(Lookup(key_segment(0, keys, out), np.array([len(keys)]), np.zeros(1, np.int64)))
+        cache.look_up(Lookup(key_segments([keys], [out]), np.array([len(keys)]), np.zeros(1, np.int64)))
 
     alone = [timed(lambda: look_up(request)) for request in requests]  # noqa: B023
     done = threading.Event()

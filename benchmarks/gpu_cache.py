@@ -28,7 +28,7 @@ from inference_session.device.cuda import CudaDevice
 from inference_session.device.pinned import pinned_copy, pinned_empty
 from inference_session.embedding_cache.gpu import GpuEmbeddingCache
 from inference_session.embedding_cache.gpu_budget import bytes_to_hold
-from inference_session.kernels.records import SEGMENT, Lookup, PoolingCode
+from inference_session.kernels.records import Lookup, PoolingCode, key_segments
 from inference_session.model_spec import TableSpec
 from inference_session.tables.cuda.placed_tables import open_cuda_tables
 from inference_session.tables.table_file import TableFile, write_table
@@ -144,17 +144,17 @@ def rows_of(keys: Any, dim: int) -> Any:
 
 
 def lookup_of(
-    looked_up: Any, device: CudaDevice, keys: Sequence[Any], outputs: Sequence[Any], tables: Sequence[int] | None = None
+    looked_up: Any,
+    device: CudaDevice,
+    keys: Sequence[Any],
+    outputs: Sequence[Any],
+    tables: Sequence[int] | None = None,
+    *,
+    pooling: PoolingCode = PoolingCode.NONE,
 ) -> Lookup:
-    """A look-up of keys on the device, one array per table, in a cache or in tables."""
-    num_keys = np.array([len(each) for each in keys])
-    segments = np.zeros(len(keys), SEGMENT)
-    segments["table"] = range(len(keys)) if tables is None else tables
-    segments["num_rows"], segments["keys_per_row"], segments["key_bytes"] = num_keys, 1, 8
-    segments["key_stride"] = segments["row_stride"] = [each.strides[0] for each in keys]
-    segments["keys_address"] = [each.data.ptr for each in keys]
-    segments["output_address"] = [each.data.ptr for each in outputs]
-    segments["output_stride"] = outputs[0].strides[0]
+    """A look-up in a cache or in tables; the others are arguments of `key_segments`, arrays on the device."""
+    segments = key_segments(keys, outputs, tables, pooling)
+    num_keys = np.array([each.size for each in keys])
     return Lookup(segments, num_keys, device.counts(len(keys)), looked_up.prepare(segments))
 
 
@@ -307,14 +307,15 @@ def compare_bags(device: CudaDevice, num_rows: int, num_bags: int = 65_536, dim:
         out = cupy.empty((num_bags, dim), np.float32)
         for keys_per_bag, zipf in itertools.product((8, 64), (False, True)):
             numbers = [draw(len(held), num_bags * keys_per_bag, zipf).reshape(num_bags, -1) for _ in range(3)]
-            lookups = [_bags(cache, device, held[n], out) for n in numbers]
+            keys = [held[n] for n in numbers]
+            lookups = [lookup_of(cache, device, [k], [out], pooling=PoolingCode.SUM) for k in keys]
             out.fill(np.nan)
-            assert cache.look_up(lookups[0][0]) == 0
+            assert cache.look_up(lookups[0]) == 0
             expected = cupy.empty_like(out)
             gather.add_bags(numbers[0], expected)
             assert bool(cupy.allclose(out, expected, rtol=1e-5))
             bare = call_us(device, [lambda n=n: gather.add_bags(n, out) for n in numbers])
-            ours = call_us(device, [lambda each=each: cache.look_up(each[0]) for each in lookups])
+            ours = call_us(device, [lambda each=each: cache.look_up(each) for each in lookups])
             print(
                 f"G13 {num_bags} bags of {keys_per_bag:2d} {named(dim, near=near, zipf=zipf)}, "
                 f"{len(held) / 1e6:.1f} M rows, {fill:.3f} filled: gather by row number {bare:.0f} us, ours {ours:.0f} "
@@ -322,13 +323,6 @@ def compare_bags(device: CudaDevice, num_rows: int, num_bags: int = 65_536, dim:
                 flush=True,
             )
     cache.close()
-
-
-def _bags(cache: GpuEmbeddingCache, device: CudaDevice, keys: Any, out: Any) -> tuple[Lookup, Any]:
-    """The look-up of bags of keys [bags, keys of a bag], and its keys, to be kept alive."""
-    segments = lookup_of(cache, device, [keys], [out]).segments
-    segments["keys_per_row"], segments["key_stride"], segments["pooling"] = keys.shape[1], 8, PoolingCode.SUM
-    return Lookup(segments, np.array([keys.size]), device.counts(1), cache.prepare(segments)), keys
 
 
 def compare_inserts(device: CudaDevice, cache: GpuEmbeddingCache, fill: float, place: str) -> None:

@@ -24,7 +24,7 @@ from inference_session.device.cuda import CudaDevice
 from inference_session.embedding_cache import cpu_budget, gpu_budget
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache
 from inference_session.embedding_cache.gpu import GpuEmbeddingCache
-from inference_session.kernels.records import SEGMENT, Lookup, PoolingCode, address_of
+from inference_session.kernels.records import Lookup, PoolingCode, key_segments
 from inference_session.model_spec import TableSpec
 from inference_session.parameter_server.base import FetchRequest
 from inference_session.parameter_server.server import ParameterServer
@@ -70,19 +70,16 @@ class Answer(NamedTuple):
 def ask(rows: Rows, keys: NDArray[np.int64], pooling: PoolingCode) -> Answer:
     """Keys [samples, tables, keys of each]."""
     num_samples, num_tables, num_keys = keys.shape
-    by_table = np.ascontiguousarray(keys.swapaxes(0, 1))
     reader = rows.readers[0]
     device = reader.device
     begin = time.perf_counter()
     with device.request():
-        staged, output = device.stage(by_table), device.empty((num_samples, num_tables * DIM))
-        segments = np.zeros(num_tables, SEGMENT)
-        segments["table"], segments["pooling"] = np.arange(num_tables), pooling
-        segments["key_bytes"] = segments["key_stride"] = 8
-        segments["row_stride"], segments["keys_per_row"], segments["num_rows"] = 8 * num_keys, num_keys, num_samples
-        segments["keys_address"] = address_of(staged) + 8 * num_keys * num_samples * np.arange(num_tables)
-        segments["output_address"] = address_of(output) + 4 * DIM * np.arange(num_tables)
-        segments["output_stride"] = 4 * DIM * num_tables
+        staged, output = (
+            device.stage(np.ascontiguousarray(keys.swapaxes(0, 1))),
+            device.empty((num_samples, num_tables * DIM)),
+        )
+        by_table = output.reshape(num_samples, num_tables, DIM).swapaxes(0, 1)
+        segments = key_segments([*staged], [*by_table], pooling=pooling)
         num_all = np.full(num_tables, num_samples * num_keys)
         lookup = Lookup(segments, num_all, device.counts(num_tables), reader.prepare(segments))
         reader.look_up(lookup)

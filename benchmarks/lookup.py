@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from inference_session.device.host import vectors_at_line
 from inference_session.kernels.cpu import lookup as cpu
 from inference_session.kernels.cpu.intrinsics import kernel, load, prefetch, store
-from inference_session.kernels.records import SEGMENT, TABLE, VectorCode
+from inference_session.kernels.records import TABLE, key_segments
 from inference_session.model_spec import TableSpec
 from inference_session.tables.table_file import TableFile, write_table
 from inference_session.tables.table_index import build_index
@@ -70,12 +70,6 @@ def report(name: str, ours: list[float], ceiling: list[float], keys: int, goal: 
     )
 
 
-def segment(keys: Rows, out: Floats, table: int = 0) -> tuple[int, ...]:
-    """The record of a flat list of keys."""
-    keys_as_rows = keys.ctypes.data, 8, keys.itemsize, 8, len(keys), 1
-    return (table, *keys_as_rows, 0, 0, 0, 0, out.ctypes.data, out.strides[0], int(VectorCode.FLOAT32))
-
-
 def lookup(tables: NDArray[np.void], segments: NDArray[np.void], num_threads: int = 1) -> int:
     """One call of the kernel."""
     return cpu.look_up(tables, segments, np.zeros(len(segments), np.int64), np.empty(0, np.int64), num_threads)
@@ -102,8 +96,8 @@ def compare_with_gather(table: TableFile, draw: Draw, name: str) -> None:
     vectors, hashed, numbered = table.vectors, np.array([table.record()], TABLE), row_number_record(table)
     out = vectors_at_line(KEYS_PER_CALL, DIM)
     works: dict[str, Callable[[Rows, Rows], object]] = {
-        "hashed keys": lambda _, keys: lookup(hashed, np.array([segment(keys, out)], SEGMENT)),
-        "row numbers": lambda rows, _: lookup(numbered, np.array([segment(rows, out)], SEGMENT)),
+        "hashed keys": lambda _, keys: lookup(hashed, key_segments([keys], [out])),
+        "row numbers": lambda rows, _: lookup(numbered, key_segments([rows], [out])),
         **{f"gather {n}": lambda rows, _, n=n: gather(vectors, rows, out, n) for n in (8, 16, 64)},  # type: ignore[misc]
     }
     times: dict[str, list[float]] = {work: [] for work in works}
@@ -130,7 +124,7 @@ def compare_with_searchsorted(table: TableFile, draw: Draw) -> None:
     ours, numpy = [], []
     for _ in range(5):
         asked = keys[draw(KEYS_PER_CALL)]
-        segments = np.array([segment(asked, out)], SEGMENT)
+        segments = key_segments([asked], [out])
         ours.append(timed(lambda: lookup(tables, segments)))  # noqa: B023
         asked = keys[draw(KEYS_PER_CALL)]
         numpy.append(timed(lambda: np.take(vectors, order[np.searchsorted(ordered, asked)], axis=0, out=out)))  # noqa: B023
@@ -155,7 +149,7 @@ def compare_threads(table: TableFile, draw: Draw) -> None:
             for num_threads in (1, 2):
                 rows, others = draw(KEYS_PER_CALL), draw(KEYS_PER_CALL)
                 asked = table.keys()[rows]
-                segments = np.array([segment(asked, out)], SEGMENT)
+                segments = key_segments([asked], [out])
                 out.fill(np.nan)
                 ours[num_threads].append(timed(partial(lookup, tables, segments, num_threads), time.perf_counter))
                 assert np.array_equal(out, table.vectors[rows])
@@ -185,7 +179,7 @@ def compare_fused(folder: Path, dim: int, num_rows: int) -> None:
             stored = np.stack([file.keys()[r] for file, r in zip(files, rows, strict=True)])
             asked = stored if name == "hashed keys" else rows
             out.fill(np.nan)
-            segments = np.array([segment(asked[t], out[:, t], t) for t in range(26)], SEGMENT)
+            segments = key_segments([*asked], [*out.swapaxes(0, 1)])
             times[name].append(timed(partial(lookup, tables, segments)))
             assert all(np.array_equal(out[:, t], arrays[t][rows[t]]) for t in range(26))
         rows = generator.integers(0, num_rows, (26, 64))

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.kernels.cpu import lookup as cpu
-from inference_session.kernels.records import SEGMENT, TABLE, PoolingCode, address_of
+from inference_session.kernels.records import TABLE, PoolingCode, key_segments
 from inference_session.model_spec import TableSpec, VectorType
 from inference_session.tables.quantized_rows import dequantize_rows
 from inference_session.tables.table_file import TableFile, write_table
@@ -30,7 +30,6 @@ BAG = 16
 TYPES: tuple[VectorType, ...] = ("float32", "float16", "int8")
 
 Rows = NDArray[np.int64]
-Floats = NDArray[np.float32]
 
 
 def write_tables(folder: Path, num_rows: int) -> dict[VectorType, TableFile]:
@@ -47,26 +46,12 @@ def write_tables(folder: Path, num_rows: int) -> dict[VectorType, TableFile]:
     return files
 
 
-def segment(keys: Rows, out: Floats, *, bag: int) -> NDArray[np.void]:
-    """One SEGMENT record: `bag` keys a row of the output, summed."""
-    record = np.zeros(1, SEGMENT)
-    record["keys_address"], record["key_bytes"], record["key_stride"], record["row_stride"] = (
-        address_of(keys),
-        8,
-        8,
-        8 * bag,
-    )
-    record["num_rows"], record["keys_per_row"] = len(keys) // bag, bag
-    record["pooling"] = PoolingCode.SUM if bag > 1 else PoolingCode.NONE
-    record["output_address"], record["output_stride"] = address_of(out), out.strides[0]
-    return record
-
-
 def seconds_of(file: TableFile, keys: Rows, bag: int) -> float:
     """The processor time of CALLS look-ups, [CALLS, KEYS_PER_CALL]; their answers are checked."""
     records = np.array([file.record()], TABLE)
     out = np.full((KEYS_PER_CALL // bag, DIM), np.nan, np.float32)
-    segments = [segment(part, out, bag=bag) for part in keys]
+    pooling = PoolingCode.SUM if bag > 1 else PoolingCode.NONE
+    segments = [key_segments([part.reshape(-1, bag)], [out], pooling=pooling) for part in keys]
     started = time.thread_time()
     for one in segments:
         cpu.look_up(records, one, np.zeros(1, np.int64), np.empty(0, np.int64), 1)

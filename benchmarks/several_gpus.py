@@ -33,7 +33,7 @@ from gpu_triton import CONFIG, DIM, PEER, TENSORS, model_spec, network, request_
 
 from inference_session import InferenceSession
 from inference_session.device.cuda import CudaDevice
-from inference_session.kernels.records import Lookup, key_segment
+from inference_session.kernels.records import Lookup, key_segments
 from inference_session.model_spec import DENSE_FILE, TABLES_FOLDER, TableSpec
 from inference_session.tables.cuda.placed_tables import open_cuda_tables
 from inference_session.tables.cuda.tables import CudaTables
@@ -170,7 +170,7 @@ def look_ups_of(tables: Sequence[CudaTables], keys: Sequence[Any], rows: Sequenc
         with each.device.request():
             staged, out = cupy.asarray(asked), cupy.empty((len(asked), DIM), np.float32)
             out.fill(np.nan)
-            segments, counts = key_segment(0, staged, out), np.array([len(asked)])
+            segments, counts = key_segments([staged], [out]), np.array([len(asked)])
             lookup = Lookup(segments, counts, each.device.counts(1), each.prepare(segments))
             lookup.copied_keys = (staged, out)  # type: ignore[assignment]  # kept alive together with it
             each.look_up(lookup)

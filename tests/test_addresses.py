@@ -11,8 +11,8 @@ from tests.testing import ROOT
 FOLDERS = ("inference_session", "triton_backend", "hotrow", "benchmarks", "tests")
 TAKE_ADDRESSES = {"address_of", "addressof", "id"}
 """Functions, of their argument."""
-MAKE_RECORDS = {"key_segment", "segment", "table_record"}
-"""Functions, of those of their arguments that are arrays."""
+MAKE_RECORDS = {"key_segments", "segment", "table_record"}
+"""Functions, of those of their arguments that are arrays or lists of arrays."""
 HAS_ADDRESS = {"ctypes", "data_ptr", "__array_interface__"}
 """Attributes of arrays and tensors."""
 KEPT = {"self._device.empty", "self._device.stage"}
@@ -27,7 +27,8 @@ def addressed(node: ast.AST) -> list[ast.expr]:
     if isinstance(node, ast.Call) and function in TAKE_ADDRESSES:
         return node.args
     if isinstance(node, ast.Call) and function in MAKE_RECORDS:
-        return [argument for argument in node.args if ast.unparse(argument).startswith("np.")]
+        parts = (part for each in node.args for part in (each.elts if isinstance(each, ast.List) else [each]))
+        return [part for part in parts if ast.unparse(part).startswith("np.")]
     if isinstance(node, ast.Attribute) and node.attr in HAS_ADDRESS:
         return [node.value]
     if isinstance(node, ast.Attribute) and node.attr == "ptr" and isinstance(node.value, ast.Attribute):
@@ -67,6 +68,7 @@ def test_faults_of_this_kind_are_found() -> None:
         "call(address_of(np.ascontiguousarray(x)))",
         "call(cupy.zeros(3).data.ptr)",
         "look_up(segment(np.array([[0, 1]]), output))",
+        "look_up(key_segments([np.array([0, 1])], [output]))",
     ):
         assert list(addresses_of_temporaries(fault)), fault
     assert not list(addresses_of_temporaries("call(address_of(x), id(y), z.ctypes.data)"))

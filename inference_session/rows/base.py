@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import StoreError
-from inference_session.kernels.records import Lookup, key_segment
+from inference_session.kernels.records import Lookup, key_segments
 from inference_session.parameter_server.write_log import WriteLog
 from inference_session.rows.stats import RowStats
 from inference_session.tables.base import HotKeys, RowBatch, RowReader
@@ -110,7 +110,7 @@ def fetch(reader: RowReader, table: int, keys: NDArray[np.int64], out: NDArray[n
     device = reader.device
     with device.request():
         staged, vectors = device.stage(keys), device.output(out)
-        reader.look_up(Lookup(key_segment(table, staged, vectors), np.array([len(staged)]), device.counts(1)))
+        reader.look_up(Lookup(key_segments([staged], [vectors], [table]), np.array([len(staged)]), device.counts(1)))
         device.wait()
         if vectors is not out:
             out[...] = vectors

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from inference_session.errors import ModelFormatError, SessionClosedError
 from inference_session.kernels.cpu import lookup as cpu
-from inference_session.kernels.records import TABLE, VectorCode, address_of, key_segment, table_record
+from inference_session.kernels.records import TABLE, VectorCode, address_of, key_segments, table_record
 from inference_session.model_spec import (
     KEY_FILE,
     VECTOR_FILE,
@@ -240,7 +240,7 @@ def _fetch(record: np.void, keys: NDArray[np.int64], out: NDArray[np.float32]) -
     check_fetch(keys, out, int(record["embedding_dim"]))
     table = np.array([record], TABLE)
     table["default_address"] = 0
-    segment = key_segment(0, keys, out)
+    segment = key_segments([keys], [out])
     missing = np.empty(len(keys), np.int64)
     num_missing = cpu.look_up(table, segment, np.zeros(1, np.int64), missing)
     found = np.ones(len(keys), np.bool_)

@@ -16,7 +16,7 @@ from inference_session.embedding_cache.base import EmbeddingCache
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache
 from inference_session.errors import ConfigurationError, InvalidRequestError
 from inference_session.kernels.cpu import cache as cpu_cache
-from inference_session.kernels.records import Lookup, PoolingCode, key_segment
+from inference_session.kernels.records import Lookup, PoolingCode, key_segments
 from inference_session.sizing.hit_rate import LruCurve
 from tests.testing.cache_contract import AMPLE_BYTES, EmbeddingCacheContract, vectors_of
 from tests.testing.cache_lookups import look_up
@@ -154,7 +154,7 @@ def test_vectors_are_pooled_from_the_cache() -> None:
     cache = cache_of(100, dim=3)
     cache.insert("t", [5, 7], [[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]])
     keys, out = np.array([5, 7, 7]), np.empty((1, 3), np.float32)
-    segment = key_segment(0, keys, out)
+    segment = key_segments([keys], [out])
     segment["num_rows"], segment["keys_per_row"], segment["pooling"] = 1, 3, PoolingCode.SUM
     assert cache.look_up(Lookup(segment, np.array([3]), np.zeros(1, np.int64))) == 0
 

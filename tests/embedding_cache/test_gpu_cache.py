@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from inference_session.device.discovery import unusable
 from inference_session.errors import ConfigurationError, InvalidRequestError
-from inference_session.kernels.records import Lookup, PoolingCode, key_segment
+from inference_session.kernels.records import Lookup, PoolingCode, key_segments
 from tests.testing.cache_contract import AMPLE_BYTES, HIGHEST, LOWEST, EmbeddingCacheContract, vectors_of
 from tests.testing.cache_lookups import look_up
 from tests.testing.missed_rows import missed_rows
@@ -211,7 +211,7 @@ def test_an_interrupted_look_up_leaves_nothing_behind(pooling: PoolingCode, monk
         asked, missing = np.concatenate([keys[:40], [1000, 5, 2000, 1000]]), [40, 42, 43]
         with cache.device.request():
             staged, output = cache.device.stage(asked), cache.device.empty((len(asked), 4))
-            segments = key_segment(0, staged, output)
+            segments = key_segments([staged], [output])
             segments["pooling"] = pooling
             lookup = Lookup(segments, np.array([len(asked)]), cache.device.counts(1), cache.prepare(segments))
             assert cache.look_up(lookup) == len(missing)

@@ -9,7 +9,7 @@ import numpy as np
 
 from inference_session.embedding_cache.base import EmbeddingCache
 from inference_session.embedding_cache.null import NullEmbeddingCache
-from inference_session.kernels.records import Lookup, key_segment
+from inference_session.kernels.records import Lookup, key_segments
 from tests.testing.cache_contract import AMPLE_BYTES, EmbeddingCacheContract
 
 
@@ -31,7 +31,7 @@ def test_no_key_counts_as_a_hit_for_a_moment() -> None:
 
     def look_up() -> None:
         while not ending.is_set():
-            cache.look_up(Lookup(key_segment(0, keys, out), np.array([3]), np.zeros(1, np.int64)))
+            cache.look_up(Lookup(key_segments([keys], [out]), np.array([3]), np.zeros(1, np.int64)))
 
     threads = [threading.Thread(target=look_up) for _ in range(2)]
     sys.setswitchinterval(1e-6)

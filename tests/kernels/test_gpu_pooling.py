@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from inference_session.device.discovery import unusable
-from inference_session.kernels.records import Lookup, PoolingCode, VectorCode, address_of, key_segment
+from inference_session.kernels.records import Lookup, PoolingCode, VectorCode, address_of, key_segments
 from inference_session.model_spec import TableSpec, VectorType
 from inference_session.tables.quantized_rows import dequantize_rows
 from inference_session.tables.table_file import TableFile, write_table
@@ -56,7 +56,7 @@ def test_sums_of_quantized_rows(tmp_path: Path, dtype: VectorType, dim: int, mea
         with device.request():
             on_device = [cupy.asarray(array) for array in (keys, begins, ends)]
             out = cupy.full((len(begins), dim), np.nan, np.float32)
-            segment = key_segment(0, on_device[0], out)
+            segment = key_segments([on_device[0]], [out])
             segment["num_rows"], segment["keys_per_row"] = len(begins), len(keys) // len(begins)
             segment["row_stride"] = 8 * segment["keys_per_row"]
             segment["pooling"] = PoolingCode.MEAN if mean else PoolingCode.SUM
@@ -81,8 +81,8 @@ def _pool(
         keys, ends = cupy.asarray(np.concatenate(bags)), cupy.asarray(np.cumsum(lengths))
         begins = ends - cupy.asarray(lengths)
         out = cupy.full((len(bags), dim), np.nan, np.float32)
-        segment = key_segment(0, keys, out)
-        segment["num_rows"], segment["keys_per_row"], segment["pooling"] = len(bags), 1, PoolingCode.SUM
+        segment = key_segments([keys], [out], pooling=PoolingCode.SUM)
+        segment["num_rows"] = len(bags)
         segment["begins_address"], segment["ends_address"] = address_of(begins), address_of(ends)
         segment["weights_address"] = 0 if weights is None else address_of(weights)
         tables.look_up(Lookup(segment, np.array([len(keys)]), device.counts(1), tables.prepare(segment)))
@@ -144,7 +144,7 @@ def test_vectors_of_many_keys(tmp_path: Path, dtype: VectorType, dim: int, cache
         numbers = rng.integers(0, ROWS, 140_001)
         numbers[rng.integers(0, len(numbers), 5)] = ROWS  # no row
         keys, out = cupy.asarray(numbers), cupy.full((len(numbers), dim + 8), np.nan, np.float32)
-        segment = key_segment(0, keys, out[:, 4:-4])
+        segment = key_segments([keys], [out[:, 4:-4]])
         tables.look_up(Lookup(segment, np.array([keys.size]), device.counts(1), tables.prepare(segment)))
         device.wait()
         found = out.get()
@@ -179,8 +179,7 @@ def test_outputs_in_float16(tmp_path: Path, dtype: VectorType, dim: int, cache_b
             found = []
             for output_type in (np.float32, np.float16):
                 out = cupy.full((92, width), 7.0, output_type)
-                segment = key_segment(0, keys, out[1:-1])
-                segment["keys_per_row"], segment["pooling"] = 5, pooling
+                segment = key_segments([keys], [out[1:-1]], pooling=pooling)
                 segment["output_code"] = VectorCode[np.dtype(output_type).name.upper()]
                 tables.look_up(Lookup(segment, np.array([keys.size]), device.counts(1), tables.prepare(segment)))
                 device.wait()

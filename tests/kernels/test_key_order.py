@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from inference_session.device.discovery import unusable
 from inference_session.kernels.cuda import records
 from inference_session.kernels.cuda.records import MAX_INLINE_SEGMENTS, NOT_ORDERED, regions_of
-from inference_session.kernels.records import SEGMENT, Lookup, PoolingCode, VectorCode, address_of
+from inference_session.kernels.records import SEGMENT, Lookup, PoolingCode, VectorCode, key_segments
 from inference_session.model_spec import TableSpec
 from inference_session.tables.table_file import TableFile, write_table
 
@@ -128,14 +128,9 @@ def _lookup(
     """The look-up of tables and keys [rows, keys of a row], its outputs, and its keys."""
     import cupy
 
-    segments = np.zeros(len(looks), SEGMENT)
     keys = [cupy.asarray(array) for _, array in looks]
     outputs = [cupy.empty((len(k), k.shape[1] * dim), code.name.lower()) for k in keys]
-    for segment, (table, _), k, output in zip(segments, looks, keys, outputs, strict=True):
-        segment["table"], segment["keys_address"], segment["key_bytes"] = table, address_of(k), k.itemsize
-        segment["num_rows"], segment["keys_per_row"] = k.shape
-        segment["row_stride"], segment["key_stride"] = k.strides
-        segment["output_address"], segment["output_stride"] = address_of(output), output.strides[0]
-        segment["output_code"] = code
+    segments = key_segments(keys, outputs, [table for table, _ in looks])
+    segments["output_code"] = code
     num_keys = np.array([k.size for k in keys])
     return Lookup(segments, num_keys, device.counts(len(looks)), tables.prepare(segments)), outputs, keys

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from inference_session.device.discovery import unusable
-from inference_session.kernels.records import Lookup, key_segment
+from inference_session.kernels.records import Lookup, key_segments
 from inference_session.model_spec import TableSpec
 from inference_session.tables.table_file import TableFile, write_table
 from tests.testing.cache_contract import HIGHEST, LOWEST, vectors_of
@@ -62,7 +62,7 @@ def test_rows_of_files_are_found(gaps: int, first: int, with_others: bool, tmp_p
     asked = asked_of(keys, rng)
     with device.request():
         on_device, output = cupy.asarray(asked), device.empty((len(asked), DIM))
-        segments = key_segment(0, on_device, output)
+        segments = key_segments([on_device], [output])
         segments["row_stride"] = 8
         tables.look_up(Lookup(segments, np.array([len(asked)]), device.counts(1), tables.prepare(segments)))
         device.wait()

@@ -13,7 +13,7 @@ import pytest
 
 from inference_session.kernels.cpu import lookup as cpu
 from inference_session.kernels.cpu.lookup import NO_POSITIONS, PART_BYTES
-from inference_session.kernels.records import TABLE, key_segment, table_record
+from inference_session.kernels.records import TABLE, key_segments, table_record
 from inference_session.kernels.threads import run_parts
 from tests.testing.servers import PATIENCE_S
 
@@ -153,6 +153,6 @@ def test_a_look_up_that_is_interrupted_writes_no_more(monkeypatch: pytest.Monkey
     monkeypatch.setattr(cpu, "look_up_range", interrupted)
     table = np.array([table_record(vectors, 64)], TABLE)
     with pytest.raises(KeyboardInterrupt):
-        cpu.look_up(table, key_segment(0, keys, output), np.zeros(1, np.int64), NO_POSITIONS, 2)
+        cpu.look_up(table, key_segments([keys], [output]), np.zeros(1, np.int64), NO_POSITIONS, 2)
 
     assert num_written == [num_keys // 2]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from inference_session.device.discovery import unusable
 from inference_session.kernels.cuda import records
 from inference_session.kernels.cuda.records import MAX_INLINE_SEGMENTS
-from inference_session.kernels.records import SEGMENT, Lookup, PoolingCode, address_of
+from inference_session.kernels.records import Lookup, PoolingCode, key_segments
 from inference_session.model_spec import TableSpec
 from inference_session.rows.updated import TableWriter
 from inference_session.tables.table_file import TableFile, write_table
@@ -39,14 +39,8 @@ def _asked(sizes: list[int], rng: np.random.Generator) -> list[NDArray[np.int64]
 
 def _segments(asked: list[Any], outputs: list[Any], bag: int) -> NDArray[np.void]:
     """Of keys on the device; the rows of so many are added up, 0: of none."""
-    segments = np.zeros(len(asked), SEGMENT)
-    segments["keys_address"] = [address_of(keys) for keys in asked]
-    segments["key_bytes"] = segments["key_stride"] = 8
-    segments["num_rows"] = [len(output) for output in outputs]
-    segments["keys_per_row"], segments["row_stride"] = max(bag, 1), 8 * max(bag, 1)
-    segments["pooling"] = PoolingCode.SUM if bag else PoolingCode.NONE
-    segments["output_address"], segments["output_stride"] = [address_of(output) for output in outputs], 4 * DIM
-    return segments
+    pooling = PoolingCode.SUM if bag else PoolingCode.NONE
+    return key_segments([keys.reshape(-1, max(bag, 1)) for keys in asked], outputs, pooling=pooling)
 
 
 def _check(tables: Any, device: Any, sizes: list[int], bag: int, is_known: Any) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache
 from inference_session.errors import StoreError
-from inference_session.kernels.records import Lookup, key_segment
+from inference_session.kernels.records import Lookup, key_segments
 from inference_session.model_spec import TableSpec
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
@@ -38,7 +38,7 @@ def test_a_fetch_that_fails_harms_no_other_look_ups_rows() -> None:
     try:
         for asked in ([1, 2], [3, 4], [5, 6]):
             keys, output = np.array(asked), np.empty((2, 2), np.float32)
-            rows.readers[0].look_up(Lookup(key_segment(0, keys, output), np.array([2]), np.zeros(1, np.int64)))
+            rows.readers[0].look_up(Lookup(key_segments([keys], [output]), np.array([2]), np.zeros(1, np.int64)))
             assert not output.any()  # the default vector
         may_fetch.set()
         wait_until(lambda: sorted(cache.dump("t").tolist()) == [1, 2, 5, 6], "the other look-ups' rows")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_session.kernels.records import SEGMENT, Lookup, address_of
+from inference_session.kernels.records import SEGMENT, Lookup, address_of, key_segments
 from inference_session.model_spec import TableSpec
 from inference_session.tables.row_numbers import RowNumbers, stored_keys
 
@@ -25,10 +25,7 @@ Keys = st.lists(st.sampled_from(EDGES) | st.integers(-12, 12), min_size=12, max_
 def test_rows_of_keys_are_copied(table: int, dtype: str, keys: list[int], is_by_column: bool) -> None:
     """Any layout; the keys of tables that store them, and those without one from the end, stay where they are."""
     matrix = np.asarray(np.reshape(keys, (4, 3)), dtype, order="F" if is_by_column else "C")
-    segments = np.zeros(2, SEGMENT)
-    segments["table"], segments["keys_address"] = table, address_of(matrix)
-    segments["key_bytes"], segments["num_rows"], segments["keys_per_row"] = matrix.itemsize, 4, 3
-    segments["row_stride"], segments["key_stride"] = matrix.strides
+    segments = key_segments([matrix, matrix], [matrix, matrix], [table, table])
     before = segments.copy()
     lookup = Lookup(segments, np.array([12, 12]), np.zeros(2, np.int64))
 

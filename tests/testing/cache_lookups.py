@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inference_session.embedding_cache.base import EmbeddingCache
-from inference_session.kernels.records import SEGMENT, Lookup, key_segment
+from inference_session.kernels.records import Lookup, key_segments
 
 
 class Found(NamedTuple):
@@ -32,8 +32,7 @@ def look_up(cache: EmbeddingCache, keys: Mapping[str, ArrayLike], fill: float = 
         }
         for output in outputs.values():
             output[...] = fill
-        parts = [key_segment(numbers[table], staged[table], outputs[table]) for table in asked]
-        segments = np.concatenate([np.zeros(0, SEGMENT), *parts])
+        segments = key_segments([*staged.values()], [*outputs.values()], [numbers[table] for table in asked])
         num_keys = np.array([len(array) for array in asked.values()], np.int64)
         lookup = Lookup(segments, num_keys, cache.device.counts(len(segments)), cache.prepare(segments))
         num_missing = cache.look_up(lookup)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.kernels.records import SEGMENT
+from inference_session.kernels.records import key_segments
 from inference_session.model_spec import TableSpec
 from inference_session.tables.quantized_rows import dequantize_int8
 from inference_session.tables.table_file import TableFile, write_table
@@ -42,11 +42,7 @@ def make_table(folder: Path, keys: list[int] | None, vectors: NDArray[Any], dtyp
 
 def segment(keys: NDArray[Any], output: NDArray[np.float32], **fields: int) -> NDArray[np.void]:
     """A segment for keys [rows, keys per row] of any strides."""
-    record = np.zeros(1, SEGMENT)
-    record["keys_address"], record["key_bytes"] = keys.ctypes.data, keys.itemsize
-    record["row_stride"], record["key_stride"] = keys.strides
-    record["num_rows"], record["keys_per_row"] = keys.shape
-    record["output_address"], record["output_stride"] = output.ctypes.data, output.strides[0]
+    record = key_segments([keys], [output])
     for name, value in fields.items():
         record[name] = value
     return record

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.kernels.records import Lookup, PoolingCode, key_segment
+from inference_session.kernels.records import Lookup, PoolingCode, key_segments
 from inference_session.model_spec import TableSpec
 from inference_session.tables.base import DeviceTables
 from inference_session.tables.table_file import TableFile, write_table
@@ -75,9 +75,7 @@ def answers(tables: DeviceTables, files: list[TableFile], keys: list[NDArray[np.
             device.output(np.zeros((len(k) // bag, f.spec.embedding_dim), np.float32))
             for k, f in zip(keys, files, strict=True)
         ]
-        segments = np.concatenate([key_segment(t, k, o) for t, (k, o) in enumerate(zip(staged, outputs, strict=True))])
-        segments["num_rows"] //= bag
-        segments["keys_per_row"], segments["row_stride"], segments["pooling"] = bag, 8 * bag, pooling
+        segments = key_segments([each.reshape(-1, bag) for each in staged], outputs, pooling=pooling)
         num_keys = np.array([len(each) for each in keys])
         lookup = Lookup(segments, num_keys, device.counts(len(keys)), tables.prepare(segments))
         tables.look_up(lookup)

@@ -16,7 +16,7 @@ from inference_session.device.cuda_memory import memory_checked
 from inference_session.errors import SessionClosedError, UnavailableError
 from inference_session.kernels.cuda import launch as gpu
 from inference_session.kernels.cuda.records import GPU_TABLE, regions_of
-from inference_session.kernels.records import Lookup, VectorCode, address_of, key_segment
+from inference_session.kernels.records import Lookup, VectorCode, address_of, key_segments
 from inference_session.model_spec import TableSpec
 from inference_session.tables.base import DeviceTables, Placement, UpdatedRows
 from inference_session.tables.cuda.local_copies import LocalCopies, pieces_of, repeat_copying
@@ -169,7 +169,7 @@ class CudaTables(DeviceTables):
     def _copy(self, table: int, copies: LocalCopies, keys: NDArray[np.int64]) -> None:
         on_device = cupy.asarray(keys)
         vectors = cupy.empty((len(keys), int(self._host_records[table]["embedding_dim"])), np.float32)
-        segments = key_segment(table, on_device, vectors)
+        segments = key_segments([on_device], [vectors], [table])
         gpu.prepare(segments, self._records.data.ptr, variant=self._variant).run()
         copies.write(on_device, vectors)
         if not self._host_records[table]["cached"]["num_buckets"]:
