@@ -260,9 +260,9 @@ class CreateInferenceSession:
         """Predictions, num_samples x label_dim of them, by sample.
 
         Args:
-            dense_feature: dense features by sample, flat.
-            embeddingcolumns: keys, flat: sample after sample, and table after table within a sample.
-            row_ptrs: per table a block of num_samples x slots + 1 offsets, which begins at 0, by sample and slot.
+            dense_feature: float32 [num_samples * dense_dim], dense features by sample.
+            embeddingcolumns: keys [n]: sample after sample, and table after table within a sample.
+            row_ptrs: int32 [m], per table a block of num_samples x slots + 1 offsets, from 0, by sample and slot.
 
         Raises:
             InvalidRequestError: names the input, what was found and what is expected.

@@ -310,11 +310,11 @@ class Builder:
         return str(again.output[0])
 
     def integers(self, values: ArrayLike) -> str:
-        """An int64 constant."""
+        """An int64 constant of these values, of any shape; returns its name."""
         return self.constant(np.asarray(values, np.int64))
 
     def constant(self, values: NDArray[Any]) -> str:
-        """A constant."""
+        """A constant of these values, of their shape and type; returns its name."""
         name = self._fresh("constant")
         self._graph.initializer.append(numpy_helper.from_array(values, name))
         return name

@@ -190,7 +190,7 @@ class FileWriter:
         os.close(self._handle)
 
     def write(self, offset: int, array: NDArray[Any]) -> None:
-        """Write an array from that byte on; the array must not change before the next call."""
+        """Write the elements of an array of any shape from that byte on; it must not change before the next call."""
         content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         self._hashing.result()  # one piece at a time, so that few are held
         if self._digest is not None:
@@ -242,5 +242,5 @@ def chunks(num_rows: int, row_bytes: int) -> Iterator[slice]:
 
 
 def as_vectors(rows: Tensor, table: Table) -> NDArray[Any]:
-    """Rows as the file holds them."""
+    """Rows [n, embedding_dim] as the file holds them, of its type."""
     return rows.detach().to("cpu", getattr(torch, table.file_type)).contiguous().numpy()

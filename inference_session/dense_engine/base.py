@@ -106,7 +106,7 @@ class DenseEngine(ABC):
         return False
 
     def bind(self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> BoundRun | None:  # noqa: ARG002
-        """A run over the memory that these inputs are in now, or are put in by this call.
+        """A run over the memory that these inputs, arrays [samples, …] by name, are in now, or are put in by this call.
 
         None: this engine, or this network, cannot do that.
         """

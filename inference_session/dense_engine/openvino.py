@@ -147,7 +147,7 @@ class OpenVinoEngine(DenseEngine):
         return [request.get_output_tensor(self._positions[name]).data.copy() for name in outputs]
 
     def tensors(self, known: Mapping[str, NDArray[Any]]) -> list[Any]:
-        """The inputs of the layers, in place; OpenVINO does not check that they fit."""
+        """The inputs of the layers, float32 [samples, …], in place; OpenVINO does not check that they fit."""
         import openvino
 
         samples = known[self._row_shapes[0][0]].shape[:1]
@@ -179,7 +179,7 @@ class OpenVinoBoundRun(BoundRun):
     """A run of the layers over arrays that stay where they are."""
 
     def __init__(self, engine: OpenVinoEngine, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> None:
-        """The same errors as those of OpenVinoEngine.run."""
+        """`inputs`: float32 [samples, …] by name; errors of OpenVinoEngine.run."""
         self.inputs = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
         self._engine, self._outputs = engine, outputs
         self._tensors = engine.tensors(self.inputs)  # OpenVINO does not keep the memory that it reads

@@ -97,7 +97,7 @@ class Device(ABC):
 
     @abstractmethod
     def stage_keys(self, parts: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
-        """Keys concatenated as int64, where a look-up can read them; a single array may stay where it is."""
+        """Keys of any shapes as int64 [keys], where a look-up can read them; a single array may stay where it is."""
 
     def given(self, array: Any) -> Any:  # noqa: ARG002
         """An array that a caller has, contiguous on this GPU; what is launched from now on finds it filled.

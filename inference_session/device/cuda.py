@@ -222,7 +222,7 @@ class CudaDevice(Device):
                 self.stream.end_capture()
 
     def pinned(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-        """An array in host memory that kernels can read and write, until the request ends."""
+        """An array of this shape and type in host memory that kernels can read and write, until the request ends."""
         num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
         memory, begin = self._memory.pinned.take(num_bytes)
         array: NDArray[Any] = memory[begin : begin + num_bytes].view(dtype).reshape(shape)
@@ -257,7 +257,7 @@ class CudaDevice(Device):
         return found
 
     def counts(self, num_counts: int) -> NDArray[np.int64]:
-        """See Device; COUNT_STRIDE apart."""
+        """See Device: int64 [num_counts], COUNT_STRIDE elements apart."""
         counts = self.pinned((num_counts, COUNT_STRIDE), np.int64)[:, 0]
         counts[:] = 0
         return counts

@@ -70,7 +70,7 @@ class HostColumns(Columns):
 
 
 def adjacent_columns(matrix: NDArray[np.float32], widths: Iterable[int]) -> list[NDArray[np.float32]]:
-    """Parts of a matrix of this many columns each, and all that are behind them."""
+    """Views of a matrix [rows, columns]: parts of `widths` columns each, and all columns behind them."""
     ends = itertools.accumulate(widths, initial=0)
     return [matrix[:, begin:end] for begin, end in itertools.pairwise((*ends, matrix.shape[1]))]
 
@@ -115,7 +115,7 @@ class Readers:
 
 
 def concatenated_keys(parts: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
-    """All keys concatenated as int64, in one pass; a single array that already fits is not copied."""
+    """Keys of any shapes and types as int64 [keys], in one pass; a single array that already fits is not copied."""
     if len(parts) == 1:
         return np.ascontiguousarray(parts[0], np.int64)
     return np.concatenate(parts, axis=None, dtype=np.int64) if parts else _NO_KEYS

@@ -29,7 +29,7 @@ class PinnedArray:
     """
 
     def __init__(self, array: NDArray[Any]) -> None:
-        """ConfigurationError where it has to be copied, and the host lacks the memory for that."""
+        """`array`: of any shape; ConfigurationError where it has to be copied, and the host lacks memory for that."""
         self._unpin: weakref.finalize[Any, PinnedArray] | None = None
         contiguous = np.ascontiguousarray(array)
         self.array = contiguous if contiguous.nbytes == 0 or self._pin(contiguous) else pinned_copy(contiguous)
@@ -85,7 +85,7 @@ def _device_address(array: NDArray[Any]) -> int:
 
 
 def pinned_copy(array: NDArray[Any]) -> NDArray[Any]:
-    """The same contents in pinned memory; ConfigurationError where the host has too little."""
+    """The same shape, type and contents in pinned memory; ConfigurationError where the host has too little."""
     free = available_bytes()
     if free and array.nbytes > free:
         raise ConfigurationError(
@@ -98,7 +98,7 @@ def pinned_copy(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def pinned_empty(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    """An array in pinned host memory, whose addresses the device knows as well."""
+    """An array of this shape and type in pinned host memory, whose addresses the device knows as well."""
     num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
     memory = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(max(num_bytes, 1)), 0)
     return np.frombuffer(memory, dtype, num_bytes // np.dtype(dtype).itemsize).reshape(shape)

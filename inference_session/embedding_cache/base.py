@@ -106,18 +106,18 @@ class EmbeddingCache(ABC):
 
     @abstractmethod
     def update(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
-        """As `insert`, for those keys only that are cached."""
+        """As `insert`, keys [n] and vectors [n, embedding_dim], for those keys only that are cached."""
 
     @abstractmethod
     def erase(self, table: str, keys: ArrayLike) -> None:
-        """Drop the rows of these keys, as far as they are cached."""
+        """Drop the rows of these keys [n], as far as they are cached."""
 
     @abstractmethod
     def dump(self, table: str) -> NDArray[np.int64]:
-        """The keys that are cached, in no particular order."""
+        """The keys that are cached, int64 [n], in no particular order."""
 
     def hottest(self, table: str) -> NDArray[np.int64]:
-        """The keys that are cached, the most requested first, as far as the cache knows."""
+        """The keys that are cached, int64 [n], the most requested first, as far as the cache knows."""
         return self.dump(table)
 
     def clear(self, table: str) -> None:

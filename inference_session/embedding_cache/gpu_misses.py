@@ -52,8 +52,8 @@ class MissingBits:
         return address_of(self._bits)
 
     def take(self, tiles: Tiles) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """How many keys of each segment are missing, and at which of its positions, segment after segment. The bits are
-        zeros again.
+        """How many keys of each segment are missing, int64 [segments], and at which of its positions, int64 [missing],
+        segment after segment. The bits are zeros again.
         """
         num_bits = int(tiles.first[-1]) * tiles.keys_per_tile
         counts, positions = np.empty(len(tiles.first) - 1, np.int64), np.empty(num_bits, np.int64)
@@ -73,7 +73,7 @@ class GpuMisses(Misses):
 
         Args:
             device: of the cache.
-            dims: embedding_dim of each table.
+            dims: int64 [tables], the embedding_dim of each.
             lookup: what was looked up.
         """
         self._device, self._lookup = device, lookup
@@ -178,7 +178,7 @@ class PooledGpuMisses(Misses):
 
 
 def parts_within(lookup: Lookup, dims: NDArray[np.int64]) -> Sequence[NDArray[np.intp]]:
-    """The segments that have missing keys, in parts such that `_MOST_BYTES` do for each."""
+    """The numbers of segments that have missing keys, in parts such that `_MOST_BYTES` do for each. dims: [tables]."""
     numbers = np.flatnonzero(lookup.num_unknown)
     missed = lookup.segments[numbers]
     num_floats = _num_positions(missed) * dims[missed["table"]] * (missed["pooling"] != PoolingCode.NONE)

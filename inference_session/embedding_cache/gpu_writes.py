@@ -43,7 +43,7 @@ class GivenKeys:
     """Keys [n] of a caller, on the host or the device."""
 
     def __init__(self, device: CudaDevice, keys: NDArray[Any], *others: NDArray[Any]) -> None:
-        """`others`: arrays that belong to the keys."""
+        """keys: [n]; `others`: arrays [n, …] that belong to them."""
         self._device, self.keys = device, keys
         self.on_device = any(isinstance(array, cupy.ndarray) for array in (keys, *others))
         self.ready: Any = None

@@ -46,7 +46,7 @@ class MissingRows:
         counts: NDArray[np.int64],
         positions: NDArray[np.int64],
     ) -> None:
-        """Collect the keys at `positions`, counts[s] of them of segment s."""
+        """Collect the keys at `positions`, int64 [missing], counts[s] of them of segment s; dims: int64 [tables]."""
         self.segments = segments
         self.counts = counts
         self.positions = positions
@@ -72,7 +72,7 @@ class MissingRows:
 
     @property
     def num_rows(self) -> NDArray[np.int64]:
-        """Of each table."""
+        """Of each table, int64 [tables]."""
         return self.records["num_rows"]
 
     @property
@@ -100,7 +100,7 @@ class MissingRows:
         write_vectors(*missing, self.records, self.row_numbers, self._found, self.first_keys, num_unknown)
 
     def num_unknown(self) -> NDArray[np.int64]:
-        """Per segment, the keys that were not found."""
+        """How many keys of each segment were not found, int64 [segments]."""
         segments = np.repeat(np.arange(len(self.counts)), self.counts)
         rows = self.first_keys[self.segments["table"][segments]] + self.row_numbers
         return np.bincount(segments, ~self._found[rows], len(self.counts)).astype(np.int64)

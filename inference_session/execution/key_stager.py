@@ -19,7 +19,7 @@ class KeyStager:
     """Stages the keys of batches of one shape, and the weights of keys."""
 
     def __init__(self, lookups: ModelLookups, num_keys: NDArray[np.int64], device: Device) -> None:
-        """`num_keys`: per look-up; 0 where bags are ragged."""
+        """`num_keys`: int64 [look-ups], the keys of each; 0 where bags are ragged."""
         self.num_keys = num_keys
         self._lookups, self._device = lookups, device
         self._loose_names = tuple(lookups.key_names[i] for i in lookups.loose)
@@ -28,7 +28,10 @@ class KeyStager:
         """Where the keys of each loose look-up begin, where none of them are ragged."""
 
     def stage(self, segments: NDArray[np.void], batch: JoinedBatch) -> NDArray[np.int64]:
-        """Put the keys of a batch where the device reads them, and enter where that is; returns keys per look-up."""
+        """Put the keys of a batch where the device reads them, and enter where that is into SEGMENT records [look-ups].
+
+        Returns the number of keys of each look-up: int64 [look-ups].
+        """
         self._stage_packed(segments, batch)
         self._stage_weights(segments, batch)
         return self._stage_loose(segments, batch) if self._lookups.loose else self.num_keys

@@ -93,7 +93,7 @@ class Network:
         return self._plans.get(self._shape(batch, outputs))
 
     def refuse_unknown(self, num_unknown: NDArray[np.int64]) -> None:
-        """UnknownKeyError if any of these numbers of unknown keys, one per look-up, is above 0."""
+        """UnknownKeyError if any of these numbers of unknown keys, int64 [look-ups], is above 0."""
         if num_unknown.any():
             lookup = self.spec.lookups[int(np.flatnonzero(num_unknown)[0])]
             table = self.spec.table_in(lookup.table)

@@ -52,7 +52,7 @@ class ExecutionPlan(ABC):
 
     @abstractmethod
     def num_unknown(self, lookup: Lookup) -> NDArray[np.int64]:
-        """The number of unknown keys of each look-up, as the caller's own array. Call it when the network has run."""
+        """The unknown keys of each look-up, int64 [look-ups], as the caller's own. Call it when the network has run."""
 
 
 class FreshPlan(ExecutionPlan):

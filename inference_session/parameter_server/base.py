@@ -229,7 +229,7 @@ class MalformedValues:
 
 
 def check_insert(keys: NDArray[np.int64], vectors: NDArray[np.float32], embedding_dim: int) -> None:
-    """Raise InvalidRequestError unless these are arguments of `insert`."""
+    """Raise InvalidRequestError unless `insert` takes them: keys int64 [n], vectors float32 [n, embedding_dim]."""
     shape = (len(keys), embedding_dim)
     if keys.dtype != np.int64 or keys.ndim != 1 or vectors.shape != shape or vectors.dtype != np.float32:
         raise InvalidRequestError(

@@ -39,7 +39,7 @@ class Promotion(NamedTuple):
     """The write log's moment when the fetch began."""
 
     def rows(self, which: NDArray[np.bool_]) -> Promotion:
-        """Some of them."""
+        """Some of its rows; which: bool [n]."""
         return self._replace(keys=self.keys[which], vectors=self.vectors[which])
 
     def are_current(self) -> NDArray[np.bool_]:

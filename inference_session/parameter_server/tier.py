@@ -240,9 +240,9 @@ class Tier:
         return error is None
 
     def miss_write(self, table: str, keys: NDArray[np.int64], error: HotrowError) -> None:
-        """Handle the failure of a write: if a tier below has the newer rows, drop the older ones here; if that fails as
-        well, leave the tier out. The only tier that keeps rows is read on, unless it is down. Must be called while no
-        other thread writes.
+        """Handle the failure of a write of keys [n]: if a tier below has the newer rows, drop the older ones here; if
+        that fails as well, leave the tier out. The only tier that keeps rows is read on, unless it is down. Must be
+        called while no other thread writes.
         """
         if not self.is_backed:
             # It may be full or read-only; others have no rows to answer instead.

@@ -108,7 +108,7 @@ class KeysByTable:
         }
 
     def take(self, max_keys: int) -> tuple[str, NDArray[np.int64] | None]:
-        """Some keys of a table, or None for all of its keys. They are forgotten unless they are added again."""
+        """A table and some of its keys [n], or None for all of them. They are forgotten unless they are added again."""
         table, parts = next(iter(self._parts.items()))
         if parts is None:
             self._remove(table)

@@ -48,7 +48,7 @@ def large_page_setting() -> str:
 
 
 def mapped_large_bytes(array: NDArray[np.uint8]) -> int:
-    """Of the mapping that an array begins."""
+    """How many bytes are in large pages, of the mapping of a file that begins where the array, uint8 [n], does."""
     begins, is_it = f"{array.ctypes.data:x}-", False
     with Path("/proc/self/smaps").open(encoding="utf-8", errors="replace") as lines:
         for line in lines:

@@ -106,14 +106,14 @@ class JoinedBatch:
         return self._parts[name]
 
     def array(self, name: str) -> NDArray[Any]:
-        """The same as one array, requests along its first axis; the array of a single request is not copied."""
+        """The same as one array [rows of all requests, …]; the array of a single request is not copied."""
         parts = self._parts[name]
         if len(parts) > 1:
             parts[:] = [np.concatenate(parts)]  # type: ignore[arg-type]  # only bags of keys are ragged
         return parts[0]  # type: ignore[return-value]
 
     def add(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Add arrays that were computed for the whole batch."""
+        """Add arrays by name, [rows of all requests, …], that were computed for the whole batch."""
         for name, array in arrays.items():
             self._parts[name] = [array]
 

@@ -19,7 +19,7 @@ from inference_session.requests.tensor_layout import TensorLayout
 
 
 def as_input(name: str, value: ArrayLike, expected: np.dtype[Any] | None) -> NDArray[Any]:
-    """Convert an input to the expected type if no value is lost; otherwise, and for None, its own type stays."""
+    """An input of any shape in the expected type if no value is lost; otherwise, and for None, its own type stays."""
     array = _as_array(f"input {name!r}", value)
     if expected is None:
         return array
@@ -62,7 +62,9 @@ def _input(name: str, value: Any, expected: np.dtype[Any] | None, take: Callable
 
 
 def copied_to_host(name: str, value: Any) -> NDArray[Any]:
-    """A copy of an input in host memory; InvalidRequestError where CuPy, which makes it, is not installed."""
+    """A copy of an input, of its shape and type, in host memory; InvalidRequestError where CuPy, which makes it, is not
+    installed.
+    """
     try:
         import cupy
     except ImportError as error:
@@ -93,7 +95,7 @@ def as_keys(keys: ArrayLike) -> NDArray[np.int64]:
 
 
 def as_written_keys(keys: ArrayLike, spec: TableSpec) -> NDArray[np.int64]:
-    """Keys of rows to be written. Stores accept row numbers from 0 only: no look-up would ever find another one."""
+    """Keys of rows to be written: int64 [n]. Stores take row numbers from 0 only: no look-up would ever find others."""
     wanted = as_keys(keys)
     if spec.keys == "row_number" and (wanted < 0).any():
         raise InvalidRequestError(

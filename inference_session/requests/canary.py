@@ -73,7 +73,7 @@ def check_canary(run: Run, path: Path, tolerance: float) -> None:
 
 
 def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of an .npz file; ConfigurationError for any other file."""
+    """The arrays of an .npz file by name, of any shapes and types; ConfigurationError for any other file."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             return dict(archive)

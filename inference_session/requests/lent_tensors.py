@@ -19,7 +19,7 @@ _KINDS = {code: kind for kind, code in KINDS.items()}
 
 
 def borrowed_array(name: str, capsule: Any, dtype: type[np.generic]) -> NDArray[Any]:
-    """The elements of a capsule, flat and not copied, as long as the tensor lives that it was made from.
+    """The elements of a capsule, [n] of this type, not copied, as long as the tensor lives that it was made from.
 
     Raises:
         InvalidRequestError: it is no capsule, or does not hold such elements contiguously in host memory.

@@ -80,7 +80,7 @@ class RankingLayout(TensorLayout):
         return self._in_blocks(parts, requests, blocks)
 
     def of_contexts(self, rows: Sequence[Mapping[str, NDArray[Any]]]) -> JoinedBatch:
-        """A batch of contexts alone: their inputs, each of one row."""
+        """A batch of contexts alone: for each, its inputs by name, [1, …]."""
         parts: dict[str, list[Part]] = {name: [row[name] for row in rows] for name in self._context}
         batch = JoinedBatch(parts, len(rows), tuple(parts[name][0].shape[1:] for name in sorted(parts)))
         self._even_out(batch)

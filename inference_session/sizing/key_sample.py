@@ -49,7 +49,7 @@ class KeySample:
         self.add_sampled(keys, len(keys), self._halvings)
 
     def add_sampled(self, keys: NDArray[np.int64], num_keys: int, halvings: int) -> None:
-        """Add the next part of the trace, `num_keys` long, of which `keys` have been sampled at 2**-halvings."""
+        """Add the next part of the trace, `num_keys` long, of which `keys` [n] have been sampled at 2**-halvings."""
         self.num_keys += num_keys
         if halvings > self._halvings:
             self.thin(halvings)

@@ -56,7 +56,7 @@ class UpdatedRows(NamedTuple):
     """[n]"""
 
     def where(self, these: slice | NDArray[np.bool_]) -> UpdatedRows:
-        """Some of them, contiguous."""
+        """Some of them, contiguous; these: a slice of rows, or bool [n]."""
         keys, vectors, deleted = self.keys[these], self.vectors[these], self.deleted[these]
         return UpdatedRows(np.ascontiguousarray(keys), np.ascontiguousarray(vectors), deleted)
 

@@ -57,7 +57,7 @@ class TableFile:
         *,
         stat: os.stat_result | None = None,
     ) -> None:
-        """`vectors` as of the property; `keys` and `index` are None where keys are row numbers."""
+        """`vectors` as of the property; keys: int64 [num_rows], None where they are row numbers, as `index` is."""
         self.spec = spec
         self.stat = stat
         """What the system says of the file of vectors that is mapped; None: they are in no file."""
@@ -114,7 +114,7 @@ class TableFile:
         return self._keys if self._keys is not None else np.arange(self.spec.num_rows, dtype=np.int64)
 
     def arrays(self) -> list[NDArray[np.generic]]:
-        """What a look-up reads: the index and the keys, where there are any, and the rows."""
+        """What a look-up reads: the index, bytes, and the keys, int64 [num_rows], if there are any; and the rows."""
         index = [] if self._index is None else [self._index.content]
         return [*index, *([] if self._keys is None else [self._keys]), self._vectors]
 

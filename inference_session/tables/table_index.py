@@ -67,7 +67,7 @@ class TableIndex:
     """A table's index in memory, mapped from its file or built there."""
 
     def __init__(self, content: NDArray[np.uint8]) -> None:
-        """`content`: the whole file, at a cache line."""
+        """`content`: the bytes of the whole file, [n], at a cache line."""
         self._content = content
         self._header = content[: HEADER.itemsize].view(HEADER)[0]
 

@@ -18,7 +18,9 @@ from triton_backend.backend.dlpack import ExportedTensor, ImportedTensor
 
 
 def read_array(tensor: Any) -> NDArray[Any]:
-    """A view of the tensor's memory: keep the request as long as the array. A tensor on a GPU is copied."""
+    """A view of the tensor's memory, of its shape and type: keep the request as long as the array. A tensor on a GPU is
+    copied.
+    """
     if not tensor.is_cpu():
         return _downloaded(tensor)
     if knows_numpy():
@@ -35,7 +37,7 @@ def arrays_reader() -> Callable[[Sequence[Any]], Iterable[NDArray[Any]]]:
 
 
 def write_tensor(name: str, array: NDArray[Any]) -> Any:
-    """A `pb_utils.Tensor` of the array's values."""
+    """A `pb_utils.Tensor` of the array's values, shape and type."""
     if knows_numpy():
         return pb_utils.Tensor(name, array)
     return pb_utils.Tensor.from_dlpack(name, ExportedTensor(array))

@@ -165,7 +165,7 @@ class RemoteServer:
         datatypes: Mapping[str, str] | None = None,
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> dict[str, NDArray[Any]]:
-        """The outputs of one request, by name; of the version that serves, unless one is named."""
+        """The outputs of one request, by name as its inputs are; of the version that serves, unless one is named."""
         result = self._infer(model, inputs, datatypes or {}, version, timeout_s)
         names = [output.name for output in result.get_response().outputs]
         return {name: result.as_numpy(name) for name in names}

@@ -229,7 +229,15 @@ def write_parquet(
     *,
     rows_per_group: int | None = None,
 ) -> None:
-    """A Parquet file with the columns label0…, I1…, C1…; slots with several keys become lists."""
+    """Write a Parquet file with the columns label0…, I1…, C1…
+
+    Args:
+        path: the file.
+        labels: [samples, labels].
+        dense: [samples, dense features].
+        slots: of each slot, the keys [samples, keys of each]; several keys become lists.
+        rows_per_group: of the file; None: as many as PyArrow chooses.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -338,5 +338,5 @@ def padded_matrix(values: NDArray[Any], counts: NDArray[np.int64], pad: float) -
 
 
 def traced(array: NDArray[Any], copies: int, device: torch.device) -> Tensor:
-    """An array as the trace takes it, with its samples as often: sizes of 1 would become constants."""
+    """An array [samples, …] as the trace takes it, its samples `copies` times: sizes of 1 would become constants."""
     return torch.from_numpy(np.concatenate([array] * copies)).to(device)

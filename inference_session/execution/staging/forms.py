@@ -65,7 +65,10 @@ class ArrayForm(ABC):
 
     @abstractmethod
     def shapes(self, open_sizes: NDArray[np.int64]) -> Shapes:
-        """Shapes of the keys, and of what the network reads other than vectors, in the batch that was staged last."""
+        """Shapes of the keys, and of what the network reads other than vectors, in the batch that was staged last.
+
+        open_sizes: int64 [num_open_sizes].
+        """
 
     def constants(self, open_sizes: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:  # noqa: ARG002
         """What the network reads that is the same for all batches of these sizes."""

@@ -55,7 +55,7 @@ class SparseFolder:
         return num_rows
 
     def chunks(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-        """Keys as the model takes them, and their vectors, in parts."""
+        """Keys as the model takes them, int64 [n], and their vectors, float32 [n, embedding_dim], in parts."""
         element = np.dtype("u1") if self.dtype == "int8" else np.dtype(self.dtype).newbyteorder("<")
         width = bytes_per_row(self.embedding_dim, self.dtype) // element.itemsize
         rows = _mapped(self.path / VECTOR_FILE, element).reshape(self.num_rows, width)
@@ -65,7 +65,7 @@ class SparseFolder:
             begin += len(keys)
 
     def key_chunks(self) -> Iterator[NDArray[np.int64]]:
-        """Keys as the model takes them, in parts."""
+        """Keys as the model takes them, int64 [n], in parts."""
         return (chunk if self.key_type == "int64" else chunk & 0xFFFFFFFF for chunk in _chunks(self.path / KEY_FILE))
 
 

@@ -134,7 +134,7 @@ class Prober:
     rows: Mapping[str, int]
 
     def run(self, arrays: Arrays) -> list[NDArray[Any]] | None:
-        """All outputs, or None where the model does not take these inputs."""
+        """All outputs in their order, or None where the model does not take these inputs, by name."""
         try:
             results: list[NDArray[Any]] = self.network.run(None, arrays)
         except Exception:  # noqa: BLE001  ONNX Runtime raises any type that its operators raise; each means "not these"

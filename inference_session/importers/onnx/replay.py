@@ -52,7 +52,7 @@ class Replay:
         }
 
     def run(self, arrays: Arrays) -> list[NDArray[Any]]:
-        """All outputs."""
+        """All outputs of the model, in the order of its spec, for inputs by name."""
         results = _run(self._dense, self.feeds(arrays))
         return [results[output.name] for output in self._spec.outputs]
 

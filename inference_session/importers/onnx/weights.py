@@ -77,7 +77,7 @@ class Weight:
                 yield chunk
 
     def rows(self, keys: NDArray[np.int64]) -> NDArray[Any]:
-        """Some of the rows, of bfloat16 their bits as uint16; negative keys count from the end."""
+        """The rows of keys [n]: [n, *dims[1:]], of bfloat16 their bits as uint16; negative keys count from the end."""
         if isinstance(self.values, TensorProto):
             return _elements(self.values)[keys]
         dtype = _dtype(self.elem_type)

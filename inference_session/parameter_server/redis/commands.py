@@ -207,6 +207,6 @@ def asking(command: Command) -> bytes:
 
 
 def set_times(tag: str, partition: int, keys: NDArray[np.int64]) -> Write:
-    """The command that sets the time of keys of one partition to now."""
+    """The command that sets the time of keys of one partition, int64 [n], to now."""
     now = np.full((len(keys), 1), int(time.time()), "<i8")
     return Write(b"HSET", layout.times_name(tag, partition), layout.row_fields(keys, now), 2)

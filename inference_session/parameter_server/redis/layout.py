@@ -261,7 +261,7 @@ def command_head(*arguments: bytes, num_fields: int) -> bytes:
 
 
 def command(*arguments: bytes, fields: NDArray[np.void] | None = None, num_fields: int = 0) -> bytes:
-    """A command as it goes over the wire: arguments, then `num_fields` more that are laid out already."""
+    """A command as it goes over the wire: arguments, then `num_fields` more that `fields`, records, have laid out."""
     return command_head(*arguments, num_fields=num_fields) + (b"" if fields is None else fields.tobytes())
 
 

@@ -51,7 +51,7 @@ class Overflow:
         return self.policy == "evict_least_used"
 
     def scores(self, marks: Iterable[bytes]) -> NDArray[np.int64]:
-        """The scores that rank rows: the lowest leave first. An older mark of the other kind counts as 0."""
+        """The scores that rank rows, int64 [n]: the lowest leave first. An older mark of the other kind counts as 0."""
         read = _uses if self.counts_uses else _time
         return np.array([read(mark) for mark in marks], np.int64)
 

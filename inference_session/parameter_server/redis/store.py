@@ -151,7 +151,7 @@ class RedisStore(EmbeddingStore):
         self._replies([("UNLINK", layout.note_name(self.namespace.tag(table)))])
 
     def touch(self, table: str, keys: NDArray[np.int64]) -> None:
-        """Set the time of these keys, or with `evict_least_used` add up their uses, one for each time they are named.
+        """Set the time of keys [n], or with `evict_least_used` add up their uses, one for each time they are named.
 
         When several processes add to a count at the same time, some uses may be lost: counts only rank rows.
         """

@@ -91,7 +91,7 @@ class LocalCopies:
         return int(self._keys.nbytes + self._samples.nbytes + (self._memory.nbytes if self._memory is not None else 0))
 
     def hot_keys(self) -> NDArray[np.int64]:
-        """Keys whose rows are to be copied, the hottest first; once enough keys were noted. More are noted after it.
+        """Keys [n] whose rows are to be copied, the hottest first; once enough keys were noted. More are noted then.
 
         Raises:
             UnavailableError: the device has failed.
@@ -150,5 +150,5 @@ def _try_to_copy(method: weakref.WeakMethod[Callable[[], object]]) -> bool:
 
 
 def pieces_of(keys: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """As many as are copied at once."""
+    """Keys [n], in pieces of as many as are copied at once."""
     return [keys[begin : begin + _ROWS_AT_ONCE] for begin in range(0, len(keys), _ROWS_AT_ONCE)]

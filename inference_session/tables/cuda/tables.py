@@ -230,6 +230,6 @@ def _uploaded(rows: NDArray[Any]) -> Any:
 
 
 def pieces(rows: NDArray[Any], multiple: int) -> Iterator[slice]:
-    """Rows to upload at once, a multiple: to upload all at once, CuPy would pin as much host memory, and keep it."""
+    """Rows [n, …] to upload at once, a multiple: for all at once, CuPy would pin as much host memory, and keep it."""
     rows_per_piece = max(_UPLOAD_BYTES * len(rows) // max(rows.nbytes, 1) // multiple, 1) * multiple
     return (slice(begin, begin + rows_per_piece) for begin in range(0, len(rows), rows_per_piece))

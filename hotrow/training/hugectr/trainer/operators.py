@@ -42,7 +42,7 @@ def _concat(attributes: Attributes, _constants: Constants) -> Function:
 
 
 def with_constant(array: NDArray[Any], function: Callable[[Tensor, Tensor], Tensor]) -> Function:
-    """A function of a tensor and a constant, which is copied to each device once."""
+    """A function of a tensor and a constant, an array of any shape, which is copied to each device once."""
     constant = torch.from_numpy(array.copy())
     moved: dict[torch.device, Tensor] = {}
 

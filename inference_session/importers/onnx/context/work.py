@@ -184,7 +184,7 @@ class WorkBuilder(Builder):
         self._work = work
 
     def weight(self, values: NDArray[Any]) -> str:
-        """A float32 initializer."""
+        """An initializer of these values, of any shape, as float32; returns its name."""
         name = self._fresh("weight")
         tensor = numpy_helper.from_array(np.asarray(values, np.float32), name)
         self._work.weights[name] = Weight(name, tensor.data_type, tuple(tensor.dims), tensor)
