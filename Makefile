@@ -11,6 +11,8 @@ INSTALL := -m pip --disable-pip-version-check --quiet install
 PYTEST_ARGS ?=
 # Processes that run the tests side by side: these wait more than they compute.
 TEST_PROCESSES ?= 12
+# Marker of the benchmarks that `make bench-smallest` runs.
+SMALLEST ?= not training and not gpu
 FUZZ_SECONDS ?= 60
 SEED ?=
 CAMPAIGN_ARGS ?=
@@ -19,7 +21,7 @@ SOAK_ARGS ?=
 FUZZED := session_json table ps_json hugectr_graph kafka_messages onnx_import
 FUZZ_ENGINE = $$($(BIN)/python -c "import atheris" 2>/dev/null && echo tests.fuzz.coverage_guided || echo tests.fuzz)
 
-.PHONY: help docs docs-build docs-recording docs-pictures test-package demo online-learning test test-exporters test-training fuzz fuzz-same $(FUZZED:%=fuzz-same-%) check campaign soak bench bench-report clean
+.PHONY: help docs docs-build docs-recording docs-pictures test-package demo online-learning test test-exporters test-training fuzz fuzz-same $(FUZZED:%=fuzz-same-%) check campaign soak bench bench-smallest bench-report clean
 
 help:
 	@echo "make demo            set up, serve a real model on a real Triton, send real requests (KEEP=1 leaves it running)"
@@ -37,6 +39,7 @@ help:
 	@echo "make docs-pictures   draws hotrow top and hotrow size --plot from real runs (downloads MovieLens)"
 	@echo "make test-package    a wheel and an sdist, installed apart, run the demo"
 	@echo "make bench           benchmarks, each compared with its ceiling or a peer"
+	@echo "make bench-smallest  each benchmark on small sizes: does it run at all?"
 	@echo "make bench-report    whole requests through Triton, compared with peers: bench-report.html and the README's figure"
 
 $(VENV)/bin/python:
@@ -119,7 +122,7 @@ test-exporters: $(EXPORTERS_VENV)/.ready
 	$(EXPORTERS_VENV)/bin/python -m pytest -m exporters tests/importers/onnx $(PYTEST_ARGS)
 
 test-training: $(EXPORTERS_VENV)/.ready
-	$(EXPORTERS_VENV)/bin/python -m pytest -m "training and not gpu" tests/hotrow/training tests/fuzz $(PYTEST_ARGS)
+	$(EXPORTERS_VENV)/bin/python -m pytest -m "training and not gpu" tests/hotrow/training tests/fuzz tests/benchmarks/smallest_sizes.py $(PYTEST_ARGS)
 
 $(DOCS_VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(DOCS_VENV)
@@ -173,6 +176,10 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/updates.py
 	$(BIN)/python benchmarks/freshness.py
 	$(BIN)/python benchmarks/context.py
+
+bench-smallest: $(VENV)/.test
+	$(BIN)/python -m tests.testing.downloads
+	$(BIN)/python -m pytest -n $(if $(filter gpu,$(SMALLEST)),1,4) --dist loadgroup -m "$(SMALLEST)" tests/benchmarks/smallest_sizes.py $(PYTEST_ARGS)
 
 bench-report: $(VENV)/.test
 	$(BIN)/python benchmarks/report.py --out bench-report.html --figure docs/images/bench-report.png

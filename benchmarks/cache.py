@@ -31,6 +31,10 @@ from inference_session.tables.table_file import TableFile, write_table
 from tests.testing.traces import made_up_trace, read_trace
 
 REPETITIONS = 41
+COMPARED = ((1, 1_000_000, 128, 1 << 16), (1, 1_000_000, 16, 1 << 16), (26, 10_000, 16, 64), (26, 10_000, 128, 64))
+"""Tables, rows of each, embedding_dim, and keys of each that are looked up."""
+NUM_ROWS_WRITTEN = 200_000
+NUM_TRACED_KEYS = 400_000
 
 Keys = NDArray[np.int64]
 ONE = np.ones(1, np.int64)
@@ -164,12 +168,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The CPU embedding cache compared with mapped tables and LRU.")
     parser.add_argument("--trace", type=Path, help="xz file of big-endian int64 keys; default: made-up keys")
     arguments = parser.parse_args()
-    compare_with_files(1, 1_000_000, 128, 1 << 16)
-    compare_with_files(1, 1_000_000, 16, 1 << 16)
-    compare_with_files(26, 10_000, 16, 64)
-    compare_with_files(26, 10_000, 128, 64)
-    show_writers(200_000, 128)
-    show_hit_rates(made_up_trace() if arguments.trace is None else read_trace(arguments.trace))
+    for sizes in COMPARED:
+        compare_with_files(*sizes)
+    show_writers(NUM_ROWS_WRITTEN, 128)
+    show_hit_rates(made_up_trace(NUM_TRACED_KEYS) if arguments.trace is None else read_trace(arguments.trace))
 
 
 if __name__ == "__main__":

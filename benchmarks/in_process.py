@@ -46,6 +46,7 @@ ROUND_S = 0.01
 KEYS, MAX_BATCHES = 1 << 20, 1024
 """Of all batches of a case together, at least four: their vectors take 64 MiB."""
 
+NUM_ROWS, NUM_ROWS_QUICK = 4_000_000, 400_000
 MAX_ID = 1 << 40
 
 Arrays = list[NDArray[Any]]
@@ -58,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
-    rows_per_table = (400_000 if quick else 4_000_000) // FEATURES
+    rows_per_table = (NUM_ROWS_QUICK if quick else NUM_ROWS) // FEATURES
     with tempfile.TemporaryDirectory(prefix="hotrow-in-process-") as name:
         folder = Path(name)
         write_models(folder / "repository", folder / "model", Network(rows_per_table), ())

@@ -30,6 +30,9 @@ from inference_session.tables.table_file import TableFile, write_table
 from inference_session.tables.table_index import build_index
 from inference_session.version_directory.manifest import sha256_of
 
+NUM_ROWS, NUM_ROWS_FULL = 1_000_000, 4_000_000
+FUSED = ((16, 150_000), (128, 10_000))
+"""embedding_dim and rows of 26 tables."""
 REPETITIONS = 15
 KEYS_PER_CALL = 1 << 16
 DIM = 128
@@ -92,7 +95,7 @@ def compare_with_gather(table: TableFile, draw: Draw, name: str) -> None:
 
     The ceiling is the fastest of three distances, in the median.
     """
-    goal = ">= 0.80" if table.spec.num_rows >= 4_000_000 else ">= 1.0"
+    goal = ">= 0.80" if table.spec.num_rows >= NUM_ROWS_FULL else ">= 1.0"
     vectors, hashed, numbered = table.vectors, np.array([table.record()], TABLE), row_number_record(table)
     out = vectors_at_line(KEYS_PER_CALL, DIM)
     works: dict[str, Callable[[Rows, Rows], object]] = {
@@ -223,7 +226,7 @@ def main() -> None:
         "--folder", type=Path, help="where to write the tables (default: the system's temporary folder)"
     )
     arguments = parser.parse_args()
-    num_rows = 4_000_000 if arguments.full else 1_000_000
+    num_rows = NUM_ROWS_FULL if arguments.full else NUM_ROWS
     print(f"compiling or loading the kernels: {timed(cpu.compile_kernels, time.perf_counter):.2f} s")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
@@ -247,8 +250,8 @@ def main() -> None:
         compare_with_gather(table, zipf, "Zipf 1.05")
         compare_with_searchsorted(table, uniform)
         compare_threads(table, uniform)
-        compare_fused(folder, 16, 150_000)
-        compare_fused(folder, 128, 10_000)
+        for dim, rows_per_table in FUSED:
+            compare_fused(folder, dim, rows_per_table)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from inference_session.model_spec import TableSpec, VectorType
 from inference_session.tables.quantized_rows import dequantize_rows
 from inference_session.tables.table_file import TableFile, write_table
 
+NUM_ROWS, NUM_ROWS_FULL = 1_000_000, 4_000_000
 DIM = 128
 CALLS, REPETITIONS = 16, 15
 KEYS_PER_CALL = 2048
@@ -85,7 +86,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="4 M rows x 128")
     parser.add_argument("--folder", type=Path, help="where to write the tables (default: the temporary folder)")
     arguments = parser.parse_args()
-    num_rows = 4_000_000 if arguments.full else 1_000_000
+    num_rows = NUM_ROWS_FULL if arguments.full else NUM_ROWS
     cpu.compile_kernels()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         files = write_tables(Path(name), num_rows)

@@ -34,6 +34,7 @@ from inference_session.parameter_server.rocksdb.store import RocksDbStore
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.testing.servers import RedisServer
 
+NUM_ROWS, NUM_ROWS_FULL = 200_000, 1_000_000
 DIM = 128
 NAMESPACE = Namespace("benchmark", "1")
 TAG = NAMESPACE.tag("table")
@@ -49,7 +50,7 @@ def main() -> None:
     """Run all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="1 M rows")
-    num_rows = 1_000_000 if parser.parse_args().full else 200_000
+    num_rows = NUM_ROWS_FULL if parser.parse_args().full else NUM_ROWS
     rng = np.random.default_rng()
     keys = rng.integers(-(2**63), 2**63 - 1, num_rows)
     vectors = rng.standard_normal((num_rows, DIM), np.float32)

@@ -61,6 +61,7 @@ class Network(NamedTuple):
     """Whether each feature is a separate input."""
 
 
+NUM_ROWS, NUM_ROWS_QUICK = 4_000_000, 400_000
 QUICK_CONCURRENCIES = {"grpc": (1, 16), "http": (16,)}
 
 
@@ -311,7 +312,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="how often each is measured")
     arguments = parser.parse_args()
     quick, rounds = arguments.quick, arguments.rounds or (1 if arguments.quick else 4)
-    rows_per_table = (400_000 if quick else 4_000_000) // FEATURES
+    rows_per_table = (NUM_ROWS_QUICK if quick else NUM_ROWS) // FEATURES
     perf_analyzer()
     others = used_by_others()
     all_series = chosen_series(arguments.only, quick=quick)

@@ -50,6 +50,7 @@ PROBE = ROWS_PER_TABLE - 1
 """A row whose first element is when it was published."""
 PUBLISH_S = 0.05
 ROUNDS = 3
+NUM_ROWS, NUM_ROWS_QUICK = 400_000, 100_000
 
 TIERS = ("files", "RocksDB", "Redis and RocksDB")
 
@@ -192,7 +193,7 @@ def main() -> None:
     parser.add_argument("--tiers", choices=TIERS, action="append", help="these alone")
     options = parser.parse_args()
     rng = np.random.default_rng()
-    num_rows = 100_000 if options.quick else 400_000
+    num_rows = NUM_ROWS_QUICK if options.quick else NUM_ROWS
     rows = rng.permutation(num_rows), rng.standard_normal((num_rows, DIM), np.float32)
     print(f"{num_rows} rows x {4 * DIM} bytes, {os.cpu_count()} cores\n")
     for tiers in options.tiers or TIERS:

@@ -10,13 +10,18 @@ from collections.abc import Callable
 
 import pytest
 
+from demo import movielens
+from inference_session.errors import UnavailableError
+from tests.testing import ROOT
 from tests.testing.hadoop import jars
+from tests.testing.programs import script_module
 from tests.testing.redis_with_tls import tls_redis_binary
 
 
 def main() -> None:
     """Fetch what is not in the user's cache folder yet."""
-    for fetch in (jars, tls_redis_binary):
+    perf_analyzer = script_module(ROOT / "benchmarks" / "perf_analyzer.py").perf_analyzer
+    for fetch in (jars, tls_redis_binary, movielens.fetch, perf_analyzer):
         _try(fetch)
 
 
@@ -24,7 +29,7 @@ def _try(fetch: Callable[[], object]) -> None:
     """Fetch a program; where it cannot be had, say so: the tests that need it are skipped."""
     try:
         fetch()
-    except pytest.skip.Exception as error:
+    except (pytest.skip.Exception, UnavailableError, SystemExit) as error:
         print(error, file=sys.stderr)
 
 
