@@ -158,3 +158,13 @@ def test_the_modules_that_it_names_exist() -> None:
     """Paths in `inference_session/`, and those of `triton_backend/backend/` that are named by themselves."""
     for path in re.findall(r"`([\w/]+/\w+\.(?:py|cu))`", PAGE.read_text(encoding="utf-8")):
         assert (LIBRARY / path).exists() or (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("package", ["importers/onnx", "importers/onnx/lookups"])
+def test_the_map_of_a_package_names_all_of_its_modules(package: str) -> None:
+    """In the first column of its docstring; a `/` marks a folder."""
+    lines = (LIBRARY / package / "__init__.py").read_text(encoding="utf-8").partition('\n"""')[0].splitlines()[2:]
+    named = [name for line in lines for name in re.split(r" {2,}", line)[0].split(", ")]
+    paths = {path.parent if path.name == "__init__.py" else path for path in (LIBRARY / package).rglob("*.py")}
+    own = [path for path in paths if path.parent == LIBRARY / package]
+    assert sorted(named) == sorted(path.stem if path.suffix else f"{path.name}/" for path in own)

@@ -8,16 +8,21 @@ from dataclasses import dataclass, field
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 
 from inference_session.dense_engine.rewrites.parts import part_of
-from inference_session.importers.onnx.bags import pool_bags
 from inference_session.importers.onnx.canonical import CanonicalModel
-from inference_session.importers.onnx.columns import read_columns
 from inference_session.importers.onnx.empty_lists import correct_empty_sums
-from inference_session.importers.onnx.hoisting import Hoister
-from inference_session.importers.onnx.lookups import EditedModel, GraphLookup, skip_same_casts, take_lookups
-from inference_session.importers.onnx.matrices import share_matrices, vectors_per_sample
-from inference_session.importers.onnx.negative_keys import read_negative_keys
-from inference_session.importers.onnx.pooling import pool_lookups
-from inference_session.importers.onnx.stacking import stack_columns
+from inference_session.importers.onnx.lookups.bags import pool_bags
+from inference_session.importers.onnx.lookups.columns import read_columns
+from inference_session.importers.onnx.lookups.graph_lookups import (
+    EditedModel,
+    GraphLookup,
+    skip_same_casts,
+    take_lookups,
+)
+from inference_session.importers.onnx.lookups.hoisting import Hoister
+from inference_session.importers.onnx.lookups.matrices import share_matrices, vectors_per_sample
+from inference_session.importers.onnx.lookups.negative_keys import read_negative_keys
+from inference_session.importers.onnx.lookups.pooling import pool_lookups
+from inference_session.importers.onnx.lookups.stacking import stack_columns
 from inference_session.importers.onnx.tables import (
     StaysDenseError,
     TableSearch,

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
-from inference_session.importers.onnx.lookups import EditedModel
+from inference_session.importers.onnx.lookups.graph_lookups import EditedModel
 from inference_session.importers.onnx.types import ValueType
 from inference_session.onnx_graphs import (
     Builder,

@@ -16,18 +16,18 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, ValueInfoProto, inliner
 
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError
-from inference_session.importers.onnx.bag_loops import bags_instead_of_loops
 from inference_session.importers.onnx.canonical import CanonicalModel, to_canonical
 from inference_session.importers.onnx.carve import CarvedModel, carve, keep_whole
 from inference_session.importers.onnx.computed_tables import compute_tables
 from inference_session.importers.onnx.empty_lists import guard_empty_lists, may_meet_empty_lists
 from inference_session.importers.onnx.evaluation import open_network, save_network
-from inference_session.importers.onnx.independence import samples_are_independent
+from inference_session.importers.onnx.loops.bag_loops import bags_instead_of_loops
 from inference_session.importers.onnx.model_file import read_skeleton
 from inference_session.importers.onnx.probe import PRIME_SIZES, Arrays, Findings, Prober, close
-from inference_session.importers.onnx.ranking import RankingImport
-from inference_session.importers.onnx.ranking_trials import TOLERANCE, RankingTrials
+from inference_session.importers.onnx.ranking.ranking_import import RankingImport
+from inference_session.importers.onnx.ranking.trials import TOLERANCE, RankingTrials
 from inference_session.importers.onnx.replay import Replay
+from inference_session.importers.onnx.samples.independence import samples_are_independent
 from inference_session.importers.onnx.spec import TablePlace, model_spec, table_folders
 from inference_session.importers.onnx.types import NUMPY_TYPES, ValueType, value_type
 from inference_session.importers.onnx.weights import Weight, refer_to, weight_of

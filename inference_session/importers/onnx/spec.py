@@ -9,7 +9,7 @@ from onnx import TensorProto, helper
 
 from inference_session.errors import UnsupportedModelError
 from inference_session.importers.onnx.carve import CarvedModel
-from inference_session.importers.onnx.lookups import GraphLookup
+from inference_session.importers.onnx.lookups.graph_lookups import GraphLookup
 from inference_session.importers.onnx.probe import Findings
 from inference_session.importers.onnx.tables import VECTOR_TYPES
 from inference_session.importers.onnx.types import Dims, ValueType

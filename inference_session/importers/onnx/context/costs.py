@@ -10,7 +10,7 @@ from onnx import GraphProto, ModelProto, NodeProto, helper
 
 from inference_session.importers.onnx.context.shapes import Shape, Shapes, sized
 from inference_session.importers.onnx.context.work import Work
-from inference_session.importers.onnx.sample_axis import SampleAxis
+from inference_session.importers.onnx.samples.axis import SampleAxis
 from inference_session.importers.onnx.tables import is_row_read
 from inference_session.importers.onnx.weights import Weight
 from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT

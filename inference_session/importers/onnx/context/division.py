@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from onnx import GraphProto, NodeProto
 
-from inference_session.importers.onnx.sample_axis import SampleAxis
-from inference_session.importers.onnx.sample_step import is_constant
+from inference_session.importers.onnx.samples.axis import SampleAxis
+from inference_session.importers.onnx.samples.step import is_constant
 from inference_session.model_spec import ROW_CONTEXT
 from inference_session.onnx_graphs import (
     Builder,

@@ -9,9 +9,9 @@ import pytest
 
 from inference_session import InferenceSession, Request
 from inference_session.errors import ModelFormatError
-from inference_session.importers.onnx import ranking, ranking_trials
 from inference_session.importers.onnx.context import Cut
-from inference_session.importers.onnx.ranking_trials import RankingTrials
+from inference_session.importers.onnx.ranking import ranking_import, trials
+from inference_session.importers.onnx.ranking.trials import RankingTrials
 from inference_session.importers.report import ImportReport
 from inference_session.model_spec import CANDIDATES, SESSION_FILE
 from inference_session.requests.ranking_layout import exceeds
@@ -56,7 +56,7 @@ def test_a_network_that_tiles_answers_bitwise_as_the_original(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Also for one context, whose products and pooled histories ONNX Runtime adds up in another order."""
-    monkeypatch.setattr(ranking, "Cut", [Cut.NONE])
+    monkeypatch.setattr(ranking_import, "Cut", [Cut.NONE])
     ranker = random_ranker(seed)
     report = imported(tmp_path, ranker)
     assert report.spec.ranking is not None
@@ -106,7 +106,7 @@ def test_requests_with_larger_numbers_are_answered_by_the_whole_network(tmp_path
     """Bitwise as the original, alone and joined with others; the report names the limit."""
     assert limited.spec.ranking is not None
     largest = limited.spec.ranking.largest_input
-    assert largest in ranking_trials.LARGEST_INPUTS
+    assert largest in trials.LARGEST_INPUTS
     assert f"requests with a float beyond ±{largest:g}" in str(limited)
     with InferenceSession.open(limited.version_dir, dense_threads=1) as session:
         scales = [1.0, 100 * largest, 4096.0, 1e6, np.nan]
@@ -190,7 +190,7 @@ def test_what_jumps_keeps_the_order_of_its_sums(tmp_path: Path, end: str, *, jum
 
 def test_what_differs_is_measured() -> None:
     """Rounding, as a part of the largest number or of 1; anything else is infinite."""
-    difference = ranking_trials.relative_difference
+    difference = trials.relative_difference
     one = np.array([1.0, 100.0], np.float32)
     assert difference(one, one) == 0
     assert difference(one + np.float32(0.5), one) == pytest.approx(0.005)

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from onnx import NodeProto, TensorProto
 
-from inference_session.importers.onnx.lookups import SHAPE_OPS, EditedModel, GraphLookup, skip_identities
+from inference_session.importers.onnx.lookups.graph_lookups import SHAPE_OPS, EditedModel, GraphLookup, skip_identities
 from inference_session.importers.onnx.types import Dims
 from inference_session.onnx_graphs import (
     Builder,

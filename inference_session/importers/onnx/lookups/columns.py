@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from onnx import GraphProto, NodeProto
 
-from inference_session.importers.onnx.lookups import KEY_TYPES, SHAPE_OPS, EditedModel, GraphLookup, casts_keys
+from inference_session.importers.onnx.lookups.graph_lookups import (
+    KEY_TYPES,
+    SHAPE_OPS,
+    EditedModel,
+    GraphLookup,
+    casts_keys,
+)
 from inference_session.onnx_graphs import attribute, axes_of, constants, integers, producers
 
 Columns = tuple[int, int]

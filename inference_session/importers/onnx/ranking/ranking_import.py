@@ -14,8 +14,8 @@ from inference_session.importers.onnx.canonical import CanonicalModel
 from inference_session.importers.onnx.carve import CarvedModel, carve_tables
 from inference_session.importers.onnx.context import ContextSplit, Cut, may_jump, split_context
 from inference_session.importers.onnx.probe import Findings, Prober, Recipe
-from inference_session.importers.onnx.ranking_times import NUM_CANDIDATES, Times, measure
-from inference_session.importers.onnx.ranking_trials import TOLERANCE, RankingTrials
+from inference_session.importers.onnx.ranking.times import NUM_CANDIDATES, Times, measure
+from inference_session.importers.onnx.ranking.trials import TOLERANCE, RankingTrials
 from inference_session.importers.onnx.replay import Replay
 from inference_session.importers.onnx.spec import lookup_spec
 from inference_session.importers.onnx.tables import StaysDenseError

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from onnx import NodeProto
 
-from inference_session.importers.onnx.lookups import SHAPE_OPS, EditedModel, casts_keys
+from inference_session.importers.onnx.lookups.graph_lookups import SHAPE_OPS, EditedModel, casts_keys
 from inference_session.importers.onnx.tables import is_row_read
 from inference_session.onnx_graphs import all_graphs, constants, copied, integers, producers, replace_node
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper
 
-from inference_session.importers.onnx.lookups import EditedModel, casts_keys
+from inference_session.importers.onnx.lookups.graph_lookups import EditedModel, casts_keys
+from inference_session.importers.onnx.lookups.vector_values import values_of_vectors
 from inference_session.importers.onnx.tables import StaysDenseError, is_row_read
-from inference_session.importers.onnx.vector_values import values_of_vectors
 from inference_session.onnx_graphs import (
     Builder,
     attribute,

@@ -13,8 +13,8 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 from onnx import ModelProto, NodeProto, numpy_helper
 
-from inference_session.importers.onnx.columns import columns_of
-from inference_session.importers.onnx.lookups import EditedModel, GraphLookup
+from inference_session.importers.onnx.lookups.columns import columns_of
+from inference_session.importers.onnx.lookups.graph_lookups import EditedModel, GraphLookup
 from inference_session.onnx_graphs import (
     UNARY,
     Builder,

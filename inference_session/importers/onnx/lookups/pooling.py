@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from onnx import NodeProto, TensorProto
 
-from inference_session.importers.onnx.lookups import EditedModel, GraphLookup, skip_identities
+from inference_session.importers.onnx.lookups.graph_lookups import EditedModel, GraphLookup, skip_identities
+from inference_session.importers.onnx.lookups.vector_values import values_of_vectors
 from inference_session.importers.onnx.types import Dims
-from inference_session.importers.onnx.vector_values import values_of_vectors
 from inference_session.model_spec import Pooling
 from inference_session.onnx_graphs import (
     attribute,

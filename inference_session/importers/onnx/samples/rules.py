@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 from onnx import NodeProto
 
-from inference_session.importers.onnx.sample_kinds import CONSTANT, Axis, Free, Kind, PerSample
-from inference_session.importers.onnx.sample_step import Step, all_constant, is_constant, is_size, neither
+from inference_session.importers.onnx.samples.kinds import CONSTANT, Axis, Free, Kind, PerSample
+from inference_session.importers.onnx.samples.step import Step, all_constant, is_constant, is_size, neither
 from inference_session.onnx_graphs import BROADCASTING, NO_END, UNARY, text_attribute
 
 

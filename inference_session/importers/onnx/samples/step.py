@@ -1,4 +1,4 @@
-"""One operator of a network as the rules see it (sample_rules.py): its operands, and where their samples are."""
+"""One operator of a network as the rules see it (rules.py): its operands, and where their samples are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from onnx import NodeProto
 
-from inference_session.importers.onnx.sample_kinds import Axis, Free, Kind, Observations, PerSample
+from inference_session.importers.onnx.samples.kinds import Axis, Free, Kind, Observations, PerSample
 from inference_session.onnx_graphs import attributes, is_random
 
 

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from inference_session.importers.onnx.evaluation import fixed_value
+from inference_session.importers.onnx.lookups.vector_values import values_of_vectors
 from inference_session.importers.onnx.tables import StaysDenseError, is_row_read
 from inference_session.importers.onnx.types import Dims, Types
-from inference_session.importers.onnx.vector_values import values_of_vectors
 from inference_session.importers.onnx.weights import Weight, little_endian
 from inference_session.model_spec import Pooling
 from inference_session.onnx_graphs import (

@@ -1,6 +1,6 @@
 """Whether the samples of a batch may be computed together: the imported networks, followed operator by operator.
 
-Without a proof, samples are not joined. The proof (sample_axis.py) goes first over the network that computes keys, then
+Without a proof, samples are not joined. The proof (axis.py) goes first over the network that computes keys, then
 over the look-ups, then over the dense network.
 """
 
@@ -17,8 +17,8 @@ from inference_session.importers.onnx.carve import CarvedModel
 from inference_session.importers.onnx.evaluation import open_network, save_network
 from inference_session.importers.onnx.probe import PRIME_SIZES, Arrays
 from inference_session.importers.onnx.replay import Replay
-from inference_session.importers.onnx.sample_axis import SampleAxis
-from inference_session.importers.onnx.sample_kinds import CONSTANT, Free, Kind, Observations, PerSample
+from inference_session.importers.onnx.samples.axis import SampleAxis
+from inference_session.importers.onnx.samples.kinds import CONSTANT, Free, Kind, Observations, PerSample
 from inference_session.importers.onnx.weights import Weight
 from inference_session.model_spec import LookupSpec, ModelSpec
 from inference_session.onnx_graphs import Names, make_node

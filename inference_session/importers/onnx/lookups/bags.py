@@ -12,8 +12,8 @@ from typing import NamedTuple
 from onnx import GraphProto, NodeProto, TensorProto
 
 from inference_session.importers.onnx.evaluation import fixed_value
-from inference_session.importers.onnx.lookups import EditedModel, GraphLookup, skip_identities
-from inference_session.importers.onnx.vector_values import values_of_vectors
+from inference_session.importers.onnx.lookups.graph_lookups import EditedModel, GraphLookup, skip_identities
+from inference_session.importers.onnx.lookups.vector_values import values_of_vectors
 from inference_session.model_spec import Pooling
 from inference_session.onnx_graphs import (
     attribute,

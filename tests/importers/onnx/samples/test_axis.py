@@ -22,8 +22,8 @@ from onnx.reference import ReferenceEvaluator
 
 from inference_session.importers.onnx.context.split import infer_samples
 from inference_session.importers.onnx.evaluation import open_network
-from inference_session.importers.onnx.sample_axis import SampleAxis
-from inference_session.importers.onnx.sample_kinds import Free, Observations, PerSample
+from inference_session.importers.onnx.samples.axis import SampleAxis
+from inference_session.importers.onnx.samples.kinds import Free, Observations, PerSample
 from tests.testing.onnx_evaluation import Arrays
 
 PRIMES = (11, 13)

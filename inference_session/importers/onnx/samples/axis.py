@@ -1,6 +1,6 @@
 """Proves that no sample of a batch influences another one, operator by operator.
 
-sample_kinds.py says what a value may be to the samples. The rules (sample_rules.py) say what each operator makes of its
+kinds.py says what a value may be to the samples. The rules (rules.py) say what each operator makes of its
 operands; operators without a rule, and those that read along the samples, give a value that may depend on several
 samples.
 """
@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from onnx import GraphProto, NodeProto
 
-from inference_session.importers.onnx.sample_kinds import CONSTANT, Axis, Free, Kind, Observations, PerSample
-from inference_session.importers.onnx.sample_rules import rule_of
-from inference_session.importers.onnx.sample_step import Step
+from inference_session.importers.onnx.samples.kinds import CONSTANT, Axis, Free, Kind, Observations, PerSample
+from inference_session.importers.onnx.samples.rules import rule_of
+from inference_session.importers.onnx.samples.step import Step
 from inference_session.onnx_graphs import bodies, is_random, reads
 
 

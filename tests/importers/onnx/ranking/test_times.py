@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from hotrow.command_line import cli
 from inference_session import InferenceSession, Request
 from inference_session.errors import ConfigurationError, HotrowError
-from inference_session.importers.onnx import ranking, ranking_times
-from inference_session.importers.onnx.ranking_times import Times
+from inference_session.importers.onnx.ranking import ranking_import, times
+from inference_session.importers.onnx.ranking.times import Times
 from inference_session.importers.report import ImportReport
 from inference_session.model_spec import CANDIDATES, RANKING_FILE
 from tests.testing.onnx_evaluation import run_network
@@ -38,7 +38,7 @@ def imported(tmp_path: Path) -> ImportReport:
 @pytest.fixture
 def undivided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ImportReport:
     """The same model, where every division takes longer than the whole network."""
-    monkeypatch.setattr(ranking, "measure", lambda *_: Times(divided=0.003, whole=0.002))
+    monkeypatch.setattr(ranking_import, "measure", lambda *_: Times(divided=0.003, whole=0.002))
     return imported(tmp_path)
 
 
@@ -93,8 +93,8 @@ def test_a_division_that_pays_or_makes_no_measurable_difference_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the networks refuse the generated request."""
-    for number, times in enumerate([Times(0.002, 0.003), Times(0.00309, 0.003), Times(0.0002, 0.0001), None]):
-        monkeypatch.setattr(ranking, "measure", lambda *_, times=times: times)
+    for number, found in enumerate([Times(0.002, 0.003), Times(0.00309, 0.003), Times(0.0002, 0.0001), None]):
+        monkeypatch.setattr(ranking_import, "measure", lambda *_, found=found: found)
         folder = tmp_path / str(number)
         folder.mkdir()
         assert imported(folder).spec.is_divided
@@ -108,8 +108,8 @@ def test_both_networks_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         found.append(real(*arguments))
         return found[-1]
 
-    real = ranking_times.measure
-    monkeypatch.setattr(ranking, "measure", measure)
+    real = times.measure
+    monkeypatch.setattr(ranking_import, "measure", measure)
     imported(tmp_path)
     assert found[0] is not None
     assert found[0].divided > 0

@@ -1,0 +1,1 @@
+"""Loops over bags, which exporters write, become look-ups."""

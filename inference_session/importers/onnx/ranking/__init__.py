@@ -1,0 +1,1 @@
+"""Networks for requests that give their context once; context/ divides the graph."""
