@@ -16,12 +16,20 @@ import pytest
 
 from inference_session.device.placement import Place, bytes_on_each
 from inference_session.platform.open_files import FileExchange, OpenFiles, close_all, private_folder
+from tests.testing import sharing_process
 from tests.testing.fake_driver import GRANULARITY
+from tests.testing.forked import prepare_forks
 from tests.testing.sharing_process import NUM_GPUS, SharingProcess
 from tests.testing.tables_of_all_kinds import SHAPES, specs, write_files
 
 SHARDED = [name for name, num_rows, *_ in SHAPES if num_rows]
 Start = Callable[..., SharingProcess]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forks() -> None:
+    """Processes fork from one that has imported what they need."""
+    prepare_forks(sharing_process.__name__)
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,14 @@
-"""Programs that all begin with the same imports: one process does these, and forks for each program."""
+"""Programs and functions that all begin with the same imports: one process does these, and forks for each of them."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import subprocess
 import sys
 from collections.abc import Mapping
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 
 _FORKING = """
 import json, os, sys, traceback
@@ -39,6 +42,19 @@ for line in sys.stdin:
     print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), *printed]), flush=True)
 """
 """Reads a program and its environment from each line. Programs print less than a pipe holds."""
+
+
+FORKED: ForkServerContext = multiprocessing.get_context("forkserver")
+"""Starts processes that run a function, from one that has imported what `prepare_forks` names."""
+
+
+def prepare_forks(module: str) -> None:
+    """Start that process, which imports the module of the functions; if it runs already, it stays as it is.
+
+    Called before a test changes the folder for temporary files, where its socket lies.
+    """
+    FORKED.set_forkserver_preload([module])
+    forkserver.ensure_running()
 
 
 class ForkedPrograms:

@@ -1,15 +1,15 @@
 """A process that shares rows as one with a GPU does, on a machine without one: memory is the host's.
 
-It reads commands from its input, one JSON object a line, and answers each with another: what there is, or the error.
+It is sent commands, and answers each: what there is, or the error.
 """
 
 from __future__ import annotations
 
 import gc
-import json
-import subprocess
-import sys
+import os
+import tempfile
 from contextlib import nullcontext
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ from inference_session.errors import ConfigurationError
 from inference_session.tables.table_file import TableFile
 from tests.testing.fake_cuda import FakeGpu, install
 from tests.testing.fake_driver import FakeDriver
+from tests.testing.forked import FORKED
 from tests.testing.tables_of_all_kinds import specs
 
 NUM_GPUS = 3
@@ -31,8 +32,11 @@ class SharingProcess:
     """The process with one of NUM_GPUS GPUs."""
 
     def __init__(self, own: int, free_bytes: int = FREE_BYTES, *, peers: bool = True) -> None:
-        command = [sys.executable, "-m", __name__, str(own), str(free_bytes), str(int(peers))]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._connection, others = FORKED.Pipe()
+        arguments = (others, tempfile.gettempdir(), own, free_bytes, peers)
+        self._process = FORKED.Process(target=_answer, args=arguments, daemon=True)
+        self._process.start()
+        others.close()
 
     def call(self, command: str, **arguments: object) -> dict[str, Any]:
         """The answer to a command."""
@@ -41,31 +45,30 @@ class SharingProcess:
 
     def send(self, command: str, **arguments: object) -> None:
         """A command, without waiting for the answer."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
-        self.process.stdin.flush()
+        self._connection.send((command, arguments))
 
     def answer(self) -> Any:
         """Of the command before."""
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
+        return self._connection.recv()
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
 
 
 class _Tables:
     """In place of CudaTables, whose `keep` it has: it keeps what that would look up."""
 
     is_paused = False
+    connection: Connection
     keep: Any
     _close_shared: Any
 
     def __init__(self, files: Any, _device: Any, vectors: Any, placement: Any, **settings: Any) -> None:
         if self.is_paused:
-            print('"paused"', flush=True)
-            sys.stdin.readline()
+            self.connection.send("paused")
+            self.connection.recv()
         self.files, self.vectors, self.placement, self.settings = files, vectors, placement, settings
 
     def close(self) -> None:
@@ -84,8 +87,8 @@ class _Tables:
 class _Process:
     """The commands."""
 
-    def __init__(self, own: int, free_bytes: int, peers: int) -> None:
-        install([FakeGpu("H200", 2 * FREE_BYTES, free_bytes)] * NUM_GPUS, peers=bool(peers))
+    def __init__(self, own: int, free_bytes: int, peers: bool) -> None:
+        install([FakeGpu("H200", 2 * FREE_BYTES, free_bytes)] * NUM_GPUS, peers=peers)
         from inference_session.device import shared_memory
         from inference_session.tables.cuda import placed_tables
 
@@ -157,16 +160,17 @@ class _Process:
         return {}
 
 
-def main() -> None:
-    process = _Process(*map(int, sys.argv[1:]))
-    for line in sys.stdin:
-        arguments = json.loads(line)
+def _answer(connection: Connection, temporary: str, own: int, free_bytes: int, peers: bool) -> None:
+    """The process: it answers until it is killed, or nobody asks any more."""
+    os.environ["TMPDIR"] = tempfile.tempdir = temporary
+    process, _Tables.connection = _Process(own, free_bytes, peers), connection
+    while True:
         try:
-            answer = getattr(process, arguments.pop("command"))(**arguments)
+            command, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer = getattr(process, command)(**arguments)
         except ConfigurationError as error:
             answer = {"error": str(error)}
-        print(json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        connection.send(answer)
