@@ -157,7 +157,8 @@ class Hdfs:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _java(self, module: str, *arguments: str) -> list[str]:
-        return ["java", *JVM, f"-Dhadoop.log.dir={self.folder}", "-cp", self._class_path, module, *arguments]
+        folders = (f"-Dhadoop.log.dir={self.folder}", f"-Djava.io.tmpdir={self.folder}")
+        return ["java", *JVM, *folders, "-cp", self._class_path, module, *arguments]
 
     def _configure(self) -> None:
         for name in ("hdfs", "datanode", "static"):
