@@ -17,7 +17,7 @@ T4  steps a second with and without an UpdatePublisher of about 100,000 rows a s
 T5  export of a table of 5 M x 64 float32, beyond the same network's export with a small one, in memory and on disk
 T6  the trainer killed 20 times: restored, is anything lost, and what do the servers end with
 T7  AUC of the online-learning demo, three seeds
-T8  keys a second of one core through a HashEmbedding, against torch.nn.EmbeddingBag(sparse) of known size; on a GPU,
+T8  keys a second of one core through a HashEmbedding, against torch's sparse embeddings of known size; on a GPU,
     milliseconds of a step of 1 M keys
 """
 
@@ -468,7 +468,7 @@ _WAYS = ("frozen", "reloaded", "streamed")
 
 
 def t8(rounds: int = 16, num_keys: int = 1_000_000) -> None:
-    """Keys a second of one core: hash embeddings against torch's bags over a vocabulary, in turns; processor time."""
+    """Keys a second of one core: hash embeddings against torch's over a vocabulary, in turns; processor time."""
     torch.set_num_threads(1)
     known = torch.from_numpy((np.arange(num_keys, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)).view(np.int64))
     batches = _skewed_batches(rounds, num_keys)
@@ -482,6 +482,7 @@ def t8(rounds: int = 16, num_keys: int = 1_000_000) -> None:
                 table.put(training.Rows(keys, torch.zeros(len(keys), dim)))
         ways: dict[str, tuple[Any, Any]] = {
             "nn.EmbeddingBag(sparse=True)": (nn.EmbeddingBag(num_keys, dim, mode="sum", sparse=True), lambda ids: ids),
+            "nn.Embedding(sparse=True)": (nn.Embedding(num_keys, dim, sparse=True), lambda ids: ids.reshape(-1)),
             "HashEmbeddingBag": (bags, lambda ids: known[ids]),
             "HashEmbedding": (single, lambda ids: known[ids].reshape(-1)),
         }
@@ -496,7 +497,7 @@ def t8(rounds: int = 16, num_keys: int = 1_000_000) -> None:
 def _in_turns(ways: dict[str, tuple[Any, Any]], batches: list[Any]) -> dict[str, tuple[float, ...]]:
     """Best and median seconds of forward, and of forward, backward and SGD."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    optimizer = torch.optim.SGD(next(iter(ways.values()))[0].parameters(), 0.01)
+    optimizer = torch.optim.SGD([weight for module, _ in ways.values() for weight in module.parameters()], 0.01)
     for number, batch in enumerate([batches[0], *batches]):
         for name, (module, keys_of) in ways.items():
             times = _forward_backward(module, keys_of(batch), optimizer)

@@ -9,15 +9,24 @@ from torch import Tensor
 
 from hotrow.training.kernels import device_rows
 from hotrow.training.kernels import vectors as compiled
+from inference_session.platform.memory import take_large_pages
 
 _NO_FACTORS = np.empty(0, np.float32)
+
+
+def unwritten(like: Tensor, num_rows: int) -> Tensor:
+    """Rows as those of a tensor, with any values. On the processor, in large pages where the kernel has them."""
+    rows = like.new_empty((num_rows, *like.shape[1:]))
+    if _is_here(rows):
+        take_large_pages(rows.data_ptr(), rows.nbytes)
+    return rows
 
 
 def gather(table: Tensor, rows: Tensor) -> Tensor:
     """float32 [any, dim] and int64 [n] to [n, dim]."""
     if table.dtype is not torch.float32 or not (_is_here(table) or device_rows.can_run(table.device)):
         return table.index_select(0, rows)
-    output = table.new_empty((len(rows), table.shape[1]))
+    output = unwritten(table, len(rows))
     if _is_here(table):
         compiled.gather(_array(table), rows.numpy(), _array(output))
     else:
@@ -35,7 +44,7 @@ def scatter(table: Tensor, rows: Tensor, vectors: Tensor) -> None:
 
 def longer(tensor: Tensor, num_rows: int, fill: float | None = None) -> Tensor:
     """The same rows, and behind them more, whose elements have that value; None: any values."""
-    grown = tensor.new_empty((num_rows, *tensor.shape[1:]))
+    grown = unwritten(tensor, num_rows)
     grown[: len(tensor)] = tensor
     if fill is not None:
         grown[len(tensor) :] = fill
@@ -62,7 +71,7 @@ def add_up(
     vectors = vectors.to(torch.float32).contiguous()
     factors = None if factors is None else factors.to(torch.float32).contiguous()
     if sums is None:
-        sums = vectors.new_zeros((num_rows, vectors.shape[1]))
+        sums = unwritten(vectors, num_rows).zero_()
     if device_rows.can_run(vectors.device) and not _is_here(vectors):
         device_rows.add_up(sums, rows, vectors, sources, factors)
         return sums

@@ -1,4 +1,4 @@
-"""Memory of the machine: how much processes may still allocate, and pages of mapped files."""
+"""Memory of the machine: how much processes may still allocate, and the pages of it and of mapped files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import math
 import mmap
 import os
+import sys
 import time
 from contextlib import suppress
 from io import FileIO
@@ -51,6 +52,17 @@ def map_pages(array: NDArray[Any], deadline: float) -> None:
         _madvise(address, min(_CHUNK_BYTES + LARGE_PAGE_BYTES, end - address), mmap.MADV_HUGEPAGE)
         if _madvise(address, min(_CHUNK_BYTES, end - address), _POPULATE_READ):
             return
+
+
+def take_large_pages(address: int, num_bytes: int) -> None:
+    """Have the kernel give large pages to memory that is not written yet, as far as it has them to give.
+
+    The first write to a page makes it. Pages of 4 KiB take three times as long as those of 2 MiB with the same bytes.
+    """
+    begin = -(-address // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES
+    end = (address + num_bytes) // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES
+    if begin < end and sys.platform == "linux":
+        _madvise(begin, end - begin, mmap.MADV_HUGEPAGE)
 
 
 def read_ahead(file: FileIO, num_bytes: int) -> None:

@@ -1,12 +1,16 @@
-"""The available memory of a machine, and of a container."""
+"""The available memory of a machine, and of a container; large pages for memory."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from pathlib import Path
 
 import pytest
 
-from inference_session.platform.memory import available_bytes
+from inference_session.platform.large_pages import LARGE_PAGE_BYTES
+from inference_session.platform.memory import available_bytes, take_large_pages
+from tests.testing.mappings import HAS_LARGE_PAGES, wants_large_pages
 
 
 @pytest.fixture
@@ -50,3 +54,18 @@ def test_a_system_that_does_not_tell_has_none(tmp_path: Path) -> None:
 def test_this_machine_has_some() -> None:
     """The real files can be read."""
     assert available_bytes() > 0
+
+
+def test_whole_large_pages_are_asked_for() -> None:
+    """Not for what is in front of the first of them, or behind the last: others use the rest of these pages."""
+    with mmap.mmap(-1, 5 * LARGE_PAGE_BYTES) as mapped:
+        buffer = ctypes.c_byte.from_buffer(mapped)
+        begin = -(-ctypes.addressof(buffer) // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES
+        take_large_pages(begin + 4096, 2 * LARGE_PAGE_BYTES - 8192)
+        assert not wants_large_pages(begin + LARGE_PAGE_BYTES)
+
+        take_large_pages(begin + 4096, 3 * LARGE_PAGE_BYTES - 8192)
+        asked = [wants_large_pages(begin + i * LARGE_PAGE_BYTES) for i in range(3)]
+        del buffer
+
+    assert asked == [False, HAS_LARGE_PAGES, False]

@@ -12,7 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hotrow.training.kernels import device_rows  # noqa: E402
-from hotrow.training.row_access import add_up, gather, scatter  # noqa: E402
+from hotrow.training.row_access import add_up, gather, longer, scatter  # noqa: E402
+from tests.testing.mappings import HAS_LARGE_PAGES, wants_large_pages  # noqa: E402
 
 pytestmark = [pytest.mark.training]
 
@@ -63,6 +64,16 @@ def test_many_vectors_of_few_rows_are_added_up(device: str) -> None:
         expected = torch.zeros(820, dim, device=device).index_add_(0, rows, vectors)
 
         torch.testing.assert_close(add_up(820, rows, vectors), expected, atol=1e-3, rtol=1e-4)
+
+
+def test_rows_are_in_large_pages() -> None:
+    """The tables, what look-ups answer, and sums of gradients: small pages took most of the time of a look-up."""
+    rows = torch.arange(1 << 16)
+    table = longer(torch.ones(1, 64), len(rows))
+    vectors = gather(table, rows)
+
+    for tensor in (table, vectors, add_up(len(rows), rows, vectors)):
+        assert wants_large_pages(tensor.data_ptr() + tensor.nbytes // 2) == HAS_LARGE_PAGES
 
 
 def test_kernels_get_their_arguments_as_they_are_declared(monkeypatch: pytest.MonkeyPatch) -> None:
