@@ -17,12 +17,12 @@ from inference_session.model_spec import ModelSpec
 from inference_session.platform.json_records import is_text
 from inference_session.platform.user_cache import state_folder
 from inference_session.versions import VersionManager
-from triton_backend.backend.answering import RequestHandler, TritonRequest, TritonResponse
 from triton_backend.backend.errors import load_error
 from triton_backend.backend.heartbeat import Heartbeat
-from triton_backend.backend.joining import JoiningQueue
+from triton_backend.backend.joining_queue import JoiningQueue
 from triton_backend.backend.log import show_log
 from triton_backend.backend.metrics import SessionMetrics, count_restarts
+from triton_backend.backend.request_handler import RequestHandler, TritonRequest, TritonResponse
 from triton_backend.backend.settings import changed_parameters, read_parameters
 from triton_backend.backend.stub_calls import shorten_calls
 from triton_backend.backend.tensors import check_types
@@ -73,22 +73,22 @@ class TritonPythonModel:
         self._tracing = create_tracing()
         spec = versions.spec
         joined_by_us = _joined_by_us(spec, config)
-        self._answering = RequestHandler(
+        self._handler = RequestHandler(
             versions,
             max_samples=max_samples if joined_by_us and spec.batched and spec.has_own_inputs else 0,
             device_id=int(args["model_instance_device_id"]),
             tracing=self._tracing,
         )
-        self._joining: JoiningQueue | None = None
+        self._joining_queue: JoiningQueue | None = None
         if (joined_by_us and spec.joins_requests) or versions.num_devices > 1:
-            self._joining = JoiningQueue(
-                self._answering.answer,
+            self._joining_queue = JoiningQueue(
+                self._handler.answer,
                 _num_samples,
                 max_samples=max(max_samples, config["max_batch_size"]) if spec.joins_requests else 1,
                 name=args["model_name"],
                 num_threads=versions.num_devices,
             )
-        self._metrics = _metrics(self._answering, config, args)
+        self._metrics = _metrics(self._handler, config, args)
         shorten_calls()
         # Loaded objects stay alive: the garbage collector need not scan them while serving.
         gc.collect()
@@ -102,19 +102,19 @@ class TritonPythonModel:
 
     def execute(self, requests: Sequence[TritonRequest]) -> list[TritonResponse] | None:
         """A response for each request, in order; None if they are answered through response senders."""
-        if self._joining is None:
-            return self._answering.answer(requests)
-        self._joining.put(requests)
+        if self._joining_queue is None:
+            return self._handler.answer(requests)
+        self._joining_queue.put(requests)
         return None
 
     def is_ready(self) -> bool:
         """The answer to readiness probes, on servers that ask for it (Triton 26.03 and later)."""
-        return self._answering.is_ready
+        return self._handler.is_ready
 
     def finalize(self) -> None:
         """Triton calls this when this version has no more requests."""
-        if self._joining is not None:
-            self._joining.close()
+        if self._joining_queue is not None:
+            self._joining_queue.close()
         if self._metrics is not None:
             self._metrics.close()
         self._versions.close()
@@ -161,11 +161,11 @@ def _num_samples(request: TritonRequest) -> int:
     return max((int(shape[0]) for shape in shapes if shape), default=1)
 
 
-def _metrics(answering: RequestHandler, config: Mapping[str, Any], args: Mapping[str, str]) -> SessionMetrics | None:
+def _metrics(handler: RequestHandler, config: Mapping[str, Any], args: Mapping[str, str]) -> SessionMetrics | None:
     labels = {"model": args["model_name"], "version": args["model_version"]}
     try:
         count_restarts(config, args["model_name"])
-        return SessionMetrics(answering.stats, labels)
+        return SessionMetrics(handler.stats, labels)
     except pb_utils.TritonModelException as error:  # the server runs with --allow-metrics=false
         pb_utils.Logger.log_warn(f"no hotrow_* metrics for {args['model_name']}: {error}")
         return None

@@ -17,7 +17,7 @@ from inference_session.requests.outputs import Answer, JoinedAnswer
 from inference_session.session import InferenceSession
 from inference_session.versions import VersionManager
 from triton_backend.backend.errors import triton_error
-from triton_backend.backend.hugectr_answers import hugectr_array, hugectr_response, response_with_parameters
+from triton_backend.backend.hugectr_responses import hugectr_array, hugectr_response, response_with_parameters
 from triton_backend.backend.output_tensors import ThreadTensors
 from triton_backend.backend.request_reader import RequestReader
 from triton_backend.backend.tensors import read_array, write_tensor

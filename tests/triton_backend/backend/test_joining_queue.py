@@ -48,14 +48,14 @@ def joining(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     triton = SimpleNamespace(
         InferenceResponse=_Response, TritonError=_TritonError, TRITONSERVER_RESPONSE_COMPLETE_FINAL=1, Logger=logger
     )
-    for name in ("joining", "answering"):
+    for name in ("joining_queue", "request_handler"):
         monkeypatch.delitem(sys.modules, f"triton_backend.backend.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", triton)
-    monkeypatch.setitem(sys.modules, "triton_backend.backend.answering", Mock())
-    import triton_backend.backend.joining as module
+    monkeypatch.setitem(sys.modules, "triton_backend.backend.request_handler", Mock())
+    import triton_backend.backend.joining_queue as module
 
     yield module
-    del sys.modules["triton_backend.backend.joining"]
+    del sys.modules["triton_backend.backend.joining_queue"]
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

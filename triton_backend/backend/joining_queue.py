@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import triton_python_backend_utils as pb_utils
 
-from triton_backend.backend.answering import TritonRequest, TritonResponse
+from triton_backend.backend.request_handler import TritonRequest, TritonResponse
 
 _REFUSED = "the request could not be answered, probably because the server lacks memory; its log says more"
 MAX_WAITING = 256
