@@ -166,12 +166,16 @@ check: $(CHECK_VENV)/.ready
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/lookup.py
 	$(BIN)/python benchmarks/quantized.py
+	$(BIN)/python benchmarks/cache.py
 	$(BIN)/python benchmarks/stores.py
+	$(BIN)/python benchmarks/stored_rows.py
 	$(BIN)/python benchmarks/hdfs.py
 	$(BIN)/python benchmarks/opening.py
 	$(BIN)/python benchmarks/in_process.py
 	$(BIN)/python benchmarks/concat_inputs.py
+	$(BIN)/python benchmarks/hugectr.py
 	$(BIN)/python benchmarks/triton.py
+	$(BIN)/python benchmarks/instances.py --counts 1,2
 	$(BIN)/python benchmarks/front.py
 	$(BIN)/python benchmarks/swap.py
 	$(BIN)/python benchmarks/updates.py

@@ -2,10 +2,12 @@
 
     python benchmarks/hugectr.py [--quick]
 
-Three ways to one answer, interleaved in one run, each on the same keys:
-* packed: an import of the user's files; DES, CATCOLUMN and ROWINDEX are checked and decoded;
-* native: the same network and tables with plain inputs, keys [samples, slots] per table;
-* through Triton: packed requests against a running server (`--triton`): the user's folder in place, and the import.
+Two forms of the same keys, which take turns in one run:
+* packed: DES, CATCOLUMN and ROWINDEX are checked and decoded;
+* native: the same network and tables with plain inputs, keys [samples, slots] per table.
+
+Both are sent to sessions of this process, and to a real Triton, which serves the user's files in place for the packed
+form. Answers are compared before the sessions are timed.
 """
 
 from __future__ import annotations
