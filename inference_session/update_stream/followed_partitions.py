@@ -16,6 +16,7 @@ import threading
 from collections.abc import Collection, Iterable, Mapping, Set
 from typing import Any
 
+from inference_session.rows.base import RowWriter
 from inference_session.update_stream.kafka_client import (
     OFFSET_BEGINNING,
     AdminClient,
@@ -35,9 +36,9 @@ from inference_session.update_stream.positions import (
     Positions,
     partition_of,
 )
+from inference_session.update_stream.saved_positions import SavedPositions
 from inference_session.update_stream.stream_stats import StreamStats
 from inference_session.update_stream.topics import table_of
-from inference_session.update_stream.update_applier import UpdateApplier
 from inference_session.urls.kafka_url import KafkaUrl
 
 BROKER_TIMEOUT_S = 2.0
@@ -58,7 +59,8 @@ class FollowedPartitions:
         consumer: Consumer,
         errors: BrokerErrors,
         *,
-        updates: UpdateApplier,
+        rows: RowWriter,
+        saved: SavedPositions,
         stats: StreamStats,
     ) -> None:
         """Follow no topic until `discover`.
@@ -69,12 +71,13 @@ class FollowedPartitions:
             topic_filter: see KafkaUpdateStream.
             consumer: reads the partitions; the caller closes it.
             errors: the consumer's.
-            updates: knows how far rows that outlive this process have been updated.
+            rows: reads cached rows again once notes say what is applied.
+            saved: how far rows that outlive this process have been updated.
             stats: where failures and the lag are counted.
         """
         self._url, self._model, self._filter = url, model, re.compile(topic_filter)
         self._consumer, self._errors, self._admin = consumer, errors, create_client(AdminClient, url)
-        self._updates, self._stats = updates, stats
+        self._rows, self._saved, self._stats = rows, saved, stats
         self.positions = Positions()
         """How far the partitions are applied."""
         self.is_current = threading.Event()
@@ -92,7 +95,7 @@ class FollowedPartitions:
 
     def release_rows(self) -> None:
         """Refer no more to the rows; nothing else may be called after this but what any thread may."""
-        del self._updates
+        del self._rows, self._saved
 
     def discover(self) -> None:
         """Follow the topics that there are now."""
@@ -210,12 +213,12 @@ class FollowedPartitions:
             applied = left = self.positions.left(one)
             # What another process notes of a new topic holds for a store that both share, not for the store before it.
             if left is None and self._is_beginning:
-                applied = self._updates.saved(*one)
+                applied = self._saved.read(*one)
                 any_saved |= applied is not None
             _log.info("reading topic %r, partition %d, applied: %s", *one, applied)
             self._note_doubt(one, self.positions.follow(one, applied))
-        if any_saved:
-            self._updates.renew_cached()
+        if any_saved:  # cached rows may be older than the updates that notes count as applied: no message repeats these
+            self._rows.renew()
 
     def _suspect(self, partitions: Collection[Partition]) -> None:
         for one in sorted(partitions):
@@ -231,7 +234,7 @@ class FollowedPartitions:
                 doubt,
             )
             self._stats.count(replays=1)
-            self._updates.forget_saved(one[0])
+            self._saved.forget(one[0])
 
     def _cut(self, partitions: set[Partition]) -> set[Partition]:
         """Partitions that end before their applied position and are not being proved already."""

@@ -44,8 +44,11 @@ from inference_session.update_stream.kafka_client import (
 )
 from inference_session.update_stream.message_batch import MessageBatch
 from inference_session.update_stream.positions import AppliedPartitions, Partition, partition_of
+from inference_session.update_stream.saved_positions import SavedPositions
+from inference_session.update_stream.store_retries import FIRST_PAUSE_S, LONGEST_PAUSE_S, StoreRetries
 from inference_session.update_stream.stream_stats import StreamSnapshot, StreamStats
-from inference_session.update_stream.update_applier import FIRST_PAUSE_S, LONGEST_PAUSE_S, UpdateApplier
+from inference_session.update_stream.topics import TableTopics
+from inference_session.update_stream.update_applier import UpdateApplier
 from inference_session.urls.kafka_url import KafkaUrl
 
 DISCOVERY_S = 1.0
@@ -114,15 +117,19 @@ class KafkaUpdateStream:
         self._url, self._model = url, model
         self._since_ms = 0 if since is None else int(since.timestamp() * 1000)
         self._rests, self._stats, self._closing = Rests(), StreamStats(model), threading.Event()
+        self._topics = TableTopics(model, [spec.folder for spec in tables])
+        retries = StoreRetries(self._stats, self._closing, self._wait_for_stores)
+        self._saved = SavedPositions(rows, self._topics, retries)
         self._updates = UpdateApplier(
-            model,
             tables,
+            self._topics,
             rows,
-            self._stats,
-            self._rests,
+            saved=self._saved,
+            retries=retries,
+            stats=self._stats,
+            rests=self._rests,
             allow_non_finite=allow_non_finite,
             closing=self._closing,
-            while_waiting=self._wait_for_stores,
         )
         self._has_let_go = threading.Event()
         """Set once the thread uses the rows no more."""
@@ -133,7 +140,7 @@ class KafkaUpdateStream:
         self._errors = BrokerErrors()
         self._consumer = create_consumer(url, group, self._note_error, self._commit_warning.on_commit)
         self._followed = FollowedPartitions(
-            url, model, topic_filter, self._consumer, self._errors, updates=self._updates, stats=self._stats
+            url, model, topic_filter, self._consumer, self._errors, rows=rows, saved=self._saved, stats=self._stats
         )
         self._thread = threading.Thread(target=self._work, name="hotrow-update-stream", daemon=True)
         self._thread.start()
@@ -197,7 +204,7 @@ class KafkaUpdateStream:
         finally:
             # It refers to the rows, which refer to this object. While it does, only the garbage collector would free
             # their memory and the mapped files.
-            del self._updates
+            del self._updates, self._saved
             self._followed.release_rows()
             self._has_let_go.set()
             self._consumer.close()
@@ -327,17 +334,17 @@ class KafkaUpdateStream:
         with contextlib.suppress(UnavailableError, StoreError):
             self._replay_pushed()
             applied = self._followed.positions.applied()
-            if self._updates.save(applied):
+            if self._saved.save(applied):
                 reached = [TopicPartition(*one, how_far.offset) for one, how_far in applied.items() if how_far]
                 if reached:
                     self._consumer.commit(offsets=reached, asynchronous=True)
 
     def _replay_pushed(self) -> None:
         """Read the updates of tables again that were pushed meanwhile: the push has replaced their rows."""
-        pushed = self._updates.pushed_tables()
+        pushed = self._saved.pushed_tables()
         positions = self._followed.positions
         for one in sorted(positions.followed) if pushed else ():
-            if self._updates.table_of(one[0]) in pushed and positions.offset(one):
+            if self._topics.table_of(one[0]) in pushed and positions.offset(one):
                 self._followed.restart(one, "its table was pushed again")
 
 

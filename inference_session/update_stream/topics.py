@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from inference_session.errors import ConfigurationError
 
@@ -31,6 +32,18 @@ def table_of(topic: str, model: str) -> str | None:
         if topic.startswith(begin) and table and "." not in table:
             return table
     return None
+
+
+class TableTopics:
+    """The topics that carry rows of these tables of a model."""
+
+    def __init__(self, model: str, tables: Collection[str]) -> None:
+        self._model, self._tables = model, tables
+
+    def table_of(self, topic: str) -> str | None:
+        """The table whose updates a topic carries; None: the model has no table of that name."""
+        table = table_of(topic, self._model)
+        return table if table in self._tables else None
 
 
 def announcement_topic(model: str) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,21 +14,31 @@ from types import FrameType
 from typing import NamedTuple
 
 import numpy as np
+import onnx
 import pytest
 
 from inference_session import InferenceSession, Request, stats
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache
 from inference_session.execution.staging import forms
+from inference_session.importers.onnx import import_onnx
 from inference_session.kernels.cpu import lookup
 from inference_session.model_spec import TableSpec
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.rocksdb.store import RocksDbStore
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
+from inference_session.platform.json_records import own_fields
 from inference_session.rows import StoredRows, fetch
+from inference_session.rows.base import RowWriter
+from inference_session.update_stream import Publisher
+from inference_session.update_stream.kafka_stream import KafkaUpdateStream
+from inference_session.urls.kafka_url import KafkaUrl
 from inference_session.versions import VersionManager
 from tests.testing import ROOT, small_model
+from tests.testing.broker import Broker
 from tests.testing.memory_store import MemoryStore
+from tests.testing.onnx_models import two_lookups
+from tests.testing.servers import PATIENCE_S
 from tests.testing.stored_model import push
 
 PAGE = ROOT / "docs" / "explanation" / "architecture.md"
@@ -152,6 +164,39 @@ def test_a_replacement_in_place(tmp_path: Path) -> None:
         shutil.rmtree(directory)
         small_model.write(directory, seed=2)
         assert_as_listed(manager.update, "VersionManager.update")
+
+
+def test_an_update_from_kafka(broker: Broker, tmp_path: Path) -> None:
+    """Of a row in a RocksDB over table files; the stream's own thread waits meanwhile."""
+    directory = tmp_path / "listed" / "1"
+    small_model.write(directory)
+    url = f"rocksdb://{tmp_path}/db"
+    push(directory, url)
+    with InferenceSession.open(directory, persistent_store=url, cache_bytes=1 << 20, device="cpu") as session:
+        rows = session.rows.writer
+        stream = KafkaUpdateStream(KafkaUrl.parse(broker.url), "listed", "1", session.spec.tables, rows)
+        with contextlib.closing(stream), stream.held():
+            with Publisher(broker.url, "listed") as publisher:
+                publisher.publish("user.weight", [3], np.ones((1, 4), np.float32))
+
+            def follow() -> None:
+                deadline = time.monotonic() + PATIENCE_S
+                while note_of(rows) is None and time.monotonic() < deadline:
+                    stream._step()
+
+            assert_as_listed(follow, "KafkaUpdateStream._step")
+        np.testing.assert_array_equal(session.lookup("user.weight", [3]), np.ones((1, 4)))
+
+
+def note_of(rows: RowWriter) -> object:
+    """How far the updates of the table are saved."""
+    return own_fields(rows.note("user_weight")).get("offsets")
+
+
+def test_an_import(tmp_path: Path) -> None:
+    """Of a model whose keys are computed."""
+    onnx.save(two_lookups(), tmp_path / "model.onnx")
+    assert_as_listed(lambda: import_onnx(tmp_path / "model.onnx", tmp_path / "repository", "m"), "import_onnx")
 
 
 def test_the_modules_that_it_names_exist() -> None:

@@ -24,7 +24,7 @@ from inference_session.model_spec import TABLES_FOLDER
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.rows import fetch
-from inference_session.update_stream import Publisher, followed_partitions, kafka_stream, update_applier
+from inference_session.update_stream import Publisher, followed_partitions, kafka_stream, store_retries, update_applier
 from inference_session.update_stream.encodings import encode_batch
 from inference_session.versions import VersionManager
 from tests.testing import small_model
@@ -501,7 +501,7 @@ def test_a_session_that_is_held_does_not_write_what_a_store_has_refused(
 ) -> None:
     """Its store answers again while it is held; its successor has written a newer row there by then."""
     for name in ("FIRST_PAUSE_S", "LONGEST_PAUSE_S"):  # it would write as soon as the store takes rows
-        monkeypatch.setattr(update_applier, name, 0.001)
+        monkeypatch.setattr(store_retries, name, 0.001)
     with RedisServer() as redis, Proxy(redis.port) as network:
         settings = {"update_stream": broker.url, "store_timeout_ms": PATIENCE_MS, "cache_bytes": 0}
         behind = f"redis://127.0.0.1:{network.port}"
