@@ -28,8 +28,8 @@ _PLAUSIBLE = (1e-20, 1e6)
 """Magnitudes of a trained vector's elements, unless they are zero; generous: it tells keys from vectors."""
 
 
-Message: TypeAlias = "tuple[bytes | None, bytes | None]"
-"""A Kafka message's key and value."""
+KeyValue: TypeAlias = "tuple[bytes | None, bytes | None]"
+"""A Kafka message's key and value. A plain tuple: the garbage collector need not scan thousands of them."""
 
 
 class Refusal(NamedTuple):
@@ -75,7 +75,7 @@ class _MalformedError(Exception):
 
 
 def decode(
-    messages: Sequence[Message], embedding_dim: int, *, allow_non_finite: bool = False, min_key: int | None = None
+    messages: Sequence[KeyValue], embedding_dim: int, *, allow_non_finite: bool = False, min_key: int | None = None
 ) -> Updates:
     """The rows in messages of one table, in either encoding, of equal keys the last.
 
@@ -134,7 +134,7 @@ def _row_type(key_bytes: int, embedding_dim: int) -> np.dtype[np.void]:
     return np.dtype([("key", KEY_TYPES[key_bytes]), ("vector", "<f4", (embedding_dim,))])
 
 
-def _rows_alike(messages: Sequence[Message], embedding_dim: int) -> _Rows | None:
+def _rows_alike(messages: Sequence[KeyValue], embedding_dim: int) -> _Rows | None:
     """The rows of messages that are all whole rows with 8-byte keys, without a step per message; None: some are not."""
     keys, values = zip(*messages, strict=True) if messages else ((), ())
     row_bytes = 4 * embedding_dim
@@ -152,7 +152,7 @@ def _rows_alike(messages: Sequence[Message], embedding_dim: int) -> _Rows | None
     )
 
 
-def _rows_one_by_one(messages: Sequence[Message], embedding_dim: int, refusals: list[Refusal]) -> _Rows:
+def _rows_one_by_one(messages: Sequence[KeyValue], embedding_dim: int, refusals: list[Refusal]) -> _Rows:
     parts = [_no_rows(embedding_dim)]
     for position, message in enumerate(messages):
         rows = _rows_or_refusal(message, embedding_dim, position)
@@ -169,7 +169,7 @@ def _no_rows(embedding_dim: int) -> _Rows:
     return _Rows(np.empty(0, np.int64), vectors, np.empty(0, np.bool_), np.empty(0, np.intp))
 
 
-def _rows_or_refusal(message: Message, embedding_dim: int, position: int) -> _Rows | Refusal:
+def _rows_or_refusal(message: KeyValue, embedding_dim: int, position: int) -> _Rows | Refusal:
     key, value = message
     try:
         if not key or (value is not None and _is_batch(value, embedding_dim)):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from inference_session.update_stream.encodings import Message
+from inference_session.update_stream.encodings import KeyValue
 from inference_session.update_stream.positions import LastMessage
 
 
@@ -18,7 +18,7 @@ class MessageBatch:
     """
 
     def __init__(self) -> None:
-        self.contents: list[Message] = []
+        self.contents: list[KeyValue] = []
         """Key and value of each message, except those that were published too early."""
         self.partitions: list[int] = []
         """The partition of each of the contents."""

@@ -36,7 +36,7 @@ from inference_session.rows.hot_keys import read_hot_keys, write_hot_keys
 from inference_session.sizing.key_recorder import read_recording
 from inference_session.sizing.trace_file import read_trace
 from inference_session.tables.table_file import TableFile, write_table
-from inference_session.update_stream.encodings import Message, decode, encode_batch
+from inference_session.update_stream.encodings import KeyValue, decode, encode_batch
 from inference_session.version_directory import manifest
 from inference_session.version_directory.session_file import read_spec
 from inference_session.version_directory.verified_files import VerifiedFiles
@@ -294,8 +294,8 @@ def _messages(folder: Path) -> list[Path]:
 
 def _decode(folder: Path) -> None:
     key, row, batch = ((folder / name).read_bytes() for name in ("key", "row", "batch"))
-    whole: list[Message] = [(bytes(8), _ROW), (b"", _BATCH)]
-    foreign: list[list[Message]] = [[(key, row)], [(key, None), (None, row)], [(b"", batch), (key, batch)]]
+    whole: list[KeyValue] = [(bytes(8), _ROW), (b"", _BATCH)]
+    foreign: list[list[KeyValue]] = [[(key, row)], [(key, None), (None, row)], [(b"", batch), (key, batch)]]
     for more in foreign:
         updates = decode([*whole, *more], _DIM, min_key=0)
         assert updates.vectors.shape == (len(updates.keys), _DIM)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_session.errors import ConfigurationError
-from inference_session.update_stream.encodings import Message, decode, encode_batch, encode_keys, encode_vectors
+from inference_session.update_stream.encodings import KeyValue, decode, encode_batch, encode_keys, encode_vectors
 from inference_session.update_stream.publisher import crc32
 from inference_session.update_stream.topics import table_of, topic_name
 from inference_session.urls.kafka_url import KafkaUrl
@@ -18,7 +18,7 @@ from inference_session.urls.kafka_url import KafkaUrl
 KEYS = st.integers(-(2**63), 2**63 - 1)
 
 
-def row(key: int, vector: list[float] | None, width: int = 8) -> Message:
+def row(key: int, vector: list[float] | None, width: int = 8) -> KeyValue:
     value = None if vector is None else np.array(vector, "<f4").tobytes()
     return (key.to_bytes(width, "little", signed=width == 8), value)
 
@@ -44,7 +44,7 @@ def batch(keys: list[int], vectors: np.ndarray, width: int) -> bytes:
 def test_the_last_row_of_every_key_is_decoded(sends: list[tuple[list[tuple[int, bool]], str]], dim: int) -> None:
     """Rows, batches and deletions in any mixture give what applying them one by one gives."""
     rng = np.random.default_rng(0)
-    messages: list[Message] = []
+    messages: list[KeyValue] = []
     expected: dict[int, list[float] | None] = {}
     for rows, kind in sends:
         vectors = rng.normal(size=(len(rows), dim)).astype(np.float32)
@@ -104,7 +104,7 @@ WHOLE = batch([1, 2], np.ones((2, 3), np.float32), 8)
         (row(-1, [1, 1, 1]), "key_width", "a key is below 0, so it is not a row number"),
     ],
 )
-def test_what_cannot_be_applied_is_refused_alone(message: Message, reason: str, text: str) -> None:
+def test_what_cannot_be_applied_is_refused_alone(message: KeyValue, reason: str, text: str) -> None:
     """A malformed message among good ones is refused with its reason, and they are applied."""
     updates = decode([row(7, [1, 2, 3]), message, (None, WHOLE)], 3, min_key=0)
 

@@ -20,6 +20,7 @@ from inference_session.parameter_server.redis.connection import (
     Deadline,
     DisconnectedError,
     Login,
+    PlainCommand,
     RedirectedError,
     RedisConnection,
     Reply,
@@ -86,7 +87,7 @@ class RedisClient:
                 self._follow(single, read, deadline)
         return None
 
-    def replies(self, commands: Sequence[tuple[bytes | str | int, ...]], *, lenient: bool = False) -> list[Any]:
+    def replies(self, commands: Sequence[PlainCommand], *, lenient: bool = False) -> list[Any]:
         """The replies to rare commands, whose second argument is a name. An error among them is raised; with
         `lenient`, the error that a name is of another type is that command's reply instead.
         """
@@ -220,7 +221,7 @@ class RedisClient:
     def _ask(
         self,
         address: Address,
-        command: tuple[bytes | str | int, ...],
+        command: PlainCommand,
         deadline: Deadline,
         pool: ConnectionPool | None = None,
     ) -> Reply:
@@ -294,9 +295,7 @@ class RedisClient:
         deadline.restart()
 
 
-def _ask_once(
-    pool: ConnectionPool, address: Address, command: tuple[bytes | str | int, ...], deadline: Deadline
-) -> Reply:
+def _ask_once(pool: ConnectionPool, address: Address, command: PlainCommand, deadline: Deadline) -> Reply:
     with pool.borrow(deadline) as connections:
         [reply] = connections.take(address, 0, trusted=False).call([command], deadline)
     if isinstance(reply, HotrowError):

@@ -14,7 +14,7 @@ from inference_session.errors import HotrowError, UnavailableError
 from inference_session.kernels.records import address_of
 from inference_session.parameter_server.base import FetchRequest
 from inference_session.parameter_server.redis import layout
-from inference_session.parameter_server.redis.connection import as_argument
+from inference_session.parameter_server.redis.connection import PlainCommand, as_argument
 from inference_session.parameter_server.redis.replies import REPLY
 
 _BYTES_PER_CALL = 16 << 10
@@ -146,7 +146,7 @@ class WriteAbsent(NamedTuple):
 class Call:
     """Any rare command whose second argument is a name. Its reply is kept here."""
 
-    arguments: tuple[bytes | str | int, ...]
+    arguments: PlainCommand
     reply: Any = None
     may_write: bool = True
 
@@ -167,7 +167,7 @@ class Call:
         yield self
 
 
-def refuse_misfit(command: tuple[bytes | str | int, ...], reply: Any) -> None:
+def refuse_misfit(command: PlainCommand, reply: Any) -> None:
     """Raise where Redis never gives such a reply to the command: the peer is not Redis, or replies are out of step."""
     verb = as_argument(command[0]).decode()
     fits = _FITS.get(verb)
@@ -179,19 +179,19 @@ def _is_bytes_list(reply: Any) -> bool:
     return isinstance(reply, list) and all(isinstance(element, bytes) for element in reply)
 
 
-def _is_scan_step(reply: Any, command: tuple[bytes | str | int, ...]) -> bool:
+def _is_scan_step(reply: Any, command: PlainCommand) -> bool:
     if not isinstance(reply, list) or len(reply) != 2 or not _is_bytes_list(reply[1]):
         return False
     is_cursor = isinstance(reply[0], bytes) and reply[0].isdigit()
     return is_cursor and (command[0] != "HSCAN" or len(reply[1]) % 2 == 0)
 
 
-def _is_row_list(reply: Any, command: tuple[bytes | str | int, ...]) -> bool:
+def _is_row_list(reply: Any, command: PlainCommand) -> bool:
     is_list = isinstance(reply, list) and len(reply) == len(command) - 2
     return is_list and all(element is None or isinstance(element, bytes) for element in reply)
 
 
-_FITS: dict[str, Callable[[Any, tuple[bytes | str | int, ...]], bool]] = {
+_FITS: dict[str, Callable[[Any, PlainCommand], bool]] = {
     **dict.fromkeys(("HLEN", "HSET", "HDEL", "UNLINK"), lambda reply, _: isinstance(reply, int)),
     **dict.fromkeys(("SCAN", "HSCAN"), _is_scan_step),
     "GET": lambda reply, _: reply is None or isinstance(reply, bytes),

@@ -40,6 +40,8 @@ ORIGIN_COMMAND = ("INFO", "replication")
 MEMORY_COMMAND = ("INFO", "memory")
 
 Address = tuple[str, int]
+PlainCommand: TypeAlias = "tuple[bytes | str | int, ...]"
+"""The verb of a command and its arguments."""
 Reply: TypeAlias = "bytes | int | list[Reply] | HotrowError | None"
 OnMalformed = Callable[[int, "int | None", int], None]
 """Called for a key whose value is no row of the table: the number of the reply, that of the key within it, and the
@@ -220,7 +222,7 @@ class RedisConnection:
             raise redirected
         return replies
 
-    def call(self, commands: Sequence[tuple[bytes | str | int, ...]], deadline: Deadline) -> list[Reply]:
+    def call(self, commands: Sequence[PlainCommand], deadline: Deadline) -> list[Reply]:
         """Send some commands, and read their replies."""
         self.send(b"".join(command(*map(as_argument, each)) for each in commands), deadline)
         return self.read_replies(len(commands), deadline)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from inference_session.errors import ConfigurationError
 from inference_session.parameter_server.redis import layout
+from inference_session.parameter_server.redis.connection import PlainCommand
 from inference_session.urls.store_url import StoreUrl
 
 _FIELDS_PER_STEP = 1000
@@ -59,9 +60,7 @@ class Overflow:
 class Eviction:
     """Makes room in partitions, in small steps."""
 
-    def __init__(
-        self, overflow: Overflow, replies: Callable[[Sequence[tuple[bytes | str | int, ...]]], list[Any]]
-    ) -> None:
+    def __init__(self, overflow: Overflow, replies: Callable[[Sequence[PlainCommand]], list[Any]]) -> None:
         """`replies`: sends commands and returns their replies."""
         self._overflow = overflow
         self._replies = replies

@@ -22,7 +22,7 @@ from inference_session.parameter_server.namespace import Namespace, StoredTable
 from inference_session.parameter_server.redis import layout
 from inference_session.parameter_server.redis.client import BYTES_PER_BATCH, RedisClient
 from inference_session.parameter_server.redis.commands import Read, Write, WriteAbsent, set_times
-from inference_session.parameter_server.redis.connection import Deadline, RedisConnection, WrongTypeError
+from inference_session.parameter_server.redis.connection import Deadline, PlainCommand, RedisConnection, WrongTypeError
 from inference_session.parameter_server.redis.overflow import Eviction, Overflow, num_uses
 from inference_session.parameter_server.redis.partitionings import Partitionings
 from inference_session.parameter_server.redis.replies import compile_kernels
@@ -371,7 +371,7 @@ class RedisStore(EmbeddingStore):
     def _read_numbers(connection: RedisConnection, writes: Sequence[Write | WriteAbsent], deadline: Deadline) -> None:
         connection.read_lines(sum(write.num_replies for write in writes), deadline)
 
-    def _replies(self, commands: Sequence[tuple[bytes | str | int, ...]], *, lenient: bool = False) -> list[Any]:
+    def _replies(self, commands: Sequence[PlainCommand], *, lenient: bool = False) -> list[Any]:
         """See RedisClient.replies."""
         self._refuse_if_closed()
         return self.client.replies(commands, lenient=lenient)

@@ -15,6 +15,11 @@ from hotrow.training.hugectr.trainer.operators import with_constant
 from inference_session.errors import UnsupportedModelError
 from inference_session.importers.hugectr.graph import LOSS_LAYERS, Graph, Layer
 
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+"""Logits and labels, both float32 [samples, columns], to the mean over the samples."""
+Penalty = Callable[[Sequence[Tensor], int], Tensor]
+"""The regularizer of all weights of the network, given the number of samples of the batch."""
+
 
 @dataclass(frozen=True)
 class Loss:
@@ -23,10 +28,8 @@ class Loss:
     name: str
     """Its top."""
     label: str
-    of: Callable[[Tensor, Tensor], Tensor]
-    """Logits and labels, both float32 [samples, columns], to the mean over the samples."""
-    penalty: Callable[[Sequence[Tensor], int], Tensor] | None
-    """The regularizer of all weights of the network, given the number of samples of the batch."""
+    of: LossFunction
+    penalty: Penalty | None
 
 
 def losses_of(graph: Graph) -> list[Loss]:
@@ -65,7 +68,7 @@ def _classes(logits: Tensor, labels: Tensor) -> Tensor:
 _FORMULAS = {"BinaryCrossEntropyLoss": _binary, "CrossEntropyLoss": _classes}
 
 
-def _several(layer: Layer, width: int) -> Callable[[Tensor, Tensor], Tensor]:
+def _several(layer: Layer, width: int) -> LossFunction:
     """A loss for each column, weighted by `target_weight`; labels below -0.5 are unknown and do not count."""
     raw = layer.parameters.get("target_weight") or [1.0] * width
     if len(raw) != width:
@@ -79,7 +82,7 @@ def _several(layer: Layer, width: int) -> Callable[[Tensor, Tensor], Tensor]:
     return loss
 
 
-def _penalty(layer: Layer) -> Callable[[Sequence[Tensor], int], Tensor] | None:
+def _penalty(layer: Layer) -> Penalty | None:
     kind = layer.parameters.get("regularizer")
     if kind is None:
         return None

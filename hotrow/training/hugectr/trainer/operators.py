@@ -1,8 +1,4 @@
-"""The ONNX operators that the HugeCTR importer's layers emit, as functions of torch.
-
-Each factory gets the node's attributes and its constant inputs by position, and returns a function of the tensors
-that are left, in their order.
-"""
+"""The ONNX operators that the HugeCTR importer's layers emit, as functions of torch."""
 
 from __future__ import annotations
 
@@ -19,9 +15,12 @@ from torch.nn import functional
 Function = Callable[..., Any]
 Attributes = Mapping[str, Any]
 Constants = Mapping[int, NDArray[Any]]
+"""The constant inputs of a node, by their positions."""
+Operator = Callable[[Attributes, Constants], Function]
+"""Makes the function of a node: of its other inputs, tensors, in their order."""
 
 
-def _same(function: Function) -> Callable[[Attributes, Constants], Function]:
+def _same(function: Function) -> Operator:
     """An operator without attributes and constant shapes."""
     return lambda _attributes, _constants: function
 
@@ -96,7 +95,7 @@ def _reduce_sum(attributes: Attributes, constants: Constants) -> Function:
     return lambda x: x.sum(dim=axes, keepdim=keeps)
 
 
-def _over_axes(function: Function) -> Callable[[Attributes, Constants], Function]:
+def _over_axes(function: Function) -> Operator:
     def make(attributes: Attributes, _constants: Constants) -> Function:
         axes, keeps = list(attributes["axes"]), bool(attributes["keepdims"])
         return lambda x: function(x, dim=axes, keepdim=keeps)
@@ -124,7 +123,7 @@ def scalar(array: NDArray[Any]) -> float:
     return float(np.asarray(array).reshape(-1)[0])
 
 
-OPERATORS: Mapping[str, Callable[[Attributes, Constants], Function]] = {
+OPERATORS: Mapping[str, Operator] = {
     "Add": _same(lambda *x: reduce(torch.add, x)),
     "Cast": _same(Tensor.float),  # of truth values; no other type is cast
     "Concat": _concat,
