@@ -14,9 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from inference_session.errors import TableNotFoundError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 SESSION_FILE = "session.json"
 DENSE_FILE = "dense.onnx"
@@ -44,6 +47,8 @@ SCALE_AND_BIAS_BYTES = 8
 """Behind the elements of an int8 row: a float32 each."""
 _ELEMENT_BYTES: Mapping[VectorType, int] = {"float32": 4, "float16": 2, "int8": 1}
 KeyKind = Literal["row_number", "stored"]
+NamedArrays: TypeAlias = "Mapping[str, NDArray[Any]]"
+"""Arrays by the names of the inputs or outputs that they are, of a model or of one of its networks."""
 
 
 @dataclass(frozen=True)

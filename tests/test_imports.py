@@ -27,7 +27,7 @@ LIBRARY = {
     "device": "errors kernels model_spec platform",
     "tables": "device errors kernels model_spec platform",
     "onnx_graphs": "",
-    "dense_engine": "config device errors onnx_graphs platform",
+    "dense_engine": "config device errors model_spec onnx_graphs platform",
     "embedding_cache": "device errors kernels model_spec platform stats tables",
     "version_directory": "config dense_engine errors model_spec platform tables",
     "model_source": "errors platform version_directory",

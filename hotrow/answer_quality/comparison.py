@@ -14,8 +14,8 @@ from hotrow.answer_quality.auc import auc_by_label
 from hotrow.answer_quality.random_requests import random_requests
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError
-from inference_session.model_spec import PREDICTIONS, ModelSpec
-from inference_session.requests.canary import BROKEN, INPUT, Arrays, read_arrays
+from inference_session.model_spec import PREDICTIONS, ModelSpec, NamedArrays
+from inference_session.requests.canary import BROKEN, INPUT, read_arrays
 
 _SAMPLES_PER_RUN = 1024
 _OFFLINE: Mapping[str, Any] = {
@@ -95,14 +95,14 @@ def compare(before: Path, after: Path, requests: Path | None, labels: Path | Non
     return AnswerQuality("random requests" if requests is None else str(requests), differences, aucs)
 
 
-def _inputs_of(path: Path) -> Arrays:
+def _inputs_of(path: Path) -> NamedArrays:
     """The request in a file of plain arrays, or in one that `hotrow record-canary` has written."""
     arrays = read_arrays(path)
     recorded = {name.removeprefix(INPUT): array for name, array in arrays.items() if name.startswith(INPUT)}
     return recorded or arrays
 
 
-def _in_parts(spec: ModelSpec, request: Arrays) -> list[Arrays]:
+def _in_parts(spec: ModelSpec, request: NamedArrays) -> list[NamedArrays]:
     """Splits into requests of at most 1024 samples, if the samples can be separated."""
     sizes = {len(array) if array.ndim else 1 for array in request.values()}
     if not (spec.batched and spec.has_own_inputs and not spec.context and len(sizes) == 1):
@@ -111,13 +111,13 @@ def _in_parts(spec: ModelSpec, request: Arrays) -> list[Arrays]:
     return [{name: array[begin : begin + _SAMPLES_PER_RUN] for name, array in request.items()} for begin in begins]
 
 
-def _joined(answers: Sequence[Arrays], name: str) -> NDArray[Any]:
+def _joined(answers: Sequence[NamedArrays], name: str) -> NDArray[Any]:
     """All values of an output, concatenated."""
     return np.concatenate([answer[name].reshape(-1) for answer in answers])
 
 
 def _difference(name: str, before: NDArray[Any], after: NDArray[Any]) -> OutputDifference:
-    """Arrays of other types or shapes differ by 0 or 1 as a whole; a number differs from NaN by infinity."""
+    """NamedArrays of other types or shapes differ by 0 or 1 as a whole; a number differs from NaN by infinity."""
     if before.shape != after.shape or before.dtype.kind not in "fiu":
         same = before.shape == after.shape and np.array_equal(before, after)
         return OutputDifference(name, float(not same), float(not same))
@@ -131,7 +131,7 @@ def _difference(name: str, before: NDArray[Any], after: NDArray[Any]) -> OutputD
     return OutputDifference(name, float(off.max()), float(off.mean()))
 
 
-def _aucs(spec: ModelSpec, path: Path, before: Sequence[Arrays], after: Sequence[Arrays]) -> list[LabelAuc]:
+def _aucs(spec: ModelSpec, path: Path, before: Sequence[NamedArrays], after: Sequence[NamedArrays]) -> list[LabelAuc]:
     if not spec.labels:
         raise ConfigurationError(f"labels {path}: the model has no predictions to compare with labels")
     scores = [_joined(answers, PREDICTIONS).reshape(-1, len(spec.labels)) for answers in (before, after)]

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from inference_session import InferenceSession
 from inference_session.errors import HotrowError, UnsupportedModelError
-from inference_session.model_spec import KEY_FILE, TABLES_FOLDER, TableSpec
-from inference_session.requests.canary import Arrays
+from inference_session.model_spec import KEY_FILE, TABLES_FOLDER, NamedArrays, TableSpec
 
 _NUM_SAMPLES = 64
 _NUM_REQUESTS = 4
@@ -22,10 +21,10 @@ _LIMITS = (_MAX_BOUND, 1000, 100, 10, 2, 1)
 """Of bounds: the model may not answer the largest values of all inputs at once."""
 
 
-def random_requests(session: InferenceSession) -> list[Arrays]:
+def random_requests(session: InferenceSession) -> list[NamedArrays]:
     """Requests that the session answers, with few unknown keys; UnsupportedModelError if none is found."""
     source = RandomRequests(session)
-    answered: dict[int, list[Arrays]] = {}
+    answered: dict[int, list[NamedArrays]] = {}
     for limit in _LIMITS:
         random = np.random.default_rng(0)
         requests = [source.draw(random, limit) for _ in range(_NUM_REQUESTS)]
@@ -70,7 +69,7 @@ class RandomRequests:
                 self._zeros[tensor.name] = np.full(shape, zero, tensor.dtype)
             self._find_bounds()
 
-    def draw(self, random: np.random.Generator, limit: int = _MAX_BOUND) -> Arrays:
+    def draw(self, random: np.random.Generator, limit: int = _MAX_BOUND) -> NamedArrays:
         """One request; no integer that is not looked up directly reaches the limit."""
         if not self._spec.has_own_inputs:
             return {name: self._packed(name, zeros, random) for name, zeros in self._zeros.items()}
@@ -78,7 +77,7 @@ class RandomRequests:
         self._fill_keys(filled, random)
         return filled
 
-    def num_unknown(self, *requests: Arrays) -> int | None:
+    def num_unknown(self, *requests: NamedArrays) -> int | None:
         """Number of keys that are in no table; None if the model does not answer."""
         before = self._num_default_vectors()
         try:
@@ -100,7 +99,7 @@ class RandomRequests:
             if zeros.dtype.kind in "iu" and name not in looked_up:
                 self._bounds[name] = self._bound(name, request, num_unknown)
 
-    def _bound(self, name: str, request: Arrays, num_unknown: int | None) -> int:
+    def _bound(self, name: str, request: NamedArrays, num_unknown: int | None) -> int:
         """What the integers of an input have to be below: then the request has no more unknown keys than with 0."""
 
         def is_known(bound: int) -> bool:
@@ -123,7 +122,7 @@ class RandomRequests:
         bound = 2 if zeros.dtype.kind == "b" else min(self._bounds.get(name, 1), limit)
         return random.integers(0, bound, zeros.shape).astype(zeros.dtype)
 
-    def _fill_keys(self, arrays: Arrays, random: np.random.Generator) -> None:
+    def _fill_keys(self, arrays: NamedArrays, random: np.random.Generator) -> None:
         """Put keys into inputs that are looked up directly; for several tables, keys of the smallest."""
         tables = {table.folder: table for table in self._spec.tables}
         for lookup in sorted(self._spec.lookups, key=lambda lookup: tables[lookup.table].num_rows, reverse=True):

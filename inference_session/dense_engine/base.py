@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_session.model_spec import NamedArrays
+
 
 class ConcatOperands(NamedTuple):
     """Inputs of a network, float32 with `width` elements for each sample, that may become columns of one input."""
@@ -45,7 +47,7 @@ class ConcatInput(NamedTuple):
 class BoundRun(ABC):
     """A run of the network over fixed memory; it may be repeated with new values there."""
 
-    inputs: Mapping[str, NDArray[Any]]
+    inputs: NamedArrays
     """The memory of each input, where the host writes it; inputs that the device itself writes are not among them."""
 
     results: list[NDArray[Any]] | None = None
@@ -90,7 +92,7 @@ class DenseEngine(ABC):
 
     @abstractmethod
     def run(
-        self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str], prepared: PreparedRuns | None = None
+        self, inputs: NamedArrays, outputs: Sequence[str], prepared: PreparedRuns | None = None
     ) -> list[np.ndarray[Any, Any]]:
         """The outputs of those names, in that order. Inputs are read in place, not copied.
 
@@ -105,7 +107,7 @@ class DenseEngine(ABC):
         """Whether `bind` is worth trying for these outputs: not before their shapes are known."""
         return False
 
-    def bind(self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> BoundRun | None:  # noqa: ARG002
+    def bind(self, inputs: NamedArrays, outputs: Sequence[str]) -> BoundRun | None:  # noqa: ARG002
         """A run over the memory that these inputs, arrays [samples, …] by name, are in now, or are put in by this call.
 
         None: this engine, or this network, cannot do that.

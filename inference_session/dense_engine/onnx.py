@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
-from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from inference_session.dense_engine.base import BoundRun, DenseEngine, PreparedRuns
 from inference_session.dense_engine.network_file import NetworkFile
 from inference_session.errors import InvalidRequestError, ModelFormatError, SessionClosedError, first_line
+from inference_session.model_spec import NamedArrays
 from inference_session.platform.file_names import path_for_library
 
 # What ONNX Runtime raises when a file cannot become a network …
@@ -68,7 +68,7 @@ class OnnxEngine(DenseEngine):
         self.provider: str = self._session.get_providers()[0]
 
     def run(
-        self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str], prepared: PreparedRuns | None = None
+        self, inputs: NamedArrays, outputs: Sequence[str], prepared: PreparedRuns | None = None
     ) -> list[np.ndarray[Any, Any]]:
         session = self.opened()
         if not outputs:  # ONNX Runtime takes this for all of them
@@ -78,7 +78,7 @@ class OnnxEngine(DenseEngine):
         except VALUE_ERRORS as error:
             raise refused(error) from error
 
-    def bind(self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> BoundRun | None:
+    def bind(self, inputs: NamedArrays, outputs: Sequence[str]) -> BoundRun | None:
         """See DenseEngine: the inputs stay where they are."""
         session = self.opened()
         try:
@@ -119,7 +119,7 @@ class OnnxBoundRun(BoundRun):
     (`results`), unless the network is seen to give its outputs other shapes, or one of them is an input.
     """
 
-    def __init__(self, session: Any, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> None:
+    def __init__(self, session: Any, inputs: NamedArrays, outputs: Sequence[str]) -> None:
         self.inputs = inputs
         self._outputs = outputs
         # ONNX Runtime leaves memory that is bound for an output as it is where the output is an input.

@@ -8,14 +8,13 @@ checked.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 from google.protobuf.message import EncodeError
-from numpy.typing import NDArray
 from onnx.shape_inference import InferenceError
 
 from inference_session.dense_engine.base import BoundRun, DenseEngine, PreparedRuns
@@ -30,6 +29,7 @@ from inference_session.errors import (
     SessionClosedError,
     UnsupportedModelError,
 )
+from inference_session.model_spec import NamedArrays
 
 PACKAGE = "openvino"
 """Also the extra of hotrow that brings it."""
@@ -101,7 +101,7 @@ class OpenVinoEngine(DenseEngine):
 
     def run(
         self,
-        inputs: Mapping[str, NDArray[Any]],
+        inputs: NamedArrays,
         outputs: Sequence[str],
         prepared: PreparedRuns | None = None,  # noqa: ARG002
     ) -> list[np.ndarray[Any, Any]]:
@@ -118,7 +118,7 @@ class OpenVinoEngine(DenseEngine):
             known.update(self._run_layers(known, [name for name in outputs if name in self._positions]))
         return [known[name] for name in outputs]
 
-    def bind(self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> BoundRun | None:
+    def bind(self, inputs: NamedArrays, outputs: Sequence[str]) -> BoundRun | None:
         """See DenseEngine: the inputs stay where they are. None where ONNX Runtime computes a part."""
         if self._closed or self._first is not None or not outputs:
             return None
@@ -146,7 +146,7 @@ class OpenVinoEngine(DenseEngine):
             raise refused(error) from error
         return [request.get_output_tensor(self._positions[name]).data.copy() for name in outputs]
 
-    def tensors(self, known: Mapping[str, NDArray[Any]]) -> list[Any]:
+    def tensors(self, known: NamedArrays) -> list[Any]:
         """The inputs of the layers, float32 [samples, …], in place; OpenVINO does not check that they fit."""
         import openvino
 
@@ -162,7 +162,7 @@ class OpenVinoEngine(DenseEngine):
             tensors.append(openvino.Tensor(np.ascontiguousarray(array), shared_memory=True))
         return tensors
 
-    def _run_layers(self, known: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> dict[str, NDArray[Any]]:
+    def _run_layers(self, known: NamedArrays, outputs: Sequence[str]) -> NamedArrays:
         tensors = self.tensors(known)
         try:
             request = self._idle.pop()
@@ -178,7 +178,7 @@ class OpenVinoEngine(DenseEngine):
 class OpenVinoBoundRun(BoundRun):
     """A run of the layers over arrays that stay where they are."""
 
-    def __init__(self, engine: OpenVinoEngine, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> None:
+    def __init__(self, engine: OpenVinoEngine, inputs: NamedArrays, outputs: Sequence[str]) -> None:
         """`inputs`: float32 [samples, …] by name; errors of OpenVinoEngine.run."""
         self.inputs = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
         self._engine, self._outputs = engine, outputs

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.dense_engine.base import DenseEngine, PreparedRuns
+from inference_session.model_spec import NamedArrays
 
 
 class VectorEngine(DenseEngine):
@@ -19,7 +20,7 @@ class VectorEngine(DenseEngine):
 
     def run(
         self,
-        inputs: Mapping[str, NDArray[Any]],
+        inputs: NamedArrays,
         outputs: Sequence[str],
         prepared: PreparedRuns | None = None,  # noqa: ARG002
     ) -> list[np.ndarray[Any, Any]]:

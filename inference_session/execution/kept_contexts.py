@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine
 from inference_session.dense_engine.rewrites.context_parts import ContextParts, divide
 from inference_session.errors import ConfigurationError
 from inference_session.execution.network import Network, RunResult
-from inference_session.model_spec import RANKING_FILE, RANKING_KEYS_FILE, LookupSpec
+from inference_session.model_spec import RANKING_FILE, RANKING_KEYS_FILE, LookupSpec, NamedArrays
 from inference_session.parameter_server.write_log import WriteLog
 from inference_session.requests.batch import CheckedRequest, JoinedBatch, RaggedBags
 from inference_session.requests.ranking_layout import RankingLayout
@@ -37,7 +37,7 @@ _ENTRY_BYTES = 500
 class Context(NamedTuple):
     """The results for one context."""
 
-    values: Mapping[str, NDArray[Any]]
+    values: NamedArrays
     """Arrays of one row each."""
     slots: NDArray[np.int64]
     """WriteLog.slots of the rows that were looked up."""
@@ -89,7 +89,7 @@ class WantedContexts:
     keys: list[bytes]
     """The key of each context, in order."""
     found: dict[bytes, Context]
-    missing: dict[bytes, Mapping[str, NDArray[Any]]]
+    missing: dict[bytes, NamedArrays]
     """The inputs of the contexts that are not kept, by their keys."""
     moment: int
     """The moment of the write log before anything was read."""
@@ -154,7 +154,7 @@ class KeptContexts:
             parts = [context.values[name] for context in contexts]
             batch.add({name: parts[0] if len(parts) == 1 else np.concatenate(parts)})
 
-    def _rows(self, request: CheckedRequest) -> list[dict[str, NDArray[Any]]]:
+    def _rows(self, request: CheckedRequest) -> list[NamedArrays]:
         """The inputs of each context of a request.
 
         A copy: in memory shared with a client they could change after the key was made of them, and what is kept for
@@ -187,7 +187,7 @@ def _keys_of(lookup: LookupSpec, batch: JoinedBatch) -> list[NDArray[np.int64]]:
     return [row.reshape(-1) for row in columns]
 
 
-def _key(row: Mapping[str, NDArray[Any]]) -> bytes:
+def _key(row: NamedArrays) -> bytes:
     """The bytes of a context's inputs, and their shapes."""
     shapes = repr([array.shape for array in row.values()]).encode()
     return b"".join([shapes, *(_bytes(array) for array in row.values())])

@@ -24,6 +24,7 @@ from inference_session.device.base import Device, UsedMemory
 from inference_session.execution.key_stager import KeyStager
 from inference_session.execution.lookups import Geometry, ModelLookups
 from inference_session.kernels.records import Lookup, address_of
+from inference_session.model_spec import NamedArrays
 from inference_session.requests.batch import JoinedBatch, StagedValues
 from inference_session.requests.outputs import Answer
 from inference_session.tables.base import RowReader
@@ -125,7 +126,7 @@ class FreshPlan(ExecutionPlan):
         counts: NDArray[np.int64] = lookup.num_unknown.copy()
         return counts
 
-    def _network_inputs(self, batch: JoinedBatch) -> dict[str, NDArray[Any]]:
+    def _network_inputs(self, batch: JoinedBatch) -> NamedArrays:
         """What the network reads, by name."""
         return {name: batch.array(name) for name in self._dense.input_names}
 

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from inference_session.config import DEFAULT_MAX_KEYS
 from inference_session.errors import ConfigurationError, InvalidRequestError
-from inference_session.model_spec import SESSION_FILE, ModelSpec
+from inference_session.model_spec import SESSION_FILE, ModelSpec, NamedArrays
 from inference_session.requests.outputs import Answer, Outputs
 
 
 class Request(NamedTuple):
     """A request: arrays by the names of inputs, and the names of the outputs that it asks for (None: all)."""
 
-    inputs: Mapping[str, NDArray[Any]]
+    inputs: NamedArrays
     outputs: Sequence[str] | None = None
 
 
@@ -112,7 +112,7 @@ class JoinedBatch:
             parts[:] = [np.concatenate(parts)]  # type: ignore[arg-type]  # only bags of keys are ragged
         return parts[0]  # type: ignore[return-value]
 
-    def add(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+    def add(self, arrays: NamedArrays) -> None:
         """Add arrays by name, [rows of all requests, …], that were computed for the whole batch."""
         for name, array in arrays.items():
             self._parts[name] = [array]

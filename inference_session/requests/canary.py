@@ -11,7 +11,7 @@ import lzma
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import CanaryError, ConfigurationError, InvalidRequestError
+from inference_session.model_spec import NamedArrays
 from inference_session.platform.small_files import write_chosen
 
 BROKEN = (
@@ -28,12 +29,11 @@ BROKEN = (
 """What NumPy and zipfile raise where an archive is damaged, or says of itself that it is encrypted."""
 INPUT, OUTPUT = "input/", "output/"
 
-Arrays = Mapping[str, NDArray[Any]]
-Run = Callable[[Arrays], Arrays]
+Run = Callable[[NamedArrays], NamedArrays]
 """run(inputs) → all outputs, as InferenceSession.run."""
 
 
-def record_canary(run: Run, inputs: Arrays, path: Path) -> None:
+def record_canary(run: Run, inputs: NamedArrays, path: Path) -> None:
     """Answer a request and write both to a file; CanaryError where an answer is not finite, or all are empty.
 
     Where the disk is full, a file that was there stays as it was.
@@ -72,7 +72,7 @@ def check_canary(run: Run, path: Path, tolerance: float) -> None:
             _check_near(name, answer, recorded[name], tolerance)
 
 
-def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
+def read_arrays(path: Path) -> NamedArrays:
     """The arrays of an .npz file by name, of any shapes and types; ConfigurationError for any other file."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
@@ -84,7 +84,7 @@ def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
         raise ConfigurationError(f"canary requests {path}: cannot be read: {error.strerror}") from error
 
 
-def _split(arrays: Arrays, path: Path) -> tuple[Arrays, Arrays]:
+def _split(arrays: NamedArrays, path: Path) -> tuple[NamedArrays, NamedArrays]:
     """The inputs and the outputs in a file that `record_canary` has written."""
     inputs, outputs = (
         {name.removeprefix(kind): array for name, array in arrays.items() if name.startswith(kind)}

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from inference_session.errors import InvalidRequestError
 from inference_session.kernels.cpu.requests.bags import have_one_key_each, place_bags
 from inference_session.kernels.records import address_of
-from inference_session.model_spec import PREDICTIONS, LookupSpec, ModelSpec, TableSpec, TensorSpec
+from inference_session.model_spec import PREDICTIONS, LookupSpec, ModelSpec, NamedArrays, TableSpec, TensorSpec
 
 DENSE = "DES"
 KEYS = "CATCOLUMN"
@@ -33,8 +33,6 @@ HPS_COUNTS = "NUMKEYS"
 _FLOAT32 = np.dtype(np.float32)
 _INT32 = np.dtype(np.int32)
 _KEY_TYPES: dict[str, np.dtype[Any]] = {"int64": np.dtype(np.int64), "uint32": np.dtype(np.uint32)}
-
-Inputs = Mapping[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ class DecodedKeys(NamedTuple):
     offsets: npt.NDArray[np.int64]
 
 
-def decode_request(inputs: Inputs, form: RequestFormat) -> DecodedRequest:
+def decode_request(inputs: NamedArrays, form: RequestFormat) -> DecodedRequest:
     """Decode DES, CATCOLUMN and ROWINDEX; InvalidRequestError names the input, what was found and what is expected.
 
     The number of samples follows from ROWINDEX (the rule of HugeCTR 3.4.1), so that bags may be of any size.
@@ -121,7 +119,7 @@ def decode_request(inputs: Inputs, form: RequestFormat) -> DecodedRequest:
     return DecodedRequest(num_samples, dense, keys.astype(np.int64, copy=False), offsets, form.slots, ragged)
 
 
-def decode_keys(inputs: Inputs, num_tables: int) -> DecodedKeys:
+def decode_keys(inputs: NamedArrays, num_tables: int) -> DecodedKeys:
     """Decode KEYS and NUMKEYS; InvalidRequestError names the input, what was found and what is expected."""
     _check_names(inputs, (HPS_KEYS, HPS_COUNTS))
     keys = _flat(inputs, HPS_KEYS, _KEY_TYPES["int64"])
@@ -155,7 +153,7 @@ def tables_alone(tables: Sequence[TableSpec], *, source: str, settings: Mapping[
     )
 
 
-def _check_names(inputs: Inputs, names: Sequence[str]) -> None:
+def _check_names(inputs: NamedArrays, names: Sequence[str]) -> None:
     for name in names:
         if name not in inputs:
             raise InvalidRequestError(f"input {name!r} is missing; a request holds {', '.join(map(repr, names))}")
@@ -164,7 +162,7 @@ def _check_names(inputs: Inputs, names: Sequence[str]) -> None:
             raise InvalidRequestError(f"input {name!r} is unknown; a request holds {', '.join(map(repr, names))}")
 
 
-def _flat(inputs: Inputs, name: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+def _flat(inputs: NamedArrays, name: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """The input as [n]."""
     array = inputs[name]
     if array.dtype != dtype:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import InvalidRequestError
-from inference_session.model_spec import BLOCK_CONTEXT, CANDIDATES, ROW_CONTEXT, ModelSpec
+from inference_session.model_spec import BLOCK_CONTEXT, CANDIDATES, ROW_CONTEXT, ModelSpec, NamedArrays
 from inference_session.requests.batch import CheckedRequest, JoinedBatch, Part, RaggedBags, Request
 from inference_session.requests.blocks import Blocks, arrange
 from inference_session.requests.outputs import Outputs
@@ -79,7 +79,7 @@ class RankingLayout(TensorLayout):
                     parts[name] = [batch.array(name)[contexts]]
         return self._in_blocks(parts, requests, blocks)
 
-    def of_contexts(self, rows: Sequence[Mapping[str, NDArray[Any]]]) -> JoinedBatch:
+    def of_contexts(self, rows: Sequence[NamedArrays]) -> JoinedBatch:
         """A batch of contexts alone: for each, its inputs by name, [1, …]."""
         parts: dict[str, list[Part]] = {name: [row[name] for row in rows] for name in self._context}
         batch = JoinedBatch(parts, len(rows), tuple(parts[name][0].shape[1:] for name in sorted(parts)))
@@ -99,7 +99,7 @@ class RankingLayout(TensorLayout):
             found.append(CheckedRequest(inputs, request.outputs, request.num_samples, shapes))
         return found
 
-    def _repeated(self, inputs: Mapping[str, NDArray[Any]], counts: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+    def _repeated(self, inputs: NamedArrays, counts: NDArray[np.int64]) -> NamedArrays:
         """The inputs, those of the context with a row for each of its candidates."""
         rows = np.repeat(np.arange(len(counts)), counts)
         return {name: array[rows] if name in self._context else array for name, array in inputs.items()}

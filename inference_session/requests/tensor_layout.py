@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import InvalidRequestError
-from inference_session.model_spec import ModelSpec, TensorSpec
+from inference_session.model_spec import ModelSpec, NamedArrays, TensorSpec
 from inference_session.requests.batch import CheckedRequest, JoinedBatch, Part, RaggedBags, Request, RequestLayout
 from inference_session.requests.outputs import Outputs
 
@@ -50,9 +50,7 @@ class TensorLayout(RequestLayout):
         inputs, shapes, (num_samples, _) = self._check_inputs(request.inputs)
         return CheckedRequest(inputs, self.outputs.resolve(request.outputs), max(num_samples, 0), shapes)
 
-    def _check_inputs(
-        self, inputs: Mapping[str, NDArray[Any]]
-    ) -> tuple[dict[str, NDArray[Any]], tuple[Hashable, ...], tuple[int, int]]:
+    def _check_inputs(self, inputs: NamedArrays) -> tuple[NamedArrays, tuple[Hashable, ...], tuple[int, int]]:
         """The inputs, the shapes that joined requests share, and the numbers of samples and contexts (-1: none)."""
         if len(inputs) != len(self._inputs):
             self._explain_names(inputs)
@@ -82,7 +80,7 @@ class TensorLayout(RequestLayout):
             self._check_sizes(group, checked)
         return checked, tuple(shapes), (counts[0], counts[1])
 
-    def _check_sizes(self, group: Sequence[tuple[str, int]], inputs: Mapping[str, NDArray[Any]]) -> None:
+    def _check_sizes(self, group: Sequence[tuple[str, int]], inputs: NamedArrays) -> None:
         (first, first_axis), *others = group
         for name, axis in others:
             shape, expected = inputs[name].shape, inputs[first].shape
@@ -117,7 +115,7 @@ class TensorLayout(RequestLayout):
             if expected.ragged and expected.name in batch:
                 batch.replace(expected.name, _even_out(batch.parts(expected.name)))
 
-    def _explain_names(self, inputs: Mapping[str, NDArray[Any]]) -> None:
+    def _explain_names(self, inputs: NamedArrays) -> None:
         expected = [e.name for e in self._inputs]
         missing = [name for name in expected if inputs.get(name) is None]
         if missing:

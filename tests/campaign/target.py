@@ -152,7 +152,7 @@ class TritonTarget:
 
     def ask(self, inputs: Arrays) -> Arrays:
         """See Target. On a busy machine an answer may take long."""
-        return self._client().ask(MODEL, inputs, timeout_s=PATIENCE_S / 2)
+        return dict(self._client().ask(MODEL, inputs, timeout_s=PATIENCE_S / 2))
 
     def load(self, directory: Path) -> None:
         """See Target."""

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_session.model_spec import NamedArrays
+
 DATATYPES = {
     "BOOL": np.bool_,
     "UINT8": np.uint8,
@@ -26,7 +28,7 @@ DATATYPES = {
 """By the names of the inference protocol; BF16 is sent as FP32."""
 
 
-def probe_inputs(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str, NDArray[Any]] | None:
+def probe_inputs(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> NamedArrays | None:
     """The request for inputs of these names, types and shapes; None where one has a type that cannot be sent."""
     inputs: dict[str, NDArray[Any]] = {}
     for name, datatype, shape in tensors:

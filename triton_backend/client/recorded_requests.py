@@ -16,16 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import ModelFormatError
+from inference_session.model_spec import NamedArrays
 from triton_backend.client.probe_inputs import DATATYPES
-
-Arrays = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
 class RecordedRequest:
     """One line of a file."""
 
-    inputs: Arrays
+    inputs: NamedArrays
     datatypes: Mapping[str, str]
 
 
@@ -97,12 +96,12 @@ _TYPES: dict[str, set[type]] = {"b": {bool, int}, "i": set(), "u": set(), "f": {
 """What else JSON may give, by NumPy's kinds of types."""
 
 
-def not_finite(answer: Arrays) -> list[str]:
+def not_finite(answer: NamedArrays) -> list[str]:
     """Outputs that hold NaN or infinity."""
     return [name for name, array in answer.items() if array.dtype.kind == "f" and not np.isfinite(array).all()]
 
 
-def largest_difference(answer: Arrays, other: Arrays) -> float:
+def largest_difference(answer: NamedArrays, other: NamedArrays) -> float:
     """The difference of the numbers in two answers; infinite where their outputs, shapes or other values differ."""
     if {name: array.shape for name, array in answer.items()} != {name: array.shape for name, array in other.items()}:
         return float("inf")

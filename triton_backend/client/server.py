@@ -23,7 +23,9 @@ from triton_backend.repository.chosen_versions import with_versions, without_cho
 from triton_backend.repository.servable import IN_PLACE_BACKENDS
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    pass
+
+from inference_session.model_spec import NamedArrays
 
 CALL_TIMEOUT_S = 10.0
 """Timeout of a query to the server; loads have no limit."""
@@ -159,12 +161,12 @@ class RemoteServer:
     def ask(
         self,
         model: str,
-        inputs: Mapping[str, NDArray[Any]],
+        inputs: NamedArrays,
         *,
         version: int | None = None,
         datatypes: Mapping[str, str] | None = None,
         timeout_s: float = CALL_TIMEOUT_S,
-    ) -> dict[str, NDArray[Any]]:
+    ) -> NamedArrays:
         """The outputs of one request, by name as its inputs are; of the version that serves, unless one is named."""
         result = self._infer(model, inputs, datatypes or {}, version, timeout_s)
         names = [output.name for output in result.get_response().outputs]
@@ -218,7 +220,7 @@ class RemoteServer:
     def _infer(
         self,
         model: str,
-        inputs: Mapping[str, NDArray[Any]],
+        inputs: NamedArrays,
         datatypes: Mapping[str, str],
         version: int | None,
         timeout_s: float,

@@ -36,7 +36,7 @@ from hotrow.training.tables import FileWriter, Table, as_vectors, chunks, create
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError
 from inference_session.model_source import local_folder
-from inference_session.model_spec import ModelSpec, folder_names
+from inference_session.model_spec import ModelSpec, NamedArrays, folder_names
 from inference_session.platform.disk_space import check_space
 from inference_session.platform.staging import stage_version
 from inference_session.version_directory.manifest import describe_version
@@ -389,7 +389,7 @@ def _assembled(staging: Path, target: Path, network: ModelProto, files: Sequence
 def _verify(
     staging: Path,
     spec: ModelSpec,
-    arrays: Mapping[str, NDArray[Any]],
+    arrays: NamedArrays,
     expected: list[NDArray[Any]],
     tolerance: float,
 ) -> None:

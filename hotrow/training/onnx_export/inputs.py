@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from hotrow.training.checks import check, is_whole, whole
 from inference_session.errors import ConfigurationError, InvalidRequestError
+from inference_session.model_spec import NamedArrays
 
-Arrays: TypeAlias = "dict[str, NDArray[Any]]"
 Rebuild: TypeAlias = "Callable[[Mapping[str, Any]], Any]"
 """Makes an argument from the served inputs, by name: a Tensor, or a jagged tensor."""
 
@@ -77,7 +77,7 @@ class DenseInput:
     name: str
     tensor: Tensor
 
-    def arrays(self) -> Arrays:
+    def arrays(self) -> NamedArrays:
         """The input of the example as a client would send it."""
         return {self.name: self.tensor.detach().cpu().numpy()}
 
@@ -92,11 +92,11 @@ class JaggedInput:
     lengths: Tensor
     weights: Tensor | None
 
-    def arrays(self) -> Arrays:
+    def arrays(self) -> NamedArrays:
         """As of `DenseInput`; by several arrays."""
         values = self.values.detach().cpu().numpy().astype(np.int64)
         counts = self.lengths.detach().cpu().numpy().astype(np.int64)
-        weights: Arrays = {}
+        weights: dict[str, NDArray[Any]] = {}
         if self.weights is not None:
             weights[weights_of(self.name)] = self.weights.detach().cpu().numpy().astype(np.float32)
         if isinstance(self.form, Lengths):
@@ -154,7 +154,7 @@ class ServedInputs:
         """The positional and the named arguments of `forward`, made from the served inputs by name."""
         return self._rebuild(served)
 
-    def arrays(self) -> Arrays:
+    def arrays(self) -> NamedArrays:
         """The example as a client would send it."""
         return {name: array for item in self.inputs.values() for name, array in item.arrays().items()}
 

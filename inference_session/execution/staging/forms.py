@@ -22,7 +22,7 @@ from inference_session.kernels.cpu.requests import bag_staging, staging
 from inference_session.kernels.cpu.requests.staging import DIFFERING, INPUT, LOOKUP, MAX_RANK, OPEN
 from inference_session.kernels.machine_code import of_ints
 from inference_session.kernels.records import PoolingCode, address_of
-from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT, LookupSpec, ModelSpec, TensorSpec
+from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT, LookupSpec, ModelSpec, NamedArrays, TensorSpec
 from inference_session.requests.batch import RequestLayout
 from inference_session.requests.tensor_layout import TensorLayout
 
@@ -70,7 +70,7 @@ class ArrayForm(ABC):
         open_sizes: int64 [num_open_sizes].
         """
 
-    def constants(self, open_sizes: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:  # noqa: ARG002
+    def constants(self, open_sizes: NDArray[np.int64]) -> NamedArrays:  # noqa: ARG002
         """What the network reads that is the same for all batches of these sizes."""
         return {}
 
@@ -112,7 +112,7 @@ class TensorForm(ArrayForm):
             for name, record in zip(self.names, self.inputs, strict=True)
         }
 
-    def constants(self, open_sizes: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
+    def constants(self, open_sizes: NDArray[np.int64]) -> NamedArrays:
         """See ArrayForm: of requests with a context, whose candidates are one block."""
         if not self.ranks:
             return {}
@@ -162,9 +162,7 @@ class BagForm(ArrayForm):
         return {self.names[0]: (num_samples, int(self._form["dense_dim"][0])), **bags}
 
 
-def given_inputs(
-    form: ArrayForm, memory: Memory, open_sizes: NDArray[np.int64], names: Collection[str]
-) -> dict[str, NDArray[Any]]:
+def given_inputs(form: ArrayForm, memory: Memory, open_sizes: NDArray[np.int64], names: Collection[str]) -> NamedArrays:
     """Those of these inputs of a network that requests give, or that follow from sizes, for the batch staged last."""
     shapes = form.shapes(open_sizes)
     inputs = {name: array for name, array in form.constants(open_sizes).items() if name in names}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ from inference_session.execution.staging.key_graph import MAX_BYTES, MAX_PLANS, 
 from inference_session.kernels.array_headers import can_read_arrays
 from inference_session.kernels.cpu.requests.staging import NO_ROOM, STAGED, VECTOR_INPUT
 from inference_session.kernels.records import FLOAT_BYTES, SEGMENT, Lookup, address_of
-from inference_session.model_spec import ModelSpec
+from inference_session.model_spec import ModelSpec, NamedArrays
 from inference_session.requests.batch import RequestLayout
 from inference_session.requests.outputs import Outputs
 
@@ -182,7 +182,7 @@ class HostStaging:
             self._key_graph.forget()
         self._batches.clear()
 
-    def _network_inputs(self, shapes: Shapes) -> dict[str, NDArray[Any]]:
+    def _network_inputs(self, shapes: Shapes) -> NamedArrays:
         """What the network reads, in the shapes of the batch that was staged last."""
         vectors = [
             view(self._memory, ("vectors", v), self._vectors_shape(vector_input, shapes), np.dtype(np.float32))

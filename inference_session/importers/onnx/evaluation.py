@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto, helper, save_model
 from onnx.reference import ReferenceEvaluator
 
+from inference_session.model_spec import NamedArrays
 from inference_session.onnx_graphs import constants, make_node, needed_nodes, reads
 from inference_session.platform.file_names import path_for_library
 
@@ -59,7 +60,7 @@ def fixed_value(model: ModelProto, scope: GraphProto, name: str) -> NDArray[Any]
 
 
 def reference_values(
-    nodes: Iterable[NodeProto], outputs: Sequence[str], feeds: Mapping[str, NDArray[Any]], model: ModelProto
+    nodes: Iterable[NodeProto], outputs: Sequence[str], feeds: NamedArrays, model: ModelProto
 ) -> list[NDArray[Any]] | None:
     """The outputs that ONNX's own evaluator computes by some of a model's nodes; None where it lacks an operator."""
     given, wanted = ([ValueInfoProto(name=name) for name in names] for names in (feeds, outputs))

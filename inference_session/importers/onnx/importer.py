@@ -23,7 +23,7 @@ from inference_session.importers.onnx.empty_lists import guard_empty_lists, may_
 from inference_session.importers.onnx.evaluation import open_network, save_network
 from inference_session.importers.onnx.loops.bag_loops import bags_instead_of_loops
 from inference_session.importers.onnx.model_file import read_skeleton
-from inference_session.importers.onnx.probe import PRIME_SIZES, Arrays, Findings, Prober, close
+from inference_session.importers.onnx.probe import PRIME_SIZES, Findings, Prober, close
 from inference_session.importers.onnx.ranking.ranking_import import RankingImport
 from inference_session.importers.onnx.ranking.trials import TOLERANCE, RankingTrials
 from inference_session.importers.onnx.replay import Replay
@@ -40,6 +40,7 @@ from inference_session.model_spec import (
     TABLES_FOLDER,
     VECTOR_FILE,
     ModelSpec,
+    NamedArrays,
     VectorType,
 )
 from inference_session.onnx_graphs import all_nodes, attribute
@@ -371,7 +372,7 @@ def _computes_in_half(carved: CarvedModel) -> bool:
     )
 
 
-def _same(found: list[NDArray[Any]], original: Prober, arrays: Arrays, *, in_half: bool) -> bool:
+def _same(found: list[NDArray[Any]], original: Prober, arrays: NamedArrays, *, in_half: bool) -> bool:
     """Whether these are the original's answers. An output that is random in each run may be anything."""
     expected, again = original.run(arrays), original.run(arrays)
     if expected is None or again is None:

@@ -18,8 +18,8 @@ from onnx import TensorProto, helper
 from inference_session.errors import UnsupportedModelError
 from inference_session.importers.onnx.types import ValueType
 from inference_session.importers.report import shortened
+from inference_session.model_spec import NamedArrays
 
-Arrays = dict[str, NDArray[Any]]
 Dimensions = tuple[tuple[str, int], ...]
 """Inputs, each with an axis."""
 
@@ -53,7 +53,7 @@ class Recipe:
     reach: tuple[float, float] = (0.0, 1.0)
     """What floats are between."""
 
-    def arrays(self, seed: int, sizes: Mapping[str, int], inner: int = _INNER_SIZE) -> Arrays:
+    def arrays(self, seed: int, sizes: Mapping[str, int], inner: int = _INNER_SIZE) -> NamedArrays:
         """One set of inputs; `sizes` and `inner` are the first and the other dimensions that the model leaves open."""
         random = np.random.default_rng(seed)
         in_front = {name: kind.dims[0] for name, kind in self.inputs.items() if kind.dims}
@@ -114,9 +114,9 @@ class Findings:
     num_rows: tuple[tuple[int, ...], ...] | None = None
     """The first size of each output in each run; nothing for scalars. None where the model could not be run."""
     notes: tuple[str, ...] = ()
-    feeds: tuple[Arrays, ...] = ()
+    feeds: tuple[NamedArrays, ...] = ()
     """Inputs that the model accepts."""
-    primes: tuple[Arrays, ...] = ()
+    primes: tuple[NamedArrays, ...] = ()
     """Inputs that the model accepts, of PRIME_SIZES samples each; none where it is not joinable."""
     equal_sizes: tuple[Dimensions, ...] = ()
     """Groups of dimensions that bear one symbol, and that the model does not accept with different sizes."""
@@ -133,7 +133,7 @@ class Prober:
     inputs: Mapping[str, ValueType]
     rows: Mapping[str, int]
 
-    def run(self, arrays: Arrays) -> list[NDArray[Any]] | None:
+    def run(self, arrays: NamedArrays) -> list[NDArray[Any]] | None:
         """All outputs in their order, or None where the model does not take these inputs, by name."""
         try:
             results: list[NDArray[Any]] = self.network.run(None, arrays)
@@ -189,7 +189,7 @@ class Prober:
         """Whether an output, as declared, cannot have a row for each sample."""
         return any(isinstance(dim, int) for value in self.network.get_outputs() for dim in value.shape[:1])
 
-    def _primes(self, recipe: Recipe) -> Iterator[Arrays]:
+    def _primes(self, recipe: Recipe) -> Iterator[NamedArrays]:
         for size in PRIME_SIZES:
             arrays = recipe.arrays(size, self._sizes(size))
             if self.run(arrays) is not None:
@@ -250,20 +250,20 @@ class Prober:
                 return False
         return True
 
-    def _feeds(self, recipe: Recipe) -> Iterator[Arrays]:
+    def _feeds(self, recipe: Recipe) -> Iterator[NamedArrays]:
         for seed, (size, inner) in enumerate(((3, 3), (2, 2), (5, 3), (1, 4))):
             arrays = recipe.arrays(seed, self._sizes(size), inner)
             if self.run(arrays) is not None:
                 yield arrays
 
-    def _switched(self, feeds: Sequence[Arrays]) -> Iterator[Arrays]:
+    def _switched(self, feeds: Sequence[NamedArrays]) -> Iterator[NamedArrays]:
         """The same with other values of what stands alone: a branch may be taken for some of them only."""
         for number, arrays in enumerate(feeds):
             switches = self._switches(number)
-            if switches and self.run(arrays | switches) is not None:
-                yield arrays | switches
+            if switches and self.run(switched := {**arrays, **switches}) is not None:
+                yield switched
 
-    def _switches(self, number: int) -> Arrays:
+    def _switches(self, number: int) -> NamedArrays:
         """For whole numbers that stand alone, this one; for flags, its bits."""
         alone = [(name, kind) for name, kind in self.inputs.items() if kind.dims == ()]
         flags = [name for name, kind in alone if kind.elem_type == TensorProto.BOOL]
@@ -273,7 +273,7 @@ class Prober:
             **{name: np.array(number, helper.tensor_dtype_to_np_dtype(kind.elem_type)) for name, kind in numbers},
         }
 
-    def _zeros(self, recipe: Recipe) -> Arrays:
+    def _zeros(self, recipe: Recipe) -> NamedArrays:
         """The inputs with which a session warms up."""
         arrays = recipe.arrays(0, self._sizes(1), inner=1)
         return {
@@ -309,7 +309,7 @@ class Prober:
                     found.setdefault(dim, []).append((name, axis))
         return (tuple(group) for group in found.values() if len(group) > 1)
 
-    def _must_be_equal(self, group: Dimensions, feeds: tuple[Arrays, ...]) -> bool:
+    def _must_be_equal(self, group: Dimensions, feeds: tuple[NamedArrays, ...]) -> bool:
         """Whether the model fails when any one of them is larger than the others; one of 1 may be stretched."""
         sizes = [{arrays[name].shape[axis] for name, axis in group} for arrays in feeds]
         telling = next((a for a, found in zip(feeds, sizes, strict=True) if len(found) == 1 and min(found) > 1), None)
@@ -322,7 +322,7 @@ class Prober:
                 return False
         return True
 
-    def _shapes_of(self, arrays: Arrays) -> list[tuple[int, ...]]:
+    def _shapes_of(self, arrays: NamedArrays) -> list[tuple[int, ...]]:
         """The shapes of all outputs; none where the model does not accept the inputs."""
         return [output.shape for output in self.run(arrays) or ()]
 

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.importers.onnx.evaluation import open_network
-from inference_session.importers.onnx.probe import Arrays
 from inference_session.model_spec import (
     DENSE_FILE,
     KEYS_FILE,
@@ -18,6 +17,7 @@ from inference_session.model_spec import (
     VECTOR_FILE,
     LookupSpec,
     ModelSpec,
+    NamedArrays,
     Pooling,
 )
 
@@ -51,12 +51,12 @@ class Replay:
             for table in spec.tables
         }
 
-    def run(self, arrays: Arrays) -> list[NDArray[Any]]:
+    def run(self, arrays: NamedArrays) -> list[NDArray[Any]]:
         """All outputs of the model, in the order of its spec, for inputs by name."""
         results = _run(self._dense, self.feeds(arrays))
         return [results[output.name] for output in self._spec.outputs]
 
-    def feeds(self, arrays: Arrays) -> Arrays:
+    def feeds(self, arrays: NamedArrays) -> NamedArrays:
         """All values that the dense network can read: these inputs, the keys, the looked-up vectors."""
         values = {**arrays, **_run(self._keys, arrays)} if self._keys else dict(arrays)
         blocks: dict[str, list[NDArray[Any]]] = {}
@@ -66,7 +66,7 @@ class Replay:
             values[name] = np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
         return values
 
-    def _look_up(self, lookup: LookupSpec, values: Arrays) -> NDArray[np.float32]:
+    def _look_up(self, lookup: LookupSpec, values: NamedArrays) -> NDArray[np.float32]:
         table, keys = self._spec.table_in(lookup.table), values[lookup.keys]
         if lookup.columns is not None:
             keys = keys[:, slice(*lookup.columns)]
@@ -95,7 +95,7 @@ def _pooled_bags(
     return pooled
 
 
-def _run(network: Any, values: Arrays) -> Arrays:
+def _run(network: Any, values: NamedArrays) -> NamedArrays:
     names = [output.name for output in network.get_outputs()]
     feeds = {value.name: values[value.name] for value in network.get_inputs()}
     return dict(zip(names, network.run(names, feeds), strict=True))

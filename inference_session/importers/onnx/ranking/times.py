@@ -16,7 +16,7 @@ import numpy as np
 from inference_session.dense_engine.network_file import NetworkFile
 from inference_session.dense_engine.onnx import OnnxEngine
 from inference_session.errors import HotrowError
-from inference_session.importers.onnx.probe import Arrays, Recipe
+from inference_session.importers.onnx.probe import Recipe
 from inference_session.importers.onnx.replay import Replay
 from inference_session.model_spec import (
     BLOCK_CONTEXT,
@@ -26,6 +26,7 @@ from inference_session.model_spec import (
     RANKING_KEYS_FILE,
     ROW_CONTEXT,
     ModelSpec,
+    NamedArrays,
     RankingSpec,
 )
 
@@ -84,7 +85,7 @@ def measure(staging: Path, spec: ModelSpec, ranking: RankingSpec, recipe: Recipe
 class _Run:
     """One network, and the values that it reads for a request."""
 
-    def __init__(self, staging: Path, spec: ModelSpec, files: tuple[str, str], arrays: Arrays) -> None:
+    def __init__(self, staging: Path, spec: ModelSpec, files: tuple[str, str], arrays: NamedArrays) -> None:
         self._dense = OnnxEngine(NetworkFile(staging / files[0]), num_threads=1)
         values = Replay(staging, spec, dense_file=files[0], keys_file=files[1]).feeds(arrays)
         self._feeds = {name: values[name] for name in self._dense.input_names}

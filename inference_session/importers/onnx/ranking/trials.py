@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.importers.onnx.probe import Arrays, Prober, Recipe
+from inference_session.importers.onnx.probe import Prober, Recipe
 from inference_session.importers.onnx.replay import Replay
-from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT, ModelSpec
+from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT, ModelSpec, NamedArrays
 from inference_session.requests.blocks import arrange
 
 TOLERANCE = 4e-7
@@ -43,7 +43,7 @@ and this share of the largest; and one has them within this share below the larg
 class TriedRequest(NamedTuple):
     """One random request."""
 
-    arrays: Arrays
+    arrays: NamedArrays
     counts: NDArray[np.int64]
     """Candidates of each context."""
 
@@ -91,7 +91,7 @@ class RankingTrials:
     def _request(self, seed: int, counts: Sequence[int], inner: int, largest: float) -> TriedRequest:
         """A random request whose numbers are at most so large; `inner` is what the model leaves open."""
         sizes = {tensor.name: len(counts) if tensor.context else sum(counts) for tensor in self.spec.inputs}
-        arrays, random = self.recipe.arrays(100 + seed, sizes, inner), np.random.default_rng(seed)
+        arrays, random = {**self.recipe.arrays(100 + seed, sizes, inner)}, np.random.default_rng(seed)
         for name, array in arrays.items():
             if array.dtype.kind == "f":
                 around = random.standard_normal(array.shape) / _DEVIATIONS
@@ -121,7 +121,7 @@ class RankingTrials:
         is_random = [relative_difference(*pair) > 0 for pair in zip(again, expected, strict=True)]
         return max((d for d, skipped in zip(differences, is_random, strict=True) if not skipped), default=0.0)
 
-    def _found(self, arrays: Arrays, counts: NDArray[np.int64]) -> list[NDArray[Any]]:
+    def _found(self, arrays: NamedArrays, counts: NDArray[np.int64]) -> list[NDArray[Any]]:
         """The outputs of the divided network."""
         context = self.spec.context
         blocks = arrange(counts, may_pad=bool(self.spec.ranking and self.spec.ranking.may_pad))

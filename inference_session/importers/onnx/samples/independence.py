@@ -15,12 +15,12 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, numpy_helpe
 
 from inference_session.importers.onnx.carve import CarvedModel
 from inference_session.importers.onnx.evaluation import open_network, save_network
-from inference_session.importers.onnx.probe import PRIME_SIZES, Arrays
+from inference_session.importers.onnx.probe import PRIME_SIZES
 from inference_session.importers.onnx.replay import Replay
 from inference_session.importers.onnx.samples.axis import SampleAxis
 from inference_session.importers.onnx.samples.kinds import CONSTANT, Free, Kind, Observations, PerSample
 from inference_session.importers.onnx.weights import Weight
-from inference_session.model_spec import LookupSpec, ModelSpec
+from inference_session.model_spec import LookupSpec, ModelSpec, NamedArrays
 from inference_session.onnx_graphs import Names, make_node
 
 _SAMPLES = PerSample(1)
@@ -37,7 +37,7 @@ class Independence:
 
 
 def samples_are_independent(
-    carved: CarvedModel, spec: ModelSpec, replay: Replay, feeds: tuple[Arrays, ...], path: Path
+    carved: CarvedModel, spec: ModelSpec, replay: Replay, feeds: tuple[NamedArrays, ...], path: Path
 ) -> Independence:
     """Whether each answer follows from its own sample.
 
@@ -99,7 +99,7 @@ def _are_even_bags(lookup: LookupSpec, kinds: Mapping[str, Kind], seen: Observat
     return True
 
 
-def _observe(network: ModelProto, weights: list[Weight], feeds: tuple[Arrays, ...], path: Path) -> Observations:
+def _observe(network: ModelProto, weights: list[Weight], feeds: tuple[NamedArrays, ...], path: Path) -> Observations:
     """Run a network, and keep all that its main graph computes."""
     model = ModelProto()
     model.CopyFrom(network)
