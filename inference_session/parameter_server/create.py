@@ -148,7 +148,7 @@ def _check(tiers: list[Tier]) -> None:
         _log.warning(
             "the version was opened without its %s store, because the store does not answer: %s", tier.name, error
         )
-        tier.begin_outage(str(error))
+        tier.health.begin_outage(str(error))
 
 
 def _failure(tier: Tier) -> UnavailableError | None:

@@ -187,8 +187,8 @@ class ParameterServer:
         """
         seen = np.empty(0, np.int64)
         for tier in self.tiers:
-            if tier.failure is not None:
-                raise UnavailableError(f"table {table!r} cannot be read completely: {tier.name}: {tier.failure}")
+            if tier.health.failure is not None:
+                raise UnavailableError(f"table {table!r} cannot be read completely: {tier.name}: {tier.health.failure}")
             found: list[NDArray[np.int64]] = []
             for keys, vectors in tier.store.scan(table):
                 if self._closed:
@@ -244,7 +244,7 @@ class ParameterServer:
             tier.store.close()
 
     def __repr__(self) -> str:
-        tiers = ", ".join(f"{tier.name}{' (unavailable)' if tier.failure else ''}" for tier in self.tiers)
+        tiers = ", ".join(f"{tier.name}{' (unavailable)' if tier.health.failure else ''}" for tier in self.tiers)
         return f"<ParameterServer [{tiers or 'no tiers'}]>"
 
     def _wanted(self, request: FetchRequest) -> _WantedRows:
@@ -284,14 +284,14 @@ class ParameterServer:
         with self._lock:
             self._degraded_keys += num_unknown
         if on_store_failure == "error":
-            reasons = "; ".join(f"{tier.name}: {tier.failure or tier.last_error}" for tier in failed)
+            reasons = "; ".join(f"{tier.name}: {tier.health.failure or tier.health.last_error}" for tier in failed)
             raise UnavailableError(f"{num_unknown} keys cannot be fetched while a store is unavailable ({reasons})")
 
     def _promote(
         self, source: Tier, above: Sequence[Tier], want: _WantedRows, request: FetchRequest, hits: NDArray[np.bool_]
     ) -> None:
         """Queue rows for the tiers above that keep rows they missed; a full queue drops them, until the next miss."""
-        tiers = [tier for tier in above if tier.cache_missed_keys and tier.failure is None]
+        tiers = [tier for tier in above if tier.cache_missed_keys and tier.health.failure is None]
         if not tiers or not hits.any():
             return
         rows = request.keys[hits], request.out[hits]
@@ -348,7 +348,7 @@ class ParameterServer:
                 raise error
             return None
         error = tier.learn_incarnation()
-        if written_below and error is None and tier.incarnation and tier.failure is None:
+        if written_below and error is None and tier.incarnation and tier.health.failure is None:
             self._known.save(tier.incarnation)
         if error := error or tier.attempt(write):
             tier.miss_write(table, keys, error)

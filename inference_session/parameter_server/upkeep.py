@@ -72,7 +72,7 @@ class TierUpkeep:
         self._known = known
         self._closing = threading.Event()
         for tier in tiers:
-            if tier.volatile and tier.failure is None:
+            if tier.volatile and tier.health.failure is None:
                 self._look_after(tier)  # before the tier is used
         self._worker = threading.Thread(target=self._work, name="hotrow-parameter-server", daemon=True)
         self._worker.start()
@@ -118,7 +118,7 @@ class TierUpkeep:
         self.promotions.finish(len(promotions))
         self._try(lambda: self._touch(self.touches.take()))
         for tier in self._tiers:
-            if tier.is_returning or (tier.store.lags and tier.failure is None):
+            if tier.health.is_returning or (tier.store.lags and tier.health.failure is None):
                 self._try(partial(self._look_after, tier))
 
     def _try(self, work: Callable[[], None]) -> None:
@@ -197,24 +197,24 @@ class TierUpkeep:
 
     def _look_after(self, tier: Tier) -> None:
         """Bring a tier back if it answers; let one that is in use see what others have written."""
-        is_out = tier.is_suspect or tier.failure is not None
+        is_out = tier.health.is_suspect or tier.health.failure is not None
         try:
-            if tier.failure is None:
+            if tier.health.failure is None:
                 if is_out:
                     tier.store.check()
-                    is_out = tier.is_suspect = False
+                    is_out = tier.health.is_suspect = False
                 with self._writes.lock if tier.store.lags else contextlib.nullcontext():
                     tier.store.refresh()
                 self._look_for_losses(tier)
                 self._look_for_other_rows(tier)
-            elif time.monotonic() >= tier.retry_at:
+            elif time.monotonic() >= tier.health.retry_at:
                 self._bring_back(tier)
         except (UnavailableError, StoreError) as error:
-            tier.is_returning = False
-            tier.report(error, leave_out=is_out or None)
+            tier.health.is_returning = False
+            tier.health.report(error, leave_out=is_out or None)
         except (ConfigurationError, _MissedWritesError) as error:
-            tier.is_returning = False
-            tier.refuse(error)
+            tier.health.is_returning = False
+            tier.health.refuse(error)
 
     def _bring_back(self, tier: Tier) -> None:
         """Use a tier again that was out, without the rows whose newer versions it missed. These are dropped in
@@ -223,13 +223,13 @@ class TierUpkeep:
         tier.store.check()
         tier.refuse_other_rows()
         self._look_for_losses(tier)
-        tier.is_returning = True
+        tier.health.is_returning = True
         end = time.monotonic() + BRING_BACK_S
         while time.monotonic() < end and not self._closing.wait(_REST_S):
             with self._writes.lock:
                 if not tier.unwritten:
                     self._note_that_it_has_all(tier)
-                    return tier.end_outage()
+                    return tier.health.end_outage()
                 tier.drop_some_unwritten()
         return None
 
@@ -273,7 +273,7 @@ class TierUpkeep:
             try:
                 tier.refuse_other_rows()
             except ConfigurationError as error:
-                tier.refuse(error)
+                tier.health.refuse(error)
                 for table in tier.sources.tables:
                     self.on_drop(table, None)
 
@@ -285,8 +285,10 @@ class TierUpkeep:
                 written |= dict.fromkeys(table for table in tier.store.tables if not table.endswith(ERASED_SUFFIX))
             for table, keys in written.items():
                 tier.unwritten.add(table, keys)
-            tier.report(UnavailableError("it is another server than the one that took the last writes"), leave_out=True)
-            tier.is_returning = True
+            tier.health.report(
+                UnavailableError("it is another server than the one that took the last writes"), leave_out=True
+            )
+            tier.health.is_returning = True
         for table, keys in written.items():
             self.on_drop(table, keys)
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from inference_session.errors import SessionClosedError, StoreError, TableNotFoundError, UnavailableError
 from inference_session.parameter_server import server as server_module
 from inference_session.parameter_server import tier as tier_module
+from inference_session.parameter_server import tier_health
 from inference_session.parameter_server import upkeep as upkeep_module
 from inference_session.parameter_server.base import ERASED_SUFFIX, EmbeddingStore, FetchRequest, LateError
 from inference_session.parameter_server.create import create_store
@@ -61,7 +62,7 @@ class Stack:
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Stack]]:
     monkeypatch.setattr(upkeep_module, "ROUND_INTERVAL_S", 0.02)
-    monkeypatch.setattr(tier_module, "MIN_RETRY_PAUSE_S", 0.02)
+    monkeypatch.setattr(tier_health, "MIN_RETRY_PAUSE_S", 0.02)
     stacks: list[Stack] = []
 
     def make(**settings: object) -> Stack:
@@ -319,9 +320,9 @@ def test_a_tier_that_refuses_one_thing_stays(make: Callable[..., Stack]) -> None
     server = ParameterServer([tier, Tier("persistent", stack.persistent)])
     for _ in range(2):
         assert fetch_any(server, [FetchRequest("user", KEYS, np.empty((200, 4), np.float32))])[0].all()
-        wait_until(lambda: not tier.is_suspect, "the tier to be asked")
-    assert tier.failure is None
-    assert tier.outages == 0
+        wait_until(lambda: not tier.health.is_suspect, "the tier to be asked")
+    assert tier.health.failure is None
+    assert tier.health.outages == 0
     server.close()
 
 
@@ -405,7 +406,7 @@ def test_a_tier_comes_back_in_pieces(make: Callable[..., Stack], monkeypatch: py
     for key in KEYS[95:150]:
         stack.server.erase("user", keys_of(key))
     del stack.faults["volatile"]
-    wait_until(lambda: tier.failure is None, "the tier to come back")
+    wait_until(lambda: tier.health.failure is None, "the tier to come back")
     found, out = stack.fetch(KEYS)
     np.testing.assert_array_equal(found, (np.arange(200) < 95) | (np.arange(200) >= 150))
     assert_same_bits(out[:95], -VECTORS[:95])
@@ -421,17 +422,17 @@ def test_a_late_call_concerns_itself(make: Callable[..., Stack]) -> None:
     sound = tier.store
     for _ in range(2):
         tier.store = late
-        for _ in range(tier_module.MAX_TIMES_LATE - 1):
+        for _ in range(tier_health.MAX_TIMES_LATE - 1):
             found, out = stack.fetch(KEYS)
             assert found.all()
             assert_same_bits(out, VECTORS)
-        assert tier.failure is None
+        assert tier.health.failure is None
         tier.store = sound
         stack.fetch(KEYS)
     tier.store = late
-    for _ in range(tier_module.MAX_TIMES_LATE):
+    for _ in range(tier_health.MAX_TIMES_LATE):
         stack.fetch(KEYS)
-    assert tier.outages == 1
+    assert tier.health.outages == 1
 
 
 def test_a_late_call_to_a_tier_that_is_down_tells_so(make: Callable[..., Stack]) -> None:
@@ -455,9 +456,9 @@ def test_the_first_write_goes_to_a_known_incarnation(make: Callable[..., Stack])
     stack.volatile.insert("user", KEYS[:1], -VECTORS[:1])
     stack.server.insert("user", KEYS[:1], VECTORS[:1])
     stack.volatile.insert("user", KEYS[:1], -VECTORS[:1])  # the store has the older row again
-    wait_until(lambda: dropped == ["user"] and tier.failure is None, "the loss to be noticed")
+    wait_until(lambda: dropped == ["user"] and tier.health.failure is None, "the loss to be noticed")
     assert_same_bits(stack.fetch(KEYS[:1])[1], VECTORS[:1])
-    assert tier.outages == 1
+    assert tier.health.outages == 1
 
 
 def test_a_write_that_no_tier_keeps_is_an_error() -> None:
@@ -474,7 +475,7 @@ def test_a_write_that_no_tier_keeps_is_an_error() -> None:
         with pytest.raises(UnavailableError, match="gone"):
             write()
     faults.clear()
-    wait_until(lambda: tier.failure is None, "the tier to come back")
+    wait_until(lambda: tier.health.failure is None, "the tier to come back")
     for expected in (VECTORS, -VECTORS):
         out = np.empty((200, 4), np.float32)
         assert fetch_any(server, [FetchRequest("user", KEYS, out)])[0].all()
@@ -498,11 +499,11 @@ def test_the_only_store_is_read_while_it_takes_no_writes(call: str) -> None:
         out = np.empty((200, 4), np.float32)
         assert fetch_any(server, [FetchRequest("user", KEYS, out)])[0].all()
         assert_same_bits(out, VECTORS)
-    assert (tier.failures, tier.outages) == (3, 0)
+    assert (tier.health.failures, tier.health.outages) == (3, 0)
     refused |= {"insert", "check"}
     with pytest.raises(UnavailableError, match="OOM"):
         server.insert("user", KEYS, -VECTORS)
-    assert (tier.failure, tier.outages) == ("OOM", 1)
+    assert (tier.health.failure, tier.health.outages) == ("OOM", 1)
     server.close()
 
 
@@ -596,7 +597,7 @@ def test_a_tier_that_answers_checks_only_is_tried_less_and_less(
     make: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests do not test it again and again; after a steady time it is tried as soon as any other."""
-    monkeypatch.setattr(tier_module, "STEADY_S", 1e6)
+    monkeypatch.setattr(tier_health, "STEADY_S", 1e6)
     stack = make()
     stack.volatile.insert("user", KEYS, VECTORS)
     tier = stack.server.tiers[0]
@@ -604,17 +605,17 @@ def test_a_tier_that_answers_checks_only_is_tried_less_and_less(
     sound, tier.store = tier.store, faulty
     pauses = []
     for _ in range(4):
-        wait_until(lambda: tier.failure is None, "the tier to come back")
+        wait_until(lambda: tier.health.failure is None, "the tier to come back")
         assert stack.fetch(KEYS)[0].all()
-        pauses.append(tier.retry_pause_s)
+        pauses.append(tier.health.retry_pause_s)
     assert pauses == [0, 0.02, 0.04, 0.08]
 
     tier.store = sound
-    wait_until(lambda: tier.failure is None, "the tier to come back")
-    tier.back_since -= tier_module.STEADY_S
+    wait_until(lambda: tier.health.failure is None, "the tier to come back")
+    tier.health.back_since -= tier_health.STEADY_S
     stack.faults["volatile"] = UnavailableError("gone")
     stack.fetch(KEYS)
-    assert tier.retry_pause_s == 0
+    assert tier.health.retry_pause_s == 0
 
 
 def test_promotions_are_bounded(make: Callable[..., Stack]) -> None:

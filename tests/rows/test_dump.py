@@ -237,7 +237,7 @@ def test_updates_wait_for_a_scan_and_reads_do_not(server: ParameterServer) -> No
 
 def test_a_tier_that_is_down_fails_the_scan(server: ParameterServer) -> None:
     """Rows are never left out without a message: while a tier is down there is no dump."""
-    server.tiers[0].failure = "gone"
+    server.tiers[0].health.failure = "gone"
     with pytest.raises(UnavailableError, match="volatile: gone"):
         scanned(server)
 
