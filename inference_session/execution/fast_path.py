@@ -67,11 +67,11 @@ class FastPath:
             return answers[0] if answers else None
         try:
             arrays = list(map(inputs.__getitem__, self._input_names))
-            is_taken = len(inputs) == len(arrays) and isinstance(outputs, _NAMES)
+            is_by_name = len(inputs) == len(arrays) and isinstance(outputs, _NAMES)
         except _NOT_BY_NAME:
             return None
         # Arrays on a GPU are no NumPy arrays: to be refused by compiled code, they would wait for the device.
-        if not is_taken or not arrays or type(arrays[0]) is not np.ndarray:
+        if not is_by_name or not arrays or type(arrays[0]) is not np.ndarray:
             return None
         return self.run(arrays, 1, outputs, unmarked, JoinedAnswer.copied_answer)
 
@@ -175,7 +175,7 @@ class FastPath:
         results = batch.run.run()
         if batch.output_rows is not None:
             results = [array[batch.output_rows] for array in results]
-        if not (self._is_plain or self._takes(batch)):
+        if not (self._is_plain or self._may_answer(batch)):
             return None
         places = batch.lookup.places or batch.lookup.find_places()
         self._count(num_requests, batch.num_samples, *places)
@@ -183,7 +183,7 @@ class FastPath:
         # Most batches of a case have their results in the same arrays: the answer is the same then.
         return last[1] if last is not None and last[0] is results else self._joined(batch, results)
 
-    def _takes(self, batch: StagedBatch) -> bool:
+    def _may_answer(self, batch: StagedBatch) -> bool:
         """Whether a batch that has been computed may be answered; if so, records it, and counts its contexts."""
         if self._rejects_unknown and batch.lookup.num_unknown.any():
             return False

@@ -42,7 +42,7 @@ class FullPath:
     def answer(self, requests: Sequence[Request], mark: Mark) -> list[Answer | HotrowError]:
         """See InferenceSession.run_many."""
         spec, layout = self._model.spec, self._model.layout
-        return self._answer(GroupedRequests(requests, layout, may_join=spec.joins_requests), mark)
+        return self._answer_groups(GroupedRequests(requests, layout, may_join=spec.joins_requests), mark)
 
     def answer_from_gpu(self, inputs: Mapping[str, ArrayLike], outputs: Sequence[str] | None) -> Answer | HotrowError:
         """The answer to a request of which some inputs are on a GPU; it is not joined with others."""
@@ -53,20 +53,20 @@ class FullPath:
             self._stats.count_requests(1, 1)
             raise
         requests = GroupedRequests([Request(arrays, outputs)], self._model.layout, may_join=False, on_gpu=True)
-        return self._answer(requests, unmarked)[0]
+        return self._answer_groups(requests, unmarked)[0]
 
-    def _answer(self, requests: GroupedRequests, mark: Mark) -> list[Answer | HotrowError]:
+    def _answer_groups(self, requests: GroupedRequests, mark: Mark) -> list[Answer | HotrowError]:
         """Compute the groups one after the other, each on the device that has the least to do."""
         run = self._model.replicas.run
         for group in requests:
             try:
-                requests.answer(group, run(lambda replica: self.answer_on(replica, group.requests, mark)))  # noqa: B023
+                requests.succeed(group, run(lambda replica: self.answer_group(replica, group.requests, mark)))  # noqa: B023
             except HotrowError as error:  # noqa: PERF203  no other group is affected
                 requests.fail(group, error)
         self._stats.count_requests(len(requests.answers), requests.num_failed)
         return requests.answers
 
-    def answer_on(self, replica: Replica, requests: Sequence[CheckedRequest], mark: Mark) -> list[Answer]:
+    def answer_group(self, replica: Replica, requests: Sequence[CheckedRequest], mark: Mark) -> list[Answer]:
         """The answers to requests of equal shapes, computed as one batch on a device.
 
         Raises what the look-up and the network raise.

@@ -98,7 +98,7 @@ class WarmUp:
             checked = [self.layout.check(batch.request)] * batch.num_requests
             # The first runs of a shape bind it; the last one runs as requests will.
             for _ in range(2 if replica.network.reader.is_launched else 1):
-                answers = self.full_path.answer_on(replica, checked, unmarked)
+                answers = self.full_path.answer_group(replica, checked, unmarked)
             number, outputs = batch.num_requests, batch.request.outputs
             if arrays := self.fast_path.arrays_of([batch.request] * number):
                 for _ in range(2):

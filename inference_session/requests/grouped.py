@@ -62,17 +62,17 @@ class GroupedRequests:
         return sum(isinstance(answer, HotrowError) for answer in self.answers)
 
     def __iter__(self) -> Iterator[Group]:
-        """The groups that have to be computed, for `answer` or `fail`. Those without samples are answered here."""
+        """The groups to be computed; call `succeed` or `fail` with each. Those without samples are answered here."""
         while self._waiting:
             group = self._waiting.popleft()
             if not self._layout.batched or any(request.num_samples for request in group.requests):
                 yield group
             else:
                 outputs = self._layout.outputs
-                self.answer(group, [outputs.of_no_samples(request.outputs) for request in group.requests])
+                self.succeed(group, [outputs.of_no_samples(request.outputs) for request in group.requests])
 
-    def answer(self, group: Group, answers: Sequence[Answer]) -> None:
-        """The answers of a group, in the order of its requests."""
+    def succeed(self, group: Group, answers: Sequence[Answer]) -> None:
+        """Keep the answers of a group, which are in the order of its requests."""
         for position, answer in zip(group.positions, answers, strict=True):
             self.answers[position] = answer
 

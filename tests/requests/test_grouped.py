@@ -66,7 +66,7 @@ def test_where_a_group_fails_each_is_computed_alone(num_requests: int) -> None:
         if 0 in group.positions:
             requests.fail(group, HotrowError("bad"))
         else:
-            requests.answer(group, [{"y": request.inputs["x"]} for request in group.requests])
+            requests.succeed(group, [{"y": request.inputs["x"]} for request in group.requests])
     alone = [[i] for i in range(num_requests)]
     assert tried == (alone if num_requests == 1 else [list(range(num_requests)), *alone])
     assert str(requests.answers[0]) == "bad"

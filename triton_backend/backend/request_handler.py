@@ -53,7 +53,7 @@ class RequestHandler:
         self._max_samples = max_samples
         self._tracing = tracing
         names = [tensor.name for tensor in versions.spec.inputs]
-        self._reader = RequestReader(names, max_samples=max_samples, any_probe=not self._has_own_inputs)
+        self._reader = RequestReader(names, max_samples=max_samples, reads_probes=self._has_own_inputs)
         self._thread = ThreadTensors()
         self._num_failed = 0
 

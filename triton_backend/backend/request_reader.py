@@ -17,12 +17,12 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
+from inference_session.execution.staging.base import Arrays
 from inference_session.kernels.cpu.requests.named_arrays import Places, array_taker, compile_kernels, find_places
 from triton_backend.backend.tensors import arrays_reader, knows_numpy
 from triton_backend.client.probe import PROBE_PARAMETER
 
 _MAX_ORDERS, _MAX_TAKERS = 64, 8
-Arrays = list[NDArray[Any]]
 PlainArrays: TypeAlias = "tuple[Arrays, Collection[str]]"
 """Several requests: views of shared memory, request after request, in the order of the model's inputs; and the
 outputs that each of them asks for.
@@ -32,16 +32,17 @@ outputs that each of them asks for.
 class RequestReader:
     """Reads requests that carry only a model's inputs, as most do. Safe to use from several threads."""
 
-    def __init__(self, names: Sequence[str], *, max_samples: int = 0, any_probe: bool = False) -> None:
+    def __init__(self, names: Sequence[str], *, max_samples: int = 0, reads_probes: bool = True) -> None:
         """Prepare for requests with these inputs.
 
         Args:
             names: of the model's inputs.
             max_samples: a request with more is not read. 0: any number is.
-            any_probe: whether probes are answered with other inputs than they carry.
+            reads_probes: whether probes are read like other requests; they are not where other inputs than theirs are
+                computed.
         """
         self._names = tuple(names)
-        self._max_samples, self._any_probe = max_samples, any_probe
+        self._max_samples, self._reads_probes = max_samples, reads_probes
         self._places = _places() if knows_numpy() else None
         """None: the memory of requests is not as expected."""
         self._takers: list[tuple[Callable[[int, int, int], int], tuple[str, ...]]] = []
@@ -57,7 +58,7 @@ class RequestReader:
         None: one of them has something that is no array in host memory, not just the model's inputs, or too many
         samples, or they do not ask for the same outputs.
         """
-        if self._any_probe and any(PROBE_PARAMETER in each.parameters() for each in requests):
+        if not self._reads_probes and any(PROBE_PARAMETER in each.parameters() for each in requests):
             return None
         plain: PlainArrays | None
         for take, outputs in self._takers if type(requests) is list else ():  # they read a list's memory

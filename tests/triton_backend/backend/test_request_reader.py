@@ -228,8 +228,8 @@ def test_probes_are_not_read(reader: Callable[..., Any], kind: str) -> None:
     """Where they are answered with other inputs than they carry."""
     probe, other = (request_of(kind, dict.fromkeys("xyz", np.zeros(2))) for _ in range(2))
     probe.sent[PROBE_PARAMETER] = True
-    for any_probe in (True, False):
-        read = reader(kind, any_probe=any_probe).read
+    for reads_probes in (True, False):
+        read = reader(kind, reads_probes=reads_probes).read
         for _ in range(2):
             assert read([other]) is not None
-            assert (read([other, probe]) is None) == any_probe
+            assert (read([other, probe]) is not None) == reads_probes
