@@ -31,7 +31,7 @@
 extern char __start_shared_memory[], __stop_shared_memory[];
 
 struct Dimensions {
-  unsigned x;
+  unsigned x, y = 0;
 };
 static Dimensions threadIdx, blockIdx, blockDim, gridDim;
 
@@ -86,7 +86,7 @@ inline void arrive(int line, unsigned mask) {
 
 inline void resume(unsigned i) {
   current = i;
-  threadIdx.x = i;
+  threadIdx = {i % blockDim.x, i / blockDim.x};
   Thread& thread = threads[i];
   if (_setjmp(scheduler) != 0) return;
   if (thread.started) _longjmp(thread.place, 1);
@@ -159,23 +159,23 @@ inline void run_block(unsigned num_threads) {
 }
 
 // Returns what was wrong, or nothing.
-inline const char* launch(unsigned num_blocks, unsigned num_threads, std::function<void()> kernel) {
+inline const char* launch(unsigned num_blocks, Dimensions block_shape, std::function<void()> kernel) {
   failure.clear();
   body = std::move(kernel);
   gridDim.x = num_blocks;
-  blockDim.x = num_threads;
+  blockDim = block_shape;
   for (unsigned block = 0; block < num_blocks && failure.empty(); ++block) {
     blockIdx.x = block;
     memset(__start_shared_memory, 0xa5, __stop_shared_memory - __start_shared_memory);
-    run_block(num_threads);
+    run_block(blockDim.x * blockDim.y);
   }
   return failure.c_str();
 }
 
 // Launches a kernel whose arguments lie at these addresses.
 template <typename... Arguments>
-const char* launch_with(unsigned num_blocks, unsigned num_threads, void (*kernel)(Arguments...), void** addresses) {
-  return launch(num_blocks, num_threads, [=] {
+const char* launch_with(unsigned num_blocks, Dimensions block_shape, void (*kernel)(Arguments...), void** addresses) {
+  return launch(num_blocks, block_shape, [=] {
     void** next = addresses;
     std::tuple<Arguments...> arguments{*static_cast<Arguments*>(*next++)...};  // braces: from left to right
     std::apply(kernel, arguments);
@@ -212,7 +212,13 @@ inline unsigned ballot(int line, unsigned mask, bool value) {
   return votes;
 }
 
-inline unsigned lane() { return threadIdx.x % WARP; }
+inline unsigned match_any(int line, unsigned mask, uint64_t value) {
+  unsigned same = 0;
+  together(line, mask, value, [&](unsigned lane, uint64_t other) { same |= (unsigned)(other == value) << lane; });
+  return same;
+}
+
+inline unsigned lane() { return current % WARP; }
 
 inline unsigned active_mask() {
   const unsigned begin = current / WARP * WARP;
@@ -244,6 +250,7 @@ inline unsigned short to_half(float value) {
 #define __ballot_sync(mask, value) emulated::ballot(__LINE__, mask, value)
 #define __any_sync(mask, value) (emulated::ballot(__LINE__, mask, value) != 0)
 #define __all_sync(mask, value) (emulated::ballot(__LINE__, mask, !(value)) == 0)
+#define __match_any_sync(mask, value) emulated::match_any(__LINE__, mask, value)
 #define __syncwarp() emulated::arrive(2 * __LINE__, ~0u)
 #define __syncthreads() emulated::arrive(2 * __LINE__, 0)
 #define __activemask() emulated::active_mask()

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +29,64 @@ COMPILER = (shutil.which("c++") or shutil.which("g++")) if sys.platform == "linu
 """None: the emulation cannot be built here."""
 THREADS = 128
 _HEADER = Path(__file__).with_name("emulated_gpu.hpp")
-_LAUNCHES = """
-#define LAUNCH(kernel) \\
-  extern "C" const char* emulate_##kernel(u32 blocks, u32 threads, void** arguments) { \\
-    return emulated::launch_with(blocks, threads, kernel, arguments); \\
-  }
-LAUNCH(look_up) LAUNCH(look_up_and_pool) LAUNCH(note_regions) LAUNCH(begin_regions) LAUNCH(order_keys)
-LAUNCH(note_last) LAUNCH(claim) LAUNCH(write_rows) LAUNCH(write_numbers) LAUNCH(erase) LAUNCH(mark_deleted)
+_LAUNCH = """
+extern "C" const char* emulate_{name}(u32 blocks, u32 width, u32 height, void** arguments) {{
+  return emulated::launch_with(blocks, {{width, height}}, {name}, arguments);
+}}
 """
+_KERNELS = (
+    "look_up",
+    "look_up_and_pool",
+    "note_regions",
+    "begin_regions",
+    "order_keys",
+    "note_last",
+    "claim",
+    "write_rows",
+    "write_numbers",
+    "erase",
+    "mark_deleted",
+)
 _ORDERED_BLOCKS = 2
 """Few, so that each warp takes several times keys in order."""
+
+
+class EmulatedKernels:
+    """Kernels that were compiled for the processor."""
+
+    def __init__(self, folder: Path, kernels: str, names: Sequence[str], **constants: int) -> None:
+        """Compile them.
+
+        Args:
+            folder: for the compiled library.
+            kernels: their source.
+            names: of the kernels in it.
+            constants: macros.
+        """
+        assert COMPILER is not None
+        self._source, library = folder / "kernels.cpp", folder / "kernels.so"
+        launches = "".join(_LAUNCH.format(name=name) for name in names)
+        # Without names for other files: one section cannot hold statics of functions with and without them.
+        self._source.write_text(f'#include "{_HEADER}"\nnamespace {{\n{kernels}\n}}\n{launches}')
+        options = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w", "-U_FORTIFY_SOURCE"]
+        # A GPU ends a kernel that reads a vector which is not aligned.
+        options += ["-fsanitize=alignment,bounds"]
+        options += [f"-D{name}={value}" for name, value in constants.items()]
+        subprocess.run([COMPILER, *options, "-o", library, self._source], check=True)
+        self._library = ctypes.CDLL(str(library))
+
+    def launch(self, name: str, num_blocks: int, block: tuple[int, int], addresses: Any) -> None:
+        """Run a kernel. `addresses`: of its arguments, in C an array."""
+        launch = getattr(self._library, f"emulate_{name}")
+        launch.restype = ctypes.c_char_p
+        with _errors() as reported:
+            failure = launch(num_blocks, *block, addresses)
+        assert not failure, f"{name}: {re.sub('line ([0-9]+)', self._spelled_out, failure.decode())}"
+        assert not reported, f"{name}: {reported[0]}"
+
+    def _spelled_out(self, line: re.Match[str]) -> str:
+        """The text of a line of the source that was compiled."""
+        return f"`{self._source.read_text().splitlines()[int(line[1]) - 1].strip()}` ({self._source}:{line[1]})"
 
 
 class EmulatedGpu:
@@ -46,20 +94,11 @@ class EmulatedGpu:
 
     def __init__(self, folder: Path, **constants: int) -> None:
         """`folder`: for the compiled library."""
-        assert COMPILER is not None
         kernels = source()
         # The only instructions of a GPU that older ones need, too.
         kernels = re.sub(r'asm\("cvt\.f32\.f16 .*?;.*?\);', "value = emulated::from_half(half_bits);", kernels)
         kernels = re.sub(r'asm\("cvt\.rn\.f16\.f32 .*?;.*?\);', "half_bits = emulated::to_half(value);", kernels)
-        self._source, library = folder / "kernels.cpp", folder / "kernels.so"
-        # Without names for other files: one section cannot hold statics of functions with and without them.
-        self._source.write_text(f'#include "{_HEADER}"\nnamespace {{\n{kernels}\n}}\n{_LAUNCHES}')
-        options = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w", "-U_FORTIFY_SOURCE"]
-        # A GPU ends a kernel that reads a vector which is not aligned.
-        options += ["-fsanitize=alignment,bounds"]
-        options += [f"-D{name}={value}" for name, value in constants.items()]
-        subprocess.run([COMPILER, *options, "-o", library, self._source], check=True)
-        self._library = ctypes.CDLL(str(library))
+        self._kernels = EmulatedKernels(folder, kernels, _KERNELS, **constants)
 
     def look_up(
         self,
@@ -137,17 +176,9 @@ class EmulatedGpu:
 
     def _launch(self, name: str, num_threads: int, *arguments: Any) -> None:
         """Run a kernel. Arguments: records, pointers and numbers."""
-        launch = getattr(self._library, f"emulate_{name}")
-        launch.restype = ctypes.c_char_p
         addresses = [address_of(a) if isinstance(a, np.ndarray) else ctypes.addressof(a) for a in arguments]
-        with _errors() as reported:
-            failure = launch(-(-num_threads // THREADS), THREADS, (ctypes.c_void_p * len(addresses))(*addresses))
-        assert not failure, f"{name}: {re.sub('line ([0-9]+)', self._spelled_out, failure.decode())}"
-        assert not reported, f"{name}: {reported[0]}"
-
-    def _spelled_out(self, line: re.Match[str]) -> str:
-        """The text of a line of the source that was compiled."""
-        return f"`{self._source.read_text().splitlines()[int(line[1]) - 1].strip()}` ({self._source}:{line[1]})"
+        num_blocks = -(-num_threads // THREADS)
+        self._kernels.launch(name, num_blocks, (THREADS, 1), (ctypes.c_void_p * len(addresses))(*addresses))
 
 
 @contextlib.contextmanager
