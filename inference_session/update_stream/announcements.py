@@ -18,19 +18,19 @@ from inference_session.platform.staging import MAX_VERSION
 from inference_session.update_stream.kafka_client import (
     BrokerErrors,
     Consumer,
-    KafkaError,
     KafkaException,
     TopicPartition,
     assign,
     create_client,
     interruptible,
+    read_to_end,
+    received,
 )
 from inference_session.update_stream.topics import announcement_topic
 from inference_session.urls.kafka_url import KafkaUrl
 
 KEY = b"version"
 BROKER_TIMEOUT_S = 10.0
-_POLL_S = 0.05
 
 _log = logging.getLogger(__name__)
 
@@ -127,20 +127,13 @@ class Announcements:
 
     def _read_from(self, begin: int) -> tuple[_Announcement | None, _Announcement | None]:
         """From an offset to the end, the last message that is a version, and the last that is not."""
-        assign(self._consumer, [TopicPartition(self.topic, 0, begin)])
         found, refused = None, None
-        deadline = time.monotonic() + BROKER_TIMEOUT_S
-        while (message := self._next(deadline)) is not None:
-            error = message.error()
-            if error is not None and error.code() == KafkaError._PARTITION_EOF:
-                return found, refused
-            if error is not None and not message.topic():
-                continue  # of the group, under which nothing is committed
-            if error is not None:
-                raise self._unreadable(error.str())
-            read = _Announcement(message.offset(), message.timestamp()[1], _version(message))
-            found, refused = (found, read) if read.version is None else (read, refused)
-        raise self._unreadable(f"its last message did not come within {BROKER_TIMEOUT_S:g} s")
+        at = TopicPartition(self.topic, 0, begin)
+        for messages in read_to_end(self._consumer, self._url, at, BROKER_TIMEOUT_S):
+            for message in messages:
+                read = _Announcement(message.offset(), message.timestamp()[1], _version(message))
+                found, refused = (found, read) if read.version is None else (read, refused)
+        return found, refused
 
     def _unreadable(self, why: str) -> UnavailableError:
         return UnavailableError(f"topic {self.topic!r} at {self._url} cannot be read: {why}")
@@ -148,22 +141,10 @@ class Announcements:
     def _wait(self, timeout_s: float) -> bool:
         """Wait for a message; returns whether one came. With nothing assigned, the consumer waits as well."""
         deadline = time.monotonic() + timeout_s
-        while (message := self._next(deadline)) is not None:
-            if not message.error():
+        while messages := received(self._consumer, 1, deadline):
+            if not messages[0].error():
                 return True
         return False
-
-    def _next(self, deadline: float) -> Any | None:
-        """The next message, or event; None: none has come by this time.
-
-        The client library would wait by the time of day: if that is set back by an hour, for an hour. It would also
-        handle no signal meanwhile.
-        """
-        while not (messages := self._consumer.consume(1, 0.0)):
-            if time.monotonic() >= deadline:
-                return None
-            time.sleep(_POLL_S)
-        return messages[0]
 
 
 def _begins(low: int, high: int) -> Iterator[int]:

@@ -6,10 +6,10 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from inference_session.errors import ConfigurationError
+from inference_session.errors import ConfigurationError, UnavailableError
 from inference_session.platform.daemon_threads import DaemonThreads
 from inference_session.urls.kafka_url import KafkaUrl
 
@@ -44,12 +44,16 @@ __all__ = [
     "create_client",
     "interruptible",
     "learn_leaders",
+    "read_to_end",
+    "received",
     "topic_ids",
 ]
 
 _LEADERS_TIMEOUT_S = 1.0
 """How long the brokers may take to name leaders: after this time, a client asks for them by itself."""
 
+_MESSAGES_AT_ONCE = 1000
+_POLL_S = 0.05
 _UNREACHABLE = (KafkaError._TRANSPORT, KafkaError._TIMED_OUT, KafkaError._ALL_BROKERS_DOWN)
 _STATE = re.compile(r" \(after \d+ms in state .*\)$")
 """What the library adds to its errors for its own developers."""
@@ -97,12 +101,15 @@ def create_client(
 
     Raises:
         ConfigurationError: the library does not take an option of the URL.
+        UnavailableError: it cannot start its threads now.
     """
     quiet = {"log_level": 0, "error_cb": on_error}
     checked = {"check.crcs": True} if kind is Consumer else {}
     try:
         return kind({**url.client_settings(), **quiet, **checked, **(settings or {})})
     except KafkaException as error:
+        if error.args[0].code() == KafkaError._CRIT_SYS_RESOURCE:
+            raise UnavailableError(f"the Kafka client does not start; try again: {error.args[0].str()}") from error
         raise ConfigurationError(
             f"the Kafka client rejects the settings of {str(url)!r}: {error.args[0].str()}"
         ) from error
@@ -132,6 +139,46 @@ def assign(consumer: Consumer, partitions: Sequence[TopicPartition]) -> None:
     consumer.assign(partitions)
     for _ in range(2):
         consumer.assignment()
+
+
+def received(consumer: Consumer, num_messages: int, deadline: float) -> list[Message]:
+    """The next messages and events, at most as many; [] when none has come by this value of time.monotonic().
+
+    The client library would wait by the time of day: if that is set back by an hour, for an hour. It would also
+    handle no signal meanwhile.
+    """
+    while not (messages := consumer.consume(num_messages, 0.0)):
+        if time.monotonic() >= deadline:
+            return []
+        time.sleep(_POLL_S)
+    return list(messages)
+
+
+def read_to_end(consumer: Consumer, url: KafkaUrl, begin: TopicPartition, timeout_s: float) -> Iterator[list[Message]]:
+    """Yield the messages of a partition from an offset to its end, some at a time. The end is where the brokers say so:
+    after the last message there may be marks of transactions, and offsets of messages that were compacted.
+
+    Args:
+        consumer: has `enable.partition.eof`, and reads nothing else from now on.
+        url: the brokers, for errors.
+        begin: names the offset.
+        timeout_s: the longest that the next messages may take to come.
+
+    Raises:
+        UnavailableError: the messages cannot be read.
+    """
+    assign(consumer, [begin])
+    why = f"its next message did not come within {timeout_s:g} s"
+    while messages := received(consumer, _MESSAGES_AT_ONCE, time.monotonic() + timeout_s):
+        yield [message for message in messages if message.error() is None]
+        # An event without a topic is of the group, under which nothing is committed.
+        events = [message.error() for message in messages if message.error() is not None and message.topic()]
+        if events and events[0].code() == KafkaError._PARTITION_EOF:
+            return
+        if events:
+            why = events[0].str()
+            break
+    raise UnavailableError(f"topic {begin.topic!r} at {url} cannot be read: {why}")
 
 
 def learn_leaders(client: Consumer | Producer, topics: Iterable[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from inference_session.errors import UnavailableError
 from inference_session.session import InferenceSession
 from inference_session.update_stream import announcements
+from inference_session.update_stream.kafka_client import KafkaError, KafkaException, create_client
 from inference_session.update_stream.publisher import Publisher
 from inference_session.urls.kafka_url import KafkaUrl
 from tests.testing.broker import Broker
@@ -118,3 +119,13 @@ def test_it_is_told_why_brokers_cannot_be_reached(
             announced.newest(0)
         with InferenceSession.open(small.directory, update_stream=url) as session:
             wait_until(lambda: bool(re.search(expected, str(session.stats()["updates"]["failure"]))), "the reason")
+
+
+def test_a_client_that_cannot_start_its_threads_may_be_tried_again() -> None:
+    """The error does not speak of the settings, which are right."""
+
+    def start(_: object) -> None:
+        raise KafkaException(KafkaError(KafkaError._CRIT_SYS_RESOURCE, "Failed to create thread"))
+
+    with pytest.raises(UnavailableError, match="does not start; try again: Failed to create thread"):
+        create_client(start, KafkaUrl.parse("kafka://127.0.0.1:1"))

@@ -34,6 +34,7 @@ from tests.testing.training_models import (  # noqa: E402
     table_rows,
     train,
 )
+from tests.testing.transaction_broker import TransactionBroker  # noqa: E402
 
 pytestmark = [pytest.mark.training, pytest.mark.filterwarnings("ignore")]
 
@@ -214,6 +215,19 @@ def test_no_text_shows_the_password_of_a_broker(broker: Broker, monkeypatch: pyt
 
     assert "trainer" in texts[0]
     assert not [text for text in (*texts, str(no_name.value), str(no_broker.value)) if "secret" in text]
+
+
+def test_published_keys_are_read_to_the_end_of_the_topic() -> None:
+    """Where the last offsets have no message, as they are marks of transactions or were compacted."""
+    vector, moment = np.ones(4, np.float32).tobytes(), datetime.now(timezone.utc)
+    with TransactionBroker() as broker:
+        topic = "hps_et.ctr.user"
+        for transaction, key in enumerate([5, 6, 7]):
+            broker.send(topic, (key.to_bytes(8, "little"), vector), transaction=transaction)
+        broker.commit(topic, 0)
+        broker.abort(topic, 1)
+        broker.commit(topic, 2)
+        assert published_keys.published_keys(broker.url, "ctr", "user", 4, moment).tolist() == [5, 7]
 
 
 def test_a_version_that_is_none_is_refused_before_it_is_queued(broker: Broker) -> None:
