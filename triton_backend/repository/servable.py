@@ -202,7 +202,7 @@ def read_config(folder: Path) -> ModelConfig:
     for name, backend in _BACKEND_BY_FILE.items():
         if any(_describes_itself(folder / str(version) / name) for version in versions_in(folder)):
             return ModelConfig(name="", backend=backend)
-    raise ConfigurationError(f"model {folder.name!r}: {config_file} does not exist{_hint(folder.parent)}")
+    raise ConfigurationError(f"model {folder.name!r}: {config_file} does not exist{_hint(folder)}")
 
 
 def _describes_itself(path: Path) -> bool:
@@ -210,8 +210,11 @@ def _describes_itself(path: Path) -> bool:
     return path.exists() and (path.suffix != ".py" or "auto_complete_config" in path.read_text(errors="replace"))
 
 
-def _hint(folder: Path) -> str:
-    """What was given in place of a repository, if that is known."""
+def _hint(model: Path) -> str:
+    """What was given in place of a repository, or not made by a command, if that is known."""
+    folder = model.parent
+    if any((model / str(version) / SESSION_FILE).is_file() for version in versions_in(model)):
+        return "; `hotrow import` and `hotrow publish-version` write it, functions in Python do not"
     if (folder / CONFIG_FILE).is_file():
         return f"; {folder} is the folder of a model: give the repository that holds it, {folder.parent}"
     if (folder / SESSION_FILE).is_file():

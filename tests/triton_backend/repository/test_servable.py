@@ -91,6 +91,15 @@ def test_a_model_that_nobody_describes_is_refused(entry: str, tmp_path: Path) ->
         find_models(tmp_path)
 
 
+def test_a_model_that_python_imported_is_explained(tmp_path: Path) -> None:
+    """`import_onnx` writes a version, and nothing of Triton."""
+    (tmp_path / "m/1").mkdir(parents=True)
+    (tmp_path / "m/1/session.json").touch()
+
+    with pytest.raises(ConfigurationError, match=r"does not exist; `hotrow import` and `hotrow publish-version` write"):
+        find_models(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("config", "is_complete"),
     [
