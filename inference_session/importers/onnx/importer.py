@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
-from onnx import ModelProto, TensorProto, ValueInfoProto, inliner
+from onnx import ModelProto, TensorProto, ValueInfoProto, defs, inliner
 
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError
 from inference_session.importers.onnx.canonical import CanonicalModel, to_canonical
@@ -57,6 +57,8 @@ _ORIGINAL_FILE = ".original.onnx"
 _REPLACEABLE_SINCE = 4
 """The version of ONNX's format in which inputs with initializers became optional; before, all had to be listed."""
 _TOLERANCE = 1e-5
+_DOMAINS = ("ai.onnx", "ai.onnx.ml", "com.microsoft", "com.microsoft.nchwc")
+"""Whose operators ONNX Runtime's packages have."""
 
 
 def import_onnx(
@@ -329,7 +331,7 @@ class _Import:
             network = open_network(path)
         except Exception as error:
             # ONNX Runtime raises its own types, which share no base but this.
-            reason = " ".join(str(error).replace(str(path), "it").split())
+            reason = _unknown_operators(model) or " ".join(str(error).replace(str(path), "it").split())
             raise ModelFormatError(f"{self.source.path}: ONNX Runtime cannot load this model: {reason}") from error
         prober = Prober(network, self.source.inputs, self._rows(carved))
         return prober.find(trusts_symbols=bool(self.context)), prober
@@ -362,6 +364,21 @@ class _Import:
         except Exception as error:  # noqa: BLE001  ONNX Runtime's errors share no other base; all mean "no"
             logger.debug("the imported model does not run: %s", error)
             return False
+
+
+def _unknown_operators(model: ModelProto) -> str:
+    """Which operators are not those of ONNX or ONNX Runtime, and the way out; empty if all are."""
+    found = {
+        f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+        for node in all_nodes(model.graph)
+        if (node.domain or "ai.onnx") not in _DOMAINS or (not node.domain and not defs.has(node.op_type))
+    }
+    if not found:
+        return ""
+    return (
+        f"it has no operator {shortened(sorted(found))}. Converters pass on what ONNX lacks, such as TensorFlow's "
+        "hashes of strings. Export the network behind that operator, and let clients send what the operator gives"
+    )
 
 
 def _computes_in_half(carved: CarvedModel) -> bool:

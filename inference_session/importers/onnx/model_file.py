@@ -18,7 +18,22 @@ from inference_session.platform.small_files import open_at_once, why_unreadable
 from inference_session.version_directory.protobuf_wire import BYTES, Field, message_fields
 
 _MODEL_GRAPH = 7
-_ZIP = b"PK\x03\x04"
+_HDF5, _GIT_LFS = b"\x89HDF\r\n\x1a\n", b"version https://git-lfs.github.com"
+_OTHER_FORMATS = (
+    (
+        0,
+        b"PK\x03\x04",
+        (
+            "it is a ZIP archive, as torch.save and Keras write; torch.onnx.export and Keras's model.export write "
+            "ONNX, and `hotrow import torch` takes what torch.export.save writes"
+        ),
+    ),
+    (0, _HDF5, 'it is an HDF5 file, as Keras writes; model.export("model.onnx", format="onnx") writes ONNX'),
+    (0, b"\x80", "it is a pickle; hotrow reads none: have the framework export the model to ONNX"),
+    (4, b"ORTM", "it is in ONNX Runtime's own format; import the .onnx file that it was made of"),
+    (0, _GIT_LFS, "it is a pointer of Git LFS in place of the file; `git lfs pull` fetches it"),
+)
+"""What people give instead: where a mark of it is in the file, the mark, and the way out."""
 _GRAPH_INITIALIZER = 5
 _TENSOR_RAW_DATA = 9
 _MIN_BLOB_BYTES = 4096
@@ -55,11 +70,9 @@ def read_skeleton(path: Path) -> tuple[ModelProto, dict[int, Blob]]:
 
 
 def _model_bytes(path: Path, data: mmap.mmap, blobs: dict[int, Blob]) -> bytes:
-    if data[: len(_ZIP)] == _ZIP:
-        raise ValueError(
-            "it is a ZIP archive, as torch.save writes; torch.onnx.export writes ONNX, and `hotrow import torch` "
-            "takes what torch.export.save writes"
-        )
+    for offset, mark, advice in _OTHER_FORMATS:
+        if data[offset : offset + len(mark)] == mark:
+            raise ValueError(advice)
     parts: list[bytes] = []
     for field in message_fields(data, 0, len(data)):
         if field.number == _MODEL_GRAPH and field.kind == BYTES:

@@ -23,6 +23,7 @@ from inference_session.model_spec import (
     folder_names,
     label_names,
 )
+from inference_session.onnx_graphs import all_nodes
 
 _PREDICTION_TYPES = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
 
@@ -165,8 +166,15 @@ def lookup_spec(lookup: GraphLookup, folder: str) -> LookupSpec:
 
 def _notes(spec: ModelSpec, carved: CarvedModel) -> list[str]:
     notes: list[str] = []
+    scaled = next((node for node in all_nodes(carved.dense.graph) if node.op_type == "DynamicQuantizeLinear"), None)
+    if scaled:
+        notes.append(
+            f"DynamicQuantizeLinear {(scaled.name or scaled.output[0])!r} takes one scale for the whole batch, so that "
+            "requests cannot be joined; import the model as it was before quantize_dynamic, and store tables by "
+            "--tables int8"
+        )
     if not spec.tables:
-        notes.append("no table was taken out; everything is in the dense network")
+        notes.append(f"no table was taken out; everything is in the dense network{_largest_weight(carved)}")
     if not spec.labels:
         notes.append(f"there is no {PREDICTIONS}: no output is a float tensor of shape [batch] or [batch, k]")
     poolings = {
@@ -176,3 +184,18 @@ def _notes(spec: ModelSpec, carved: CarvedModel) -> list[str]:
         f"the {pooling} over an empty bag is zero here; ONNX Runtime gives NaN, -inf or an error"
         for pooling in sorted(poolings & {"mean", "max"})
     ]
+
+
+def _largest_weight(carved: CarvedModel) -> str:
+    """What a person who expected a table may have meant, unless the report names it already."""
+    matrices = [weight for weight in carved.dense_weights if len(weight.dims) > 1]
+    if carved.stays_dense or not matrices:
+        return ""
+    largest = max(matrices, key=lambda weight: weight.num_bytes)
+    reader = next((node for node in all_nodes(carved.dense.graph) if largest.name in node.input), None)
+    if reader is None:
+        return ""
+    return (
+        f". The largest weight, {largest.name!r} ({' x '.join(map(str, largest.dims))}), is read by {reader.op_type} "
+        f"{(reader.name or reader.output[0])!r}; rows of a table are read by Gather along axis 0"
+    )

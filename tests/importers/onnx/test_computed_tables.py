@@ -155,3 +155,16 @@ def test_a_quantized_table_that_is_also_read_otherwise_stays(tmp_path: Path, kin
 
     assert not report.tables
     assert [item.name for item in report.stays_dense] == ["q"]
+
+
+def test_a_scale_of_the_whole_batch_is_named(tmp_path: Path) -> None:
+    """ONNX Runtime's `quantize_dynamic` adds it before each matrix product; the report says why requests stay apart."""
+    text = """g (int64[b, 2] keys) => (float[b, 2, 3] y) {
+        v = Gather(w, keys)  q, s, z = DynamicQuantizeLinear(v)  i = MatMulInteger(q, m, z)
+        f = Cast<to = 1>(i)  y = Mul(f, s) }"""
+    weights = np.arange(12, dtype=np.uint8).reshape(4, 3)
+
+    report = check(tmp_path, model_of(text, {"w": table(2000), "m": weights}), KEYS)
+
+    assert not report.spec.joinable
+    assert "DynamicQuantizeLinear 'q' takes one scale for the whole batch" in str(report)

@@ -165,10 +165,21 @@ def test_models_that_onnx_runtime_does_not_take_are_refused(tmp_path: Path) -> N
     """An unknown operator is reported at import, not at the first request."""
     model = model_of("m (int64[b] k) => (float[b, 4] y) { v = Gather(w, k)  y = Bogus(v) }", {"w": table()})
 
-    with pytest.raises(ModelFormatError, match="ONNX Runtime cannot load this model:"):
+    with pytest.raises(ModelFormatError, match=r"ONNX Runtime cannot load this model: it has no operator Bogus\."):
         import_model(tmp_path, model)
 
     assert not _left(tmp_path)
+
+
+def test_operators_of_a_library_that_is_not_loaded_are_named(tmp_path: Path) -> None:
+    """tf2onnx writes those of onnxruntime-extensions on demand; ONNX Runtime named the first one, and no way out."""
+    text = "m (string[b] s) => (int64[b] y, int64[b] z) { y = hash(s, n)  z = Cast<to = 7>(s) }"
+    model = model_of(text, {"n": np.array([10])})
+    model.graph.node[0].op_type, model.graph.node[0].domain = "StringToHashBucketFast", "ai.onnx.contrib"
+    model.opset_import.append(helper.make_opsetid("ai.onnx.contrib", 1))
+
+    with pytest.raises(ModelFormatError, match=r"no operator ai\.onnx\.contrib\.StringToHashBucketFast\..*let clients"):
+        import_model(tmp_path, model)
 
 
 def test_refusals_are_one_line_and_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -306,8 +317,26 @@ def test_a_file_of_pytorch_is_named(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "model.onnx", "w") as archive:
         archive.writestr("model/data.pkl", b"")
 
-    with pytest.raises(ModelFormatError, match=r"it is a ZIP archive, as torch\.save writes"):
+    with pytest.raises(ModelFormatError, match=r"it is a ZIP archive, as torch\.save and Keras write"):
         import_onnx(tmp_path / "model.onnx", tmp_path / "repository", "m")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\x89HDF\r\n\x1a\n" + bytes(8), "it is an HDF5 file, as Keras writes"),
+        (b"\x80\x04\x95\x10\x00\x00", "it is a pickle; hotrow reads none"),
+        (b"\x1c\x00\x00\x00ORTM" + bytes(8), "ONNX Runtime's own format"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "`git lfs pull` fetches it"),
+    ],
+)
+def test_files_of_other_formats_are_named(tmp_path: Path, content: bytes, message: str) -> None:
+    """They were reported as damaged protobuf."""
+    path = tmp_path / "model.onnx"
+    path.write_bytes(content)
+
+    with pytest.raises(ModelFormatError, match=message):
+        import_onnx(path, tmp_path / "repository", "m")
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", ".hidden", "a b", "a;b", "ä"])

@@ -411,7 +411,18 @@ def test_a_model_without_tables_is_dense_altogether(tmp_path: Path) -> None:
 
     report = check(tmp_path, model, {"x": np.ones((2, 4), np.float32)})
 
-    assert "no table was taken out" in str(report)
+    assert str(report).endswith("Note: no table was taken out; everything is in the dense network")
+
+
+def test_the_weight_that_may_be_meant_is_named_where_there_is_no_table(tmp_path: Path) -> None:
+    """A product with one-hot rows, as from Dense layers over categories, reads no rows of its table."""
+    text = "m (int64[b] k) => (float[b, 4] y) { h = OneHot(k, n, v)  y = MatMul(h, w) }"
+    constants = {"n": np.array(1000), "v": np.array([0, 1], np.float32), "w": table()}
+
+    report = check(tmp_path, model_of(text, constants), {"k": KEYS[:, 0]})
+
+    note = "The largest weight, 'w' (1000 x 4), is read by MatMul 'y'; rows of a table are read by Gather along axis 0"
+    assert note in str(report)
 
 
 def test_recommenders_answer_as_expected(models: ExampleModels, tmp_path: Path) -> None:
