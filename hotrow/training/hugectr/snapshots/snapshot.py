@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import tempfile
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from inference_session.model_source import Copy
 from inference_session.model_source.create import create_source, split_place
 from inference_session.model_source.fetch import fetch
 from inference_session.model_spec import KEY_FILE, VECTOR_FILE
+from inference_session.platform.file_locks import locked
 from inference_session.platform.large_pages import open_for_writing
 from inference_session.platform.staging import ABANDONED_S, working_folder
 
@@ -147,9 +148,10 @@ def save_table(table: EmbeddingTable, processes: Processes, folder: Path) -> Non
     folder.parent.mkdir(parents=True, exist_ok=True)
     with working_folder(folder.parent, f".tmp-{folder.name}_") as staging:
         _write_rows(staging / folder.name, keys, vectors)
-        if folder.exists():
-            folder.rename(staging / f"{folder.name}.replaced")  # removed only once the new one is in place
-        (staging / folder.name).rename(folder)
+        with _alone_in(str(folder.parent)):
+            if folder.exists():
+                folder.rename(staging / f"{folder.name}.replaced")  # removed only once the new one is in place
+            (staging / folder.name).rename(folder)
 
 
 def _write_rows(folder: Path, keys: Iterable[Tensor], vectors: Iterable[Tensor]) -> None:
@@ -189,15 +191,26 @@ def _write(path: Path, parts: Any) -> None:
 
 def _put_in_place(staging: Path, folder: str, names: Sequence[str]) -> None:
     """Remove an earlier snapshot of these names, its dense weights first, then put the new one in place."""
-    with create_source(folder) as place:
-        for name in reversed(names):
-            place.remove(name)
-    for name in names:
-        if "://" in folder:
-            with Copy(staging / name, f"{folder.rstrip('/')}/{name}") as copy:
-                copy.run()
-        else:
-            (staging / name).rename(Path(folder) / name)
+    with _alone_in(folder):
+        with create_source(folder) as place:
+            for name in reversed(names):
+                place.remove(name)
+        for name in names:
+            if "://" in folder:
+                with Copy(staging / name, f"{folder.rstrip('/')}/{name}") as copy:
+                    copy.run()
+            else:
+                (staging / name).rename(Path(folder) / name)
+
+
+@contextmanager
+def _alone_in(folder: str) -> Iterator[None]:
+    """Wait for jobs of this machine that put files in place there: those of two jobs would become one model."""
+    with ExitStack() as held:
+        if "://" not in folder:
+            with suppress(OSError):  # a file system without locks
+                held.enter_context(locked(Path(folder)))
+        yield
 
 
 def load_dense_weights(trainer: Trainer, place: str, params: DataSourceParams) -> None:

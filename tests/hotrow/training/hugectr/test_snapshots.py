@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +102,41 @@ def _check_snapshot(model: Model) -> None:
         assert Path(f"{NAMES.sparse_states(number)}.json").exists()
     assert Path(f"{NAMES.dense_states}.json").exists()
     assert len({value for file in files for value in np.fromfile(file, np.float32).tolist()}) == 1
+
+
+def test_jobs_that_save_the_same_names_at_once_leave_one_whole_model(tmp_path: Path) -> None:
+    """Three jobs in one working directory: each save succeeds, and the files in place are of one of them."""
+    multiprocessing.spawn(_save_at_once, (tmp_path,), nprocs=1)
+
+
+def _save_at_once(_rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    make_data(SAMPLES["din_parquet"], folder)
+    model = make_model(SAMPLES["din_parquet"], folder)
+    model.start_data_reading()
+    model.train()
+    model.get_data_reader_train().stop()
+    children = []
+    for number in range(3):
+        if not (child := os.fork()):
+            _save_often(model, number)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+    assert Path(NAMES.dense).exists()
+    _check_snapshot(model)
+
+
+def _save_often(model: Model, number: int) -> None:
+    """Runs in a separate process, which ends here."""
+    try:
+        _fill(model, number)
+        for _ in range(20):
+            model.save_params_to_files("a", 1)
+        os._exit(0)
+    finally:
+        traceback.print_exc()
+        os._exit(1)
 
 
 @pytest.mark.parametrize("name", ["wdl", "wdl_bin", "wdl_parquet"])
