@@ -40,7 +40,8 @@ def _asked(sizes: list[int], rng: np.random.Generator) -> list[NDArray[np.int64]
 def _segments(asked: list[Any], outputs: list[Any], bag: int) -> NDArray[np.void]:
     """Of keys on the device; the rows of so many are added up, 0: of none."""
     pooling = PoolingCode.SUM if bag else PoolingCode.NONE
-    return key_segments([keys.reshape(-1, max(bag, 1)) for keys in asked], outputs, pooling=pooling)
+    bags = [keys.reshape(-1, max(bag, 1)) for keys in asked]
+    return key_segments(bags, outputs, [0] * len(bags), pooling)
 
 
 def _check(tables: Any, device: Any, sizes: list[int], bag: int, is_known: Any) -> None:
