@@ -131,8 +131,8 @@ struct Tile {
   }
 };
 
-// The kernel itself pools the usual bags of rows that a warp takes in one step: few registers do for these, so that many warps
-// run at once. All else is done by functions of their own, so that it takes no registers from them.
+// The kernel itself pools the usual bags: few registers do for these, so that many warps run at once. All else is done by a
+// function of its own, so that it takes no registers from them.
 __device__ __noinline__ void look_up_or_pool_any(const Request& request, u32 number) {
   const Tile tile(request, number);
   if (IN_ORDER && request.few_begins[tile.s] != NOT_ORDERED) return;
@@ -156,10 +156,6 @@ __device__ __forceinline__ void pool_usual(const Request& request, const Tile& t
   pool_bags<FLOAT32, true, true, ONE_STEP>(request, segment, request.tables[segment.table], tile.s, bags.x, bags.y, marking);
 }
 
-__device__ __noinline__ void pool_usual_of_any_dim(const Request& request, u32 number) {
-  pool_usual<false>(request, Tile(request, number));
-}
-
 // For any segments.
 extern "C" __global__ void __launch_bounds__(128, NARROW_ROWS ? 6 : 8) look_up_and_pool(const __grid_constant__ Request request) {
   u32 number;
@@ -168,6 +164,6 @@ extern "C" __global__ void __launch_bounds__(128, NARROW_ROWS ? 6 : 8) look_up_a
   const Segment& segment = tile.segment(request);
   const Table& table = request.tables[segment.table];
   if (!are_usual(segment, table)) look_up_or_pool_any(request, number);
-  else if (table.dim <= 2 * LANES || table.dim > 4 * LANES) pool_usual_of_any_dim(request, number);
+  else if (table.dim <= 2 * LANES || table.dim > 4 * LANES) pool_usual<false>(request, tile);
   else pool_usual<true>(request, tile);
 }

@@ -189,7 +189,7 @@ __device__ __forceinline__ void add_rows_of_bags(const Found& found, Sum<true>& 
   }
 }
 
-// Rows of any type, with weights, or of which the largest elements count.
+// Rows of several types, with weights, or of which the largest elements count.
 template <bool WIDE>
 __device__ __forceinline__ void add_any_rows(const Found& found, Sum<WIDE>& sum, u32 from, u32 to, u32 before, int dim,
                                              bool takes_largest) {
@@ -212,7 +212,28 @@ __device__ __forceinline__ void add_any_rows(const Found& found, Sum<WIDE>& sum,
   }
 }
 
-// PLAIN: sums or means without weights, of rows most of which are stored as CODE. ONE_STEP: the whole warp takes a row, each
+// The same of rows that are all stored as CODE, as many as make whole rounds. Returns how many were added.
+template <int CODE, bool WIDE>
+__device__ __forceinline__ u32 add_any_rounds(const Found& found, Sum<WIDE>& sum, u32 from, u32 to, u32 before, int dim,
+                                              bool takes_largest) {
+  constexpr u32 AT_ONCE = POOLED_IN_FLIGHT / 2;
+  const u32 rows_at_once = LANES / sum.width, round = rows_at_once * AT_ONCE, count = (to - from) / round * round;
+  const int step = min(sum.step, sum.steps - 1);
+#pragma unroll 1
+  for (u32 place = from + sum.group_after(before); place < from + count; place += round) {
+    Elements<WIDE> elements[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const u8* row = found.rows[place + i * rows_at_once];
+      elements[i] = row != nullptr ? Elements<WIDE>::template load<CODE>(row, step, dim) : Elements<WIDE>::all(0.0f);
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) sum.add(elements[i], found.weights[place + i * rows_at_once], takes_largest);
+  }
+  return count;
+}
+
+// CODE: how most rows are stored. PLAIN: sums or means without weights. ONE_STEP: the whole warp takes a row, each
 // lane at most once.
 template <int CODE, bool WIDE, bool PLAIN, bool ONE_STEP>
 __device__ __forceinline__ void pool_bags(const Request& request, const Segment& given, const Table& table, u32 s, u32 first,
@@ -265,7 +286,7 @@ __device__ __forceinline__ void pool_bags(const Request& request, const Segment&
           found.codes[lane] = (u8)source.code;
           found.weights[lane] = weighted && asked ? segment.weights[position] : 1.0f;
         }
-        same = PLAIN && (!NARROW_ROWS || !__any_sync(ALL_LANES, source.row != nullptr && source.code != CODE));
+        same = !NARROW_ROWS || !__any_sync(ALL_LANES, source.row != nullptr && source.code != CODE);
         whole = same && sum.width == LANES && !__any_sync(ALL_LANES, asked && source.row == nullptr);
         if (CODE != FLOAT32 && same) factors = Factors::load<CODE>(source.row, (int)table.dim);
         __syncwarp();
@@ -285,9 +306,11 @@ __device__ __forceinline__ void pool_bags(const Request& request, const Segment&
       u32 num_added = 0;
       if constexpr (PLAIN && WIDE && CODE == FLOAT32) {
         if (whole) num_added = add_rounds(found, sum, from, to);
+      } else if constexpr (!PLAIN) {
+        if (same) num_added = add_any_rounds<CODE, WIDE>(found, sum, from, to, place - bag_begin, (int)table.dim, takes_largest);
       }
       const u32 rest = from + num_added, before = place + num_added - bag_begin;
-      if (same) add_rows<CODE, WIDE>(found, sum, rest, to, before, (int)table.dim);
+      if (PLAIN && same) add_rows<CODE, WIDE>(found, sum, rest, to, before, (int)table.dim);
       else add_any_rows<WIDE>(found, sum, rest, to, before, (int)table.dim, takes_largest);
       place = end;
     }
@@ -295,15 +318,22 @@ __device__ __forceinline__ void pool_bags(const Request& request, const Segment&
   unknown_count.report(request, s);
 }
 
+template <bool WIDE, bool PLAIN>
+__device__ __forceinline__ void pool_by_code(const Request& request, const Segment& segment, const Table& table, u32 s, u32 first,
+                                             u32 count, bool marking) {
+  const int code = code_of(ROWS_CHANGE ? table.base_rows : table.cached_rows);  // of most rows
+  if (code == FLOAT16) pool_bags<FLOAT16, WIDE, PLAIN, false>(request, segment, table, s, first, count, marking);
+  else if (code == INT8) pool_bags<INT8, WIDE, PLAIN, false>(request, segment, table, s, first, count, marking);
+  else pool_bags<FLOAT32, WIDE, PLAIN, false>(request, segment, table, s, first, count, marking);
+}
+
+// All bags but the usual ones.
 template <bool WIDE>
 __device__ __forceinline__ void pool_any(const Request& request, const Segment& segment, const Table& table, u32 s, u32 first,
                                          u32 count, bool marking) {
-  const int code = code_of(ROWS_CHANGE ? table.base_rows : table.cached_rows);  // of most rows
-  if (segment.pooling == MAX || segment.weights != nullptr)
-    pool_bags<FLOAT32, WIDE, false, false>(request, segment, table, s, first, count, marking);
-  else if (code == FLOAT16) pool_bags<FLOAT16, WIDE, true, false>(request, segment, table, s, first, count, marking);
-  else if (code == INT8) pool_bags<INT8, WIDE, true, false>(request, segment, table, s, first, count, marking);
-  else if (NARROW_ROWS || !WIDE) pool_bags<FLOAT32, WIDE, true, false>(request, segment, table, s, first, count, marking);
+  const bool plain = segment.pooling != MAX && segment.weights == nullptr;
+  if (!plain) pool_by_code<WIDE, false>(request, segment, table, s, first, count, marking);
+  else if (NARROW_ROWS || !WIDE) pool_by_code<WIDE, true>(request, segment, table, s, first, count, marking);
 }
 
 // Whether a tile has usual bags: sums or means without weights, of rows in float32.
