@@ -132,6 +132,12 @@ def _along(*, from_there_on: bool = False) -> Callable[[Step], list[Kind]]:
     return rule
 
 
+def _skip_normalization(step: Step) -> list[Kind]:
+    """ONNX Runtime's sum of two tensors and a bias, normalised along the last axis."""
+    looks_there = any(at.axis == step.rank(i) - 1 for i, at in step.per_sample)
+    return [None] * len(step.node.output) if looks_there else _elementwise(step)
+
+
 def _softmax(step: Step) -> list[Kind]:
     """Before opset 13, it computed along all axes from one on; the stricter rule is valid for both."""
     at = step.only()
@@ -193,12 +199,21 @@ def _matmul(step: Step) -> list[Kind]:
     is_vector = [step.rank(i) == 1 for i in (0, 1)]
     positions = set()
     for i, at in step.per_sample:
-        from_end = step.rank(i) - 1 - at.axis
+        from_end = step.rank(i) - 1 - _turned(step, i, at.axis)
         if at.axis < 0 or is_vector[i] or from_end == i:  # the axis that is summed over
             return [None]
         shift = is_vector[1 - i] and from_end > 0
         positions.add((len(shapes[0]) - 1 - from_end + int(shift), at.outer))
     return step.outputs(*positions.pop()) if len(positions) == 1 else [None]
+
+
+def _turned(step: Step, position: int, axis: int) -> int:
+    """Where an axis of a factor lies in the product. ONNX Runtime's FusedMatMul transposes its factors first."""
+    rank, factor = step.rank(position), "AB"[position]
+    if step.attribute(f"transBatch{factor}", 0) and axis < rank - 1:  # the first axis becomes the last but one
+        axis = (axis - 1) % (rank - 1)
+    is_swapped = step.attribute(f"trans{factor}", 0) and axis >= rank - 2
+    return 2 * rank - 3 - axis if is_swapped else axis
 
 
 def _gemm(step: Step) -> list[Kind]:
@@ -487,6 +502,11 @@ OTHER_RULES: dict[str, dict[str, Callable[[Step], list[Kind]]]] = {
         "FeatureVectorizer": _vectorized,
         "OneHotEncoder": _by_elements,
     },
-    "com.microsoft": dict.fromkeys(("BiasGelu", "FastGelu", "Gelu", "MurmurHash3", "QuickGelu"), _elementwise),
+    "com.microsoft": {
+        **dict.fromkeys(("BiasGelu", "FastGelu", "Gelu", "MurmurHash3", "QuickGelu"), _elementwise),
+        "FusedGemm": _gemm,
+        "FusedMatMul": _matmul,
+        "SkipLayerNormalization": _skip_normalization,
+    },
 }
 """The same for operators of other domains."""

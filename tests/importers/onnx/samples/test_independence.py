@@ -26,6 +26,12 @@ HEAD = "m (int64[n] id, float[n, 4] d, int64[n, 3] ids) => (float[n, k] y)"
 COMMON = "e = Gather(w, id)  h = Gather(w, ids)  both = Add(e, d)"
 
 HOSTILE = {
+    "products of samples, moved": """
+        g = com.microsoft.FusedMatMul<transBatchA = 1, transBatchB = 1, transB = 1>(h, h)
+        m = ReduceSum<keepdims = 0>(g, az) y = MatMul(m, both)""",
+    "products of samples, transposed": "g = com.microsoft.FusedMatMul<transA = 1>(both, both) y = MatMul(both, g)",
+    "sums over samples, transposed": """t = Transpose<perm = [1, 0]>(both)
+        g = com.microsoft.FusedMatMul<transB = 1>(t, t) y = MatMul(both, g)""",
     "maximum of the batch": "a = Constant<value = int64[1] {0}>() m = ReduceMax(d, a) y = Sub(both, m)",
     "branch on the maximum": """a = Constant<value = int64[1] {0, 1}>() m = ReduceMax<keepdims = 0>(d)
         l = Constant<value = float {3}>() c = Greater(m, l)
@@ -201,6 +207,14 @@ SOUND = {
         f = Mod(b, c) k = Cast<to = 7>(f) v = Gather(w, k) r = ReduceSum<keepdims = 0>(v, one) y = Add(r, both)""",
     "activations of ONNX Runtime": """a = com.microsoft.Gelu(both) b = com.microsoft.BiasGelu(a, ones)
         c = com.microsoft.QuickGelu(b) y = com.microsoft.FastGelu(c)""",
+    "layers that ONNX Runtime has fused": """
+        a = com.microsoft.FusedGemm<transB = 1, activation = "Relu">(both, m44, ones)
+        b = com.microsoft.FusedMatMul<transB = 1, alpha = 0.5>(a, m44)
+        c = Transpose<perm = [1, 0]>(b) g = com.microsoft.FusedMatMul<transA = 1>(c, m44)
+        u = Unsqueeze(g, one) t = com.microsoft.FusedMatMul<transB = 1>(u, h) s = Softmax<axis = -1>(t)
+        v = MatMul(s, h) n = com.microsoft.SkipLayerNormalization(u, v, ones, zeros) y = Squeeze(n, one)""",
+    "axes that ONNX Runtime moves": """b = Unsqueeze(m44, az)
+        a = com.microsoft.FusedMatMul<transBatchA = 1>(h, b) p = Transpose<perm = [1, 0, 2]>(a) y = ReduceSum<keepdims = 0>(p, one)""",
     "bfloat16 between layers": "b = Cast<to = 16>(both) c = Cast<to = 1>(b) y = Mul(c, d)",
     "dense layers": "a = MatMul(both, m44) b = Relu(a) y = Gemm<transB = 1>(b, m44, ones)",
     "factorisation machine": """s = ReduceSum<keepdims = 0>(h, one) q = Mul(s, s) p = Mul(h, h) r =
