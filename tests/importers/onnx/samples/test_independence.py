@@ -214,7 +214,8 @@ SOUND = {
         u = Unsqueeze(g, one) t = com.microsoft.FusedMatMul<transB = 1>(u, h) s = Softmax<axis = -1>(t)
         v = MatMul(s, h) n = com.microsoft.SkipLayerNormalization(u, v, ones, zeros) y = Squeeze(n, one)""",
     "axes that ONNX Runtime moves": """b = Unsqueeze(m44, az)
-        a = com.microsoft.FusedMatMul<transBatchA = 1>(h, b) p = Transpose<perm = [1, 0, 2]>(a) y = ReduceSum<keepdims = 0>(p, one)""",
+        a = com.microsoft.FusedMatMul<transBatchA = 1>(h, b) p = Transpose<perm = [1, 0, 2]>(a)
+        y = ReduceSum<keepdims = 0>(p, one)""",
     "bfloat16 between layers": "b = Cast<to = 16>(both) c = Cast<to = 1>(b) y = Mul(c, d)",
     "dense layers": "a = MatMul(both, m44) b = Relu(a) y = Gemm<transB = 1>(b, m44, ones)",
     "factorisation machine": """s = ReduceSum<keepdims = 0>(h, one) q = Mul(s, s) p = Mul(h, h) r =
