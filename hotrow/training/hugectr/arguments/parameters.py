@@ -38,7 +38,6 @@ from inference_session.importers.hugectr.layers import reason_against
 
 _REQUIRED: Any = object()
 """Marks an argument without a default that follows one with a default."""
-_SCALERS = (128, 256, 512, 1024)
 _SOLVER_INSTEAD = {
     "kafka_brockers": "inference_session.update_stream.Publisher and `hotrow publish` send rows to servers",
 }
@@ -119,8 +118,8 @@ class Solver:
         check(is_whole(self.seed), "CreateSolver: seed", self.seed, "whole numbers")
         self.seed = int(self.seed)
         check(
-            not self.use_mixed_precision or self.scaler in _SCALERS,
-            "CreateSolver: scaler", self.scaler, f"{_SCALERS} with use_mixed_precision",
+            not self.use_mixed_precision or self.scaler > 0,
+            "CreateSolver: scaler", self.scaler, "numbers above 0 with use_mixed_precision",
         )  # fmt: skip
         check(
             isinstance(self.metrics_spec, Mapping)
