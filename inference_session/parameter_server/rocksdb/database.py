@@ -70,8 +70,11 @@ class OpenDatabase:
     A call that began with one ends with it, even if the store has replaced it meanwhile.
     """
 
-    def __init__(self, path: Path, reader_folder: Path | None) -> None:
-        """Open as a reader, whose log goes to that folder, or (None) as the writer. Errors as of `translated`."""
+    def __init__(self, path: Path, reader_folder: Path | None, *, may_create: bool = False) -> None:
+        """Open as a reader, whose log goes to that folder, or (None) as the writer. Errors as of `translated`.
+
+        `may_create`: a database is made if there is none. Else that is an UnavailableError.
+        """
         self.is_writer = reader_folder is None
         self._path = path
         self._lock = threading.Lock()
@@ -79,17 +82,17 @@ class OpenDatabase:
         self._seen: object = None
         """The state of the files when a reader last caught up."""
         with translated(path):
-            self._open(reader_folder)
+            self._open(reader_folder, may_create=may_create)
             weakref.finalize(self, os.close, hold_identity(path))
             self._identity = identity_of(path)
 
-    def _open(self, reader_folder: Path | None) -> None:
+    def _open(self, reader_folder: Path | None, *, may_create: bool) -> None:
         """Open it, a reader as often as its writer moves rows meanwhile: it might see them in neither place."""
         for _ in range(_MAX_OPENED):
             self._manifest = state_of_manifest(self._path)
             self._tags = set(list_families(self._path))
             if reader_folder is None:
-                self._db = open_writer(self._path)
+                self._db = open_writer(self._path, may_create=may_create)
                 return
             self._db = open_reader(self._path, reader_folder)
             if self._has_same_manifest():
@@ -251,11 +254,16 @@ def _is_in_use(close: Callable[[], None]) -> bool:
     return False
 
 
-def open_writer(path: Path) -> Any:
-    """Open a database for writing, made if there is none."""
-    path.mkdir(parents=True, exist_ok=True)
+def open_writer(path: Path, *, may_create: bool) -> Any:
+    """Open a database for writing; where there is none, it is made, or it is an UnavailableError."""
+    if may_create:
+        path.mkdir(parents=True, exist_ok=True)
+    else:
+        identity_of(path)
     families = {name: family_options() for name in list_families(path)}
-    return Rdict(path_for_library(path), options=family_options(), column_families=families)
+    options = family_options()
+    options.create_if_missing(may_create)
+    return Rdict(path_for_library(path), options=options, column_families=families)
 
 
 def open_reader(path: Path, secondary_path: Path) -> Any:

@@ -80,7 +80,7 @@ class RocksDbStore(EmbeddingStore):
         self._reader_folder: Path | None = None
         """None: a writer from the beginning, such as a push, which never is a reader."""
         if writable is True:
-            self._opened = OpenDatabase(path, None)
+            self._opened = OpenDatabase(path, None, may_create=True)
         else:
             refuse_absent(path)
             self._reader_folder = self._folders.enter_context(_reader_folder())

@@ -250,6 +250,25 @@ class TestReaders:
                     store.insert("user", keys_of(3), np.full((1, 4), 3, np.float32))
         self.assert_is_whole(path)
 
+    def test_a_reader_that_is_to_write_makes_no_database(self, tmp_path: Path) -> None:
+        """Where the database is gone, perhaps with its disk, an empty one would answer that no row exists."""
+        path = tmp_path / "db"
+        with open_store(path) as store:
+            store.insert("user", keys_of(1), np.ones((1, 4), np.float32))
+        with open_store(path, writable="later") as store:
+            path.rename(tmp_path / "away")
+            for write in (
+                lambda: store.insert("user", keys_of(2), np.ones((1, 4), np.float32)),
+                lambda: store.erase("user", keys_of(1)),
+                lambda: store.set_note("user", "a note"),
+            ):
+                with pytest.raises(UnavailableError, match="does not exist any more"):
+                    write()
+            assert not path.exists()
+            (tmp_path / "away").rename(path)
+            store.insert("user", keys_of(2), np.ones((1, 4), np.float32))
+            assert fetch(store, "user", keys_of(1, 2))[0].all()
+
     @pytest.mark.parametrize("gone", [False, True])
     def test_a_writer_that_is_replaced_leaves_the_new_database_alone(self, tmp_path: Path, gone: bool) -> None:
         """RocksDB would write its own files into it when it is closed, or when the process ends."""
