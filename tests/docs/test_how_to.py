@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tests.testing.hadoop import Hdfs
 
 HOW_TO = ROOT / "docs/how-to"
-ELSEWHERE = {"move-a-hugectr-script", "train-and-serve"}
+ELSEWHERE = {"export-to-onnx", "move-a-hugectr-script", "train-and-serve"}
 """Run where PyTorch is installed."""
 
 

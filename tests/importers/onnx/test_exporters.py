@@ -10,10 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inference_session import InferenceSession
 from inference_session.importers.onnx import import_onnx
 from inference_session.importers.report import ImportReport
+from tests.testing.manual import ROOT
+from tests.testing.onnx_evaluation import run_network
 from tests.testing.onnx_models import assert_same
 from tests.testing.torch_export import export_torch
+from tests.testing.walkthrough import Walkthrough
 
 # Exporters warn of their own future changes, which we cannot fix.
 pytestmark = [pytest.mark.exporters, pytest.mark.filterwarnings("ignore")]
@@ -272,3 +276,28 @@ def test_keras(layer: str, options: dict[str, Any], tmp_path: Path) -> None:
     assert len(report.tables) == 1
     assert report.spec.joinable
     assert report.spec.labels
+
+
+def test_the_page_on_exports(tmp_path: Path) -> None:
+    """docs/how-to/export-to-onnx.md, as it is written; its block for TensorFlow makes no model of hotrow."""
+    os.environ["KERAS_BACKEND"] = "torch"
+    for name in ("torch", "keras", "jax", "jax2onnx"):
+        pytest.importorskip(name)
+    page = Walkthrough(ROOT / "docs/how-to/export-to-onnx.md", tmp_path, environment={"KERAS_BACKEND": "torch"})
+
+    page.run()
+
+    for name in ("ranker", "keras_ranker", "jax_ranker"):
+        with InferenceSession.open(tmp_path / f"model_repository/{name}/1") as session:
+            inputs = {i.name: np.resize(IDS, (4, *i.shape[1:])).astype(i.dtype) for i in session.spec.inputs}
+            found = session.predict(inputs)
+        (expected,) = run_network(tmp_path / f"{name}.onnx", inputs).values()
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    history = np.resize(IDS, (3, 20))
+    users = {"ranker": {"user_id": np.array([1, 99_999, 0])}}
+    users["ranker_by_name"] = {"user": np.array(["user-1", "user-99999", "nobody"], object)}
+    answers = []
+    for name, user in users.items():
+        with InferenceSession.open(tmp_path / f"model_repository/{name}/1") as session:
+            answers.append(session.predict({**user, "history": history}))
+    np.testing.assert_array_equal(*answers)
