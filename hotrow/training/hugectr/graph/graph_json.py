@@ -262,11 +262,13 @@ def read_embedding(document: Mapping[str, Any]) -> SparseEmbedding:
     )
 
 
-def read_optimizer(document: Mapping[str, Any]) -> OptParamsPy:
+def read_optimizer(document: Any) -> OptParamsPy:
     """An optimizer; ConfigurationError as `read_data`."""
+    if not isinstance(document, Mapping):
+        raise ConfigurationError(f"field 'optimizer' is {document!r}; an object is required")
     kind = _member(Optimizer_t, _get(document, "type"))
     name, fields = _HPARAMS[kind]
-    given = document.get(name, {})
+    given = _part(document, name) if name in document else {}
     arguments = {field: given[field] for field in fields if field in given}
     update = _member(Update_t, document.get("update_type", "Local"))
     return OptParamsPy(kind, update, **arguments)

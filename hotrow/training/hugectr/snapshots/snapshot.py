@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hotrow.training.checks import is_whole
 from hotrow.training.hugectr.snapshots.original_states import WAY_OUT, OriginalLayout
 from hotrow.training.hugectr.trainer.embedding import EmbeddingTable
 from hotrow.training.hugectr.trainer.processes import Processes
@@ -318,7 +319,7 @@ def _keys_of_states(path: Path, about: Mapping[str, Any]) -> NDArray[np.int64]:
         raise ModelFormatError(f"{path}: {name}.json, which belongs to it, is missing or not that of a table")
     if not path.exists():
         raise ModelFormatError(f"{path}: no such file; it holds the keys of the states next to it")
-    if path.stat().st_size != 8 * about["num_rows"] or _digest(path) != about["keys"]:
+    if path.stat().st_size != 8 * about["num_rows"] or _digest(path) != about.get("keys"):
         raise ModelFormatError(f"{path}: not the {about['num_rows']} keys that the states next to it were saved with")
     return np.fromfile(path, "<i8").astype(np.int64, copy=False)
 
@@ -331,6 +332,8 @@ def _about_states(place: str, params: DataSourceParams, optimizer: str) -> dict[
     document = read_json(path, ModelFormatError).document
     if document.get("optimizer") != optimizer:
         raise ModelFormatError(f"{path}: states of {document.get('optimizer')!r}; the model trains with {optimizer!r}")
+    if not is_whole(steps := document.get("num_steps")) or steps < 0:
+        raise ModelFormatError(f"{path}: field 'num_steps' is {steps!r}, expected a whole number from 0")
     return document
 
 

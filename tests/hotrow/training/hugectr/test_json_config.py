@@ -144,6 +144,8 @@ def test_what_is_wrong_with_a_configuration_is_named(tmp_path: Path, change: dic
     [
         (5, {"type": "InnerProduct", "bottom": "concat1"}, "layer 'InnerProduct': field 'top' is missing"),
         (0, {"sparse": [[0]]}, r"field 'sparse' holds \[0\]; an object for each"),
+        (1, {"optimizer": "Adam"}, "field 'optimizer' is 'Adam'; an object is required"),
+        (1, {"optimizer": {"type": "Adam", "adam_hparam": 3}}, "field 'adam_hparam': an object is required"),
         (1, {"sparse_embedding_hparam": {"embedding_vec_size": None, "combiner": 0}}, "embedding_vec_size is None"),
     ],
 )

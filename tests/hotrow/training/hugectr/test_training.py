@@ -594,6 +594,27 @@ def test_files_of_another_model_are_refused(small: Path) -> None:
         model.load_sparse_optimizer_states(["a0_opt_sparse_1.model"])
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_steps", "many", r"model\.json: field 'num_steps' is 'many', expected a whole number from 0"),
+        ("num_steps", -1, r"model\.json: field 'num_steps' is -1"),
+        ("keys", None, r"model\.key: not the \d+ keys"),
+        ("num_rows", "x", r"model\.key: not the x keys"),
+    ],
+)
+def test_what_is_wrong_beside_states_is_named(small: Path, field: str, value: Any, message: str) -> None:
+    model = make_model(SMALL, small)
+    model.start_data_reading()
+    model.train()
+    model.save_params_to_files("a", 1)
+    path = Path("a0_opt_sparse_1.model.json")
+    about = {**json.loads(path.read_text()), field: value}
+    path.write_text(json.dumps({name: given for name, given in about.items() if given is not None}))
+    with pytest.raises(ModelFormatError, match=message):
+        model.load_sparse_optimizer_states(["a0_opt_sparse_1.model"])
+
+
 def test_a_snapshot_that_fails_leaves_no_model(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(SMALL, small)
     model.save_params_to_files("a", 1)
