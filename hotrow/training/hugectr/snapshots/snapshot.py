@@ -332,7 +332,8 @@ def _about_states(place: str, params: DataSourceParams, optimizer: str) -> dict[
     document = read_json(path, ModelFormatError).document
     if document.get("optimizer") != optimizer:
         raise ModelFormatError(f"{path}: states of {document.get('optimizer')!r}; the model trains with {optimizer!r}")
-    if not is_whole(steps := document.get("num_steps")) or steps < 0:
+    steps: Any = document.get("num_steps")
+    if not is_whole(steps) or steps < 0:
         raise ModelFormatError(f"{path}: field 'num_steps' is {steps!r}, expected a whole number from 0")
     return document
 
