@@ -35,7 +35,7 @@ from inference_session.parameter_server.base import EmbeddingStore
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
-from inference_session.rows import StoredRows, fetch
+from inference_session.rows import StoredRows, look_up_keys
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.testing.servers import RedisServer
@@ -74,7 +74,7 @@ def cached(rows: Rows, *tiers: Tier) -> Iterator[StoredRows]:
     source = StoredRows([SPEC], [cache], ParameterServer(tiers))
     out = np.empty((NUM_HOT, DIM), np.float32)
     for _ in range(3):  # so that they count as hot
-        fetch(source.readers[0], 0, rows.keys[:NUM_HOT], out)
+        look_up_keys(source.readers[0], 0, rows.keys[:NUM_HOT], out)
     try:
         yield source
     finally:
@@ -104,10 +104,10 @@ def bench_missing(rows: Rows, server: RedisServer) -> None:
     with cached(rows, Tier("redis", open_redis(server), volatile=True)) as source, bare, server.client() as client:
         for _ in range(ROUNDS):
             drawn = rows.draw(rng, NUM_MISSING)
-            hit_s = timed(lambda: fetch(source.readers[0], 0, rows.keys[rows.draw(rng, 0)], out))
+            hit_s = timed(lambda: look_up_keys(source.readers[0], 0, rows.keys[rows.draw(rng, 0)], out))
             bare_s = timed(lambda: bare.fetch("table", rows.keys[rows.draw(rng, NUM_MISSING)[-NUM_MISSING:]], part))
             peer_s = timed(lambda: pipelined_hmget(client, rows.keys[rows.draw(rng, NUM_MISSING)[-NUM_MISSING:]], part))
-            miss_s = timed(lambda k=rows.keys[drawn]: fetch(source.readers[0], 0, k, out))  # type: ignore[misc]
+            miss_s = timed(lambda k=rows.keys[drawn]: look_up_keys(source.readers[0], 0, k, out))  # type: ignore[misc]
             assert np.array_equal(out, rows.vectors[drawn])
             times.append((hit_s, miss_s, bare_s, peer_s))
     hit_us, miss_us, bare_us, peer_us = np.median(np.array(times), axis=0) * 1e6
@@ -213,7 +213,7 @@ def latencies(rows: Rows, source: StoredRows, num_clients: int, seconds: float) 
         out = np.empty((NUM_KEYS, DIM), np.float32)
         while time.perf_counter() < end:
             keys = rows.keys[rows.draw(rng, NUM_MISSING)]
-            took_s = timed(lambda k=keys: fetch(source.readers[0], 0, k, out))  # type: ignore[misc]
+            took_s = timed(lambda k=keys: look_up_keys(source.readers[0], 0, k, out))  # type: ignore[misc]
             if time.perf_counter() < end:
                 found.append(took_s)
 

@@ -286,7 +286,7 @@ def copied(node: NodeProto) -> NodeProto:
     return copy
 
 
-class Builder:
+class NodeBuilder:
     """Writes new nodes in their order, each with one output, and the constants that they read."""
 
     def __init__(self, graph: GraphProto, names: Names, stem: str) -> None:

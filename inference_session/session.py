@@ -47,7 +47,7 @@ from inference_session.requests.caller_arrays import (
 )
 from inference_session.requests.canary import check_canary
 from inference_session.requests.outputs import Answer, JoinedAnswer
-from inference_session.rows import fetch
+from inference_session.rows import look_up_keys
 from inference_session.rows.dump import DumpReport, dump
 from inference_session.rows.stats import RowStats
 from inference_session.stats import SessionCounts, SessionStats
@@ -257,7 +257,8 @@ class InferenceSession:
         number = self.spec.tables.index(spec)
         for begin in range(0, len(wanted), _KEYS_AT_ONCE):
             part = slice(begin, begin + _KEYS_AT_ONCE)
-            self.replicas.run(lambda each, part=part: fetch(each.network.reader, number, wanted[part], vectors[part]))  # type: ignore[misc]
+            arrays = wanted[part], vectors[part]
+            self.replicas.run(lambda each, arrays=arrays: look_up_keys(each.network.reader, number, *arrays))  # type: ignore[misc]
         return vectors
 
     def update(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:

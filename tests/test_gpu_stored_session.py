@@ -27,7 +27,7 @@ from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
-from inference_session.rows import Rows, StoredRows, fetch
+from inference_session.rows import Rows, StoredRows, look_up_keys
 from inference_session.rows.hot_keys import read_hot_keys
 from tests.testing import concat_model, small_model
 from tests.testing.faulty_stores import FaultStore
@@ -360,7 +360,7 @@ def test_a_closed_session_refuses_look_ups(version: tuple[Path, small_model.Arra
     with pytest.raises(SessionClosedError):
         session.run(small_model.random_inputs(2, np.random.default_rng(0)))
     with pytest.raises(SessionClosedError):
-        fetch(rows.readers[0], 0, np.arange(3), np.zeros((3, 4), np.float32))
+        look_up_keys(rows.readers[0], 0, np.arange(3), np.zeros((3, 4), np.float32))
 
 
 class Look(NamedTuple):
@@ -579,9 +579,9 @@ def test_a_row_updated_while_it_is_fetched_is_not_cached() -> None:
     out = np.zeros((90, 4), np.float32)
     store.hook = lambda: rows.writer.update(SPECS[2].folder, np.array([3, 48]), np.full((2, 4), 7, np.float32))
 
-    fetch(rows.readers[0], 2, np.arange(-90, 0), out)
+    look_up_keys(rows.readers[0], 2, np.arange(-90, 0), out)
     await_inserts(rows)
-    fetch(rows.readers[0], 2, np.arange(-90, 0), out)
+    look_up_keys(rows.readers[0], 2, np.arange(-90, 0), out)
 
     assert out[[3, 48]].tolist() == [[7] * 4] * 2
     rows.close()

@@ -23,7 +23,7 @@ from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
-from inference_session.rows import StoredRows, fetch
+from inference_session.rows import StoredRows, look_up_keys
 from inference_session.rows.hot_keys import interleaved, read_hot_keys
 from tests.testing import small_model
 from tests.testing.hooked_store import HookedStore
@@ -87,7 +87,7 @@ def rows_on_each(session: InferenceSession, table: str, keys: Any) -> list[NDArr
     answers = []
     for reader in session.rows.readers:
         answers.append(np.empty((len(asked), spec.embedding_dim), np.float32))
-        fetch(reader, session.spec.tables.index(spec), asked, answers[-1])
+        look_up_keys(reader, session.spec.tables.index(spec), asked, answers[-1])
     return answers
 
 
@@ -135,7 +135,7 @@ def test_a_change_is_seen_on_each_device(stored: InferenceSession, written: tupl
     first, second = written[1]["hashed/key"][:2].tolist()
     on_each_device(stored, "hashed", [first, second])
     on_each_device(stored, "code", [39, -1, 5])
-    fetch(stored.rows.readers[1], 1, np.array([-3]), np.empty((1, 3), np.float32))
+    look_up_keys(stored.rows.readers[1], 1, np.array([-3]), np.empty((1, 3), np.float32))
     await_inserts(stored.rows)
 
     stored.update("code", [39, 37], np.array([[1, 2, 3], [4, 5, 6]], np.float32))
@@ -153,7 +153,7 @@ def test_a_refresh_reaches_each_device(stored: InferenceSession, written: tuple[
     """What another process has changed in the store, whichever devices have cached it."""
     first, second, third = written[1]["hashed/key"][:3].tolist()
     for reader, keys in zip(stored.rows.readers, ([first, second], [second, third]), strict=True):
-        fetch(reader, 2, np.array(keys), np.empty((2, 2), np.float32))
+        look_up_keys(reader, 2, np.array(keys), np.empty((2, 2), np.float32))
     await_inserts(stored.rows)
     with create_store(url_of(written[0]), Namespace("small", "1"), DIMS, writable=True) as store:
         store.insert("hashed", np.array([first, second]), np.array([[1, 1], [2, 2]], np.float32))
@@ -182,7 +182,7 @@ def test_the_next_session_starts_with_what_was_hot_on_any_device(
     keys = written[1]["hashed/key"][:4]
     with open_stored(written[0], **settings) as session:
         for reader, part in zip(session.rows.readers, (keys[:2], keys[2:]), strict=True):
-            fetch(reader, 2, part, np.empty((2, 2), np.float32))
+            look_up_keys(reader, 2, part, np.empty((2, 2), np.float32))
         await_inserts(session.rows)
         session.run(small_model.random_inputs(1, np.random.default_rng(0), num_items=0))
     assert np.isin(keys, read_hot_keys(tmp_path / "small.hot_keys")["hashed"]).all()
@@ -231,13 +231,13 @@ def test_a_row_updated_while_it_is_fetched_is_not_cached(devices: str) -> None:
     server = ParameterServer([Tier("memory", hooked)])
     rows = StoredRows([spec], caches_on(devices, spec), server)
     out = np.empty((50, 4), np.float32)
-    fetch(rows.readers[0], 0, np.arange(10), out[:10])
+    look_up_keys(rows.readers[0], 0, np.arange(10), out[:10])
     await_inserts(rows)
     hooked.hook = lambda: rows.writer.update(spec.folder, np.array([3, 20]), np.full((2, 4), 7, np.float32))
-    fetch(rows.readers[1], 0, np.arange(50), out)
+    look_up_keys(rows.readers[1], 0, np.arange(50), out)
     await_inserts(rows)
     for each in rows.readers:
-        fetch(each, 0, np.arange(50), out)
+        look_up_keys(each, 0, np.arange(50), out)
         assert out[[3, 20]].tolist() == [[7] * 4] * 2
         assert not out[[2, 21]].any()
     rows.close()
@@ -260,7 +260,7 @@ def test_a_failed_device_makes_the_model_unavailable(
     with pytest.raises(UnavailableError, match="cuda:0 has failed"):
         stored.update("hashed", [first], np.array([[7, 8]], np.float32))
     found = np.empty((1, 2), np.float32)
-    fetch(stored.rows.readers[1], 2, np.array([first]), found)
+    look_up_keys(stored.rows.readers[1], 2, np.array([first]), found)
     assert found.tolist() == [[7, 8]]
     assert stored.stats()["cache"]["capacity"] > 0
     stored.close()
@@ -337,7 +337,7 @@ def test_a_device_that_fails_does_not_keep_changes_of_files_from_others(
         with pytest.raises(UnavailableError, match="cuda:0 has failed"):
             session.rows.writer.update("code", np.array([4]), np.full((1, 3), 7, np.float32))
         found = np.empty((1, 3), np.float32)
-        fetch(session.rows.readers[1], 1, np.array([4]), found)
+        look_up_keys(session.rows.readers[1], 1, np.array([4]), found)
         assert (found == 7).all()
         with pytest.raises(UnavailableError, match="cuda:0 has failed"):
             session.lookup("code", [4])

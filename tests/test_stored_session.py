@@ -28,7 +28,7 @@ from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
-from inference_session.rows import StoredRows, fetch
+from inference_session.rows import StoredRows, look_up_keys
 from tests.testing import small_model
 from tests.testing.faulty_stores import FaultStore
 from tests.testing.hooked_store import HookedStore
@@ -285,12 +285,12 @@ def test_a_row_has_one_age_by_both_its_keys(cached: int) -> None:
     store.insert("user_weight", np.arange(50), np.ones((50, 4), np.float32))
     rows = StoredRows(small_model.TABLES, [CpuEmbeddingCache(DIMS, 1 << 16)], ParameterServer([Tier("memory", store)]))
     out = np.zeros((1, 4), np.float32)
-    fetch(rows.readers[0], 0, np.array([cached]), out)
+    look_up_keys(rows.readers[0], 0, np.array([cached]), out)
     seen: list[float] = []
 
     def ask_by_both() -> None:
         for key in (3, -47, 3):
-            fetch(rows.readers[0], 0, np.array([key]), out)
+            look_up_keys(rows.readers[0], 0, np.array([key]), out)
             seen.append(float(out[0, 0]))
 
     store.insertion_hook = ask_by_both
@@ -314,7 +314,7 @@ def test_a_row_updated_while_it_is_fetched_is_not_cached(refreshing: bool, fails
     rows = StoredRows(small_model.TABLES, [CpuEmbeddingCache(DIMS, 1 << 16)], server)
     out = np.zeros((50, 4), np.float32)
     if refreshing:
-        fetch(rows.readers[0], 0, np.arange(50), out)
+        look_up_keys(rows.readers[0], 0, np.arange(50), out)
 
     def write() -> None:
         rows.writer.update("user_weight", np.array([3, 48]), np.full((2, 4), 7, np.float32))
@@ -328,8 +328,8 @@ def test_a_row_updated_while_it_is_fetched_is_not_cached(refreshing: bool, fails
     if refreshing:
         rows.writer.refresh()
     else:
-        fetch(rows.readers[0], 0, np.arange(-50, 0), out)
-    fetch(rows.readers[0], 0, np.arange(-50, 0), out)
+        look_up_keys(rows.readers[0], 0, np.arange(-50, 0), out)
+    look_up_keys(rows.readers[0], 0, np.arange(-50, 0), out)
 
     assert out[[3, 48]].tolist() == [[7] * 4] * 2
     assert out[5].tolist() == ([0] * 4 if fails else [1] * 4)
@@ -399,7 +399,7 @@ def test_refresh_in_an_outage_erases_nothing(version: tuple[Path, small_model.Ar
     cache = CpuEmbeddingCache(DIMS, 1 << 16)
     rows = StoredRows(small_model.TABLES, [cache], failing.rows.server)
     out = np.zeros((4, 4), np.float32)
-    fetch(rows.readers[0], 0, np.arange(4), out)
+    look_up_keys(rows.readers[0], 0, np.arange(4), out)
     failing.error = UnavailableError("gone")
 
     with pytest.raises(UnavailableError):

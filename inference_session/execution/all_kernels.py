@@ -20,7 +20,7 @@ from inference_session.parameter_server.redis import layout as redis_layout
 from inference_session.parameter_server.redis import replies as redis_replies
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.platform.garbage_collection import without_collections
-from inference_session.rows.base import fetch
+from inference_session.rows.base import look_up_keys
 from inference_session.rows.files import changing_rows
 from inference_session.rows.stored import StoredRows
 from inference_session.stats import SessionStats
@@ -79,7 +79,7 @@ def _use_a_table(folder: Path) -> None:
     rows = changing_rows([TableFile.open(folder, _TABLE)])
     rows.writer.update(_TABLE.folder, keys, vectors)
     rows.writer.erase(_TABLE.folder, keys)
-    fetch(rows.readers[0], 0, keys, np.empty_like(vectors))
+    look_up_keys(rows.readers[0], 0, keys, np.empty_like(vectors))
     rows.close()
 
 

@@ -98,7 +98,9 @@ class Rows(ABC):
         """Give back the memory, and close the files. May be called more than once."""
 
 
-def fetch(reader: RowReader, table: int, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.float32]:
+def look_up_keys(
+    reader: RowReader, table: int, keys: NDArray[np.int64], out: NDArray[np.float32]
+) -> NDArray[np.float32]:
     """Look keys up in the table of that number: writes their vectors to `out`, which is returned.
 
     Args:

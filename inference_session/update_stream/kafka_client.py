@@ -59,7 +59,7 @@ _STATE = re.compile(r" \(after \d+ms in state .*\)$")
 """What the library adds to its errors for its own developers."""
 
 Client = TypeVar("Client")
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 class BrokerErrors:
@@ -115,7 +115,7 @@ def create_client(
         ) from error
 
 
-def interruptible(call: Callable[[], Answer]) -> Answer:
+def interruptible(call: Callable[[], Result]) -> Result:
     """What a call of the client library returns or raises, where it may wait long: the library itself handles no
     signal, such as Ctrl-C, while it waits.
 

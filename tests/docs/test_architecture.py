@@ -28,7 +28,7 @@ from inference_session.parameter_server.rocksdb.store import RocksDbStore
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
 from inference_session.platform.json_records import own_fields
-from inference_session.rows import StoredRows, fetch
+from inference_session.rows import StoredRows, look_up_keys
 from inference_session.rows.base import RowWriter
 from inference_session.update_stream import Publisher
 from inference_session.update_stream.kafka_stream import KafkaUpdateStream
@@ -140,7 +140,7 @@ def test_a_missing_key(tmp_path: Path) -> None:
     tiers = [Tier("volatile", MemoryStore({"t": 2}), volatile=True, cache_missed_keys=True), Tier("persistent", lower)]
     rows = StoredRows([TableSpec("t", "t", 9, 2)], [CpuEmbeddingCache({"t": 2}, 1 << 20)], ParameterServer(tiers))
     out = np.zeros((1, 2), np.float32)
-    assert_as_listed(lambda: fetch(rows.readers[0], 0, np.array([5]), out), "StoredReader.look_up")
+    assert_as_listed(lambda: look_up_keys(rows.readers[0], 0, np.array([5]), out), "StoredReader.look_up")
     assert (out == 1).all()
     rows.close()
 

@@ -23,7 +23,7 @@ from inference_session.execution.upkeep import SessionUpkeep
 from inference_session.model_spec import TABLES_FOLDER
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
-from inference_session.rows import fetch
+from inference_session.rows import look_up_keys
 from inference_session.update_stream import Publisher, followed_partitions, kafka_stream, store_retries, update_applier
 from inference_session.update_stream.encodings import encode_batch
 from inference_session.versions import VersionManager
@@ -549,7 +549,7 @@ def test_hot_rows_that_were_read_before_the_note_are_read_again(
                 return '": 2' in (store.note("user_weight") or "")  # the offset after both messages
 
         def follow_later(upkeep: SessionUpkeep) -> None:
-            answered = fetch(upkeep.rows.readers[0], 0, np.array([3]), np.empty((1, 4), np.float32))
+            answered = look_up_keys(upkeep.rows.readers[0], 0, np.array([3]), np.empty((1, 4), np.float32))
             np.testing.assert_array_equal(answered, vectors(1))
             publisher.publish("user.weight", [3], vectors(2))
             publisher.flush()

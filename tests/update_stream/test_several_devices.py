@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from inference_session import InferenceSession
-from inference_session.rows import fetch
+from inference_session.rows import look_up_keys
 from inference_session.update_stream import Publisher
 from tests.testing.broker import Broker
 from tests.testing.servers import wait_until
@@ -51,7 +51,7 @@ def test_updates_reach_each_cache_in_order(
         def answers() -> list[np.ndarray[tuple[int, int], np.dtype[np.float32]]]:
             found = [np.empty((len(keys), 2), np.float32) for _ in session.rows.readers]
             for reader, out in zip(session.rows.readers, found, strict=True):
-                fetch(reader, 2, keys, out)
+                look_up_keys(reader, 2, keys, out)
             return found
 
         answers()

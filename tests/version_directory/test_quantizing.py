@@ -14,7 +14,7 @@ import pytest
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, ModelFormatError
 from inference_session.model_spec import ModelSpec, TableSpec, VectorType
-from inference_session.rows import changing_rows, fetch
+from inference_session.rows import changing_rows, look_up_keys
 from inference_session.tables.quantized_rows import dequantize_rows, quantize_rows
 from inference_session.tables.table_file import TableFile, write_table
 from inference_session.version_directory import manifest
@@ -166,7 +166,7 @@ def test_streamed_updates_go_before_quantized_files(dtype: VectorType, version_d
     expected[7], expected[9] = UPDATED, 0
 
     found = np.empty_like(expected)
-    fetch(rows.readers[0], 0, every, found)
+    look_up_keys(rows.readers[0], 0, every, found)
     np.testing.assert_array_equal(found, expected)
     rows.close()
 

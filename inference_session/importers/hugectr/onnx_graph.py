@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 
 from inference_session.importers.hugectr.dense_weights import BatchStatistics, DenseWeights
 from inference_session.importers.hugectr.graph import LOSS_LAYERS, Graph, Label, Layer
-from inference_session.importers.hugectr.layers import Builder, Tensor, check_size, emitter
+from inference_session.importers.hugectr.layers import LayerBuilder, Tensor, check_size, emitter
 from inference_session.importers.hugectr.layers.base import StatisticsSource, WeightSource
 
 _OPSET = 17
@@ -69,7 +69,7 @@ def translate(
     """
     inputs = _inputs(graph)
     reserved = {tensor.name for tensor in inputs} | {label.name for label in graph.labels}
-    build = Builder(weights, statistics, reserved, is_training=is_training)
+    build = LayerBuilder(weights, statistics, reserved, is_training=is_training)
     tensors = {tensor.name: tensor for tensor in inputs}
     predictions = _emit_layers(build, graph, tensors)
     outputs = _emit_outputs(build, graph, predictions)
@@ -103,7 +103,7 @@ def _inputs(graph: Graph) -> list[Tensor]:
     return dense + [Tensor(table.name, (table.slot_num, table.embedding_dim)) for table in graph.embeddings]
 
 
-def _emit_layers(build: Builder, graph: Graph, tensors: dict[str, Tensor]) -> list[_Prediction]:
+def _emit_layers(build: LayerBuilder, graph: Graph, tensors: dict[str, Tensor]) -> list[_Prediction]:
     losses: list[_Prediction] = []
     for layer in graph.layers:
         if layer.type in LOSS_LAYERS:
@@ -158,7 +158,7 @@ def _width(layer: Layer, tensor: Tensor) -> int:
     return tensor.dims[0]
 
 
-def _emit_outputs(build: Builder, graph: Graph, predictions: Sequence[_Prediction]) -> tuple[Label, ...]:
+def _emit_outputs(build: LayerBuilder, graph: Graph, predictions: Sequence[_Prediction]) -> tuple[Label, ...]:
     outputs: list[Label] = []
     for label in graph.labels:
         found = [prediction for prediction in predictions if prediction.label is label]

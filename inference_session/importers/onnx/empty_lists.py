@@ -17,8 +17,8 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto,
 from inference_session.importers.onnx.lookups.graph_lookups import EditedModel
 from inference_session.importers.onnx.types import ValueType
 from inference_session.onnx_graphs import (
-    Builder,
     Names,
+    NodeBuilder,
     all_graphs,
     all_nodes,
     attribute,
@@ -72,7 +72,7 @@ def _guarded(scope: GraphProto, names: Names, node: NodeProto) -> list[NodeProto
     """The replacement of a node."""
     operands = node.input[:1] if node.op_type in _RECURRENT else node.input
     outputs = [name for name in node.output if name]
-    builder = Builder(scope, names, outputs[0])
+    builder = NodeBuilder(scope, names, outputs[0])
     total = builder.add("Size", [operands[0]])
     if node.op_type == _VECTORIZER:  # samples without features are no reason
         total, operands = _dim(builder, operands[0], 0), operands[:1]
@@ -100,7 +100,7 @@ class _Empty:
 
     def __init__(self, names: Names, node: NodeProto) -> None:
         self._node, self._graph = node, GraphProto(name="empty")
-        self._builder = Builder(self._graph, names, f"{next(filter(None, node.output))}_guard")
+        self._builder = NodeBuilder(self._graph, names, f"{next(filter(None, node.output))}_guard")
 
     def branch(self) -> GraphProto:
         """All outputs of the node that are wanted."""
@@ -152,7 +152,7 @@ class _Empty:
         return add("Expand", [scalar, add("Concat", sizes, axis=0)]) if sizes else scalar
 
 
-def _dim(builder: Builder, value: str, axis: int) -> str:
+def _dim(builder: NodeBuilder, value: str, axis: int) -> str:
     shape = builder.add("Shape", [value])
     return builder.add("Gather", [shape, builder.integers([axis])], axis=0)
 

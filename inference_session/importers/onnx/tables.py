@@ -11,8 +11,8 @@ from inference_session.importers.onnx.canonical import FLOAT_TYPES
 from inference_session.importers.onnx.weights import Weight
 from inference_session.model_spec import VectorType
 from inference_session.onnx_graphs import (
-    Builder,
     Names,
+    NodeBuilder,
     all_graphs,
     all_nodes,
     attribute,
@@ -146,7 +146,7 @@ def read_directly(graph: GraphProto, weights: dict[str, Weight], tables: list[st
         for node in scope.node:
             table = aliases.get(node.input[0]) if node.input else None
             if table and node.op_type in ("Shape", "Size"):
-                builder = Builder(graph, names, node.output[0])
+                builder = NodeBuilder(graph, names, node.output[0])
                 builder.add("Identity", [builder.integers(_shape(node, weights[table].dims))], node.output[0])
                 nodes += builder.nodes
             elif table and is_row_read(node):
@@ -165,7 +165,7 @@ def ask_keys_for_shapes(graph: GraphProto, weights: dict[str, Weight], tables: l
             if node.op_type != "Shape" or node.input[0] not in gathers or node.attribute:
                 continue
             table, keys = gathers[node.input[0]].input
-            builder = Builder(graph, names, node.output[0])
+            builder = NodeBuilder(graph, names, node.output[0])
             row = builder.integers(weights[table].dims[1:])
             builder.add("Concat", [builder.add("Shape", [keys]), row], node.output[0], axis=0)
             replace_node(scope, node, builder.nodes)

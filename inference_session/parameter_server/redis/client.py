@@ -45,8 +45,8 @@ _MAX_IDLE = 16
 _MAX_ATTEMPTS = 3
 _MAX_REDIRECTIONS = 5
 
-Answer = TypeVar("Answer")
-Read = Callable[[RedisConnection, Any, Deadline], None]
+Result = TypeVar("Result")
+ReadReplies = Callable[[RedisConnection, Any, Deadline], None]
 """Reads the replies to some commands from the connection that they were sent over."""
 
 
@@ -66,7 +66,7 @@ class RedisClient:
         self._sentinels: ConnectionPool | None = None
         self._topology = self._topology_of(url)
 
-    def run(self, commands: Sequence[Command], read: Read) -> None:
+    def run(self, commands: Sequence[Command], read: ReadReplies) -> None:
         """Run commands on the servers that have their hashes; again where these have changed, because running any of
         our commands twice does no harm.
         """
@@ -203,7 +203,7 @@ class RedisClient:
             if "MISCONF" not in str(error):
                 raise
 
-    def _of_each_server(self, ask: Callable[[Address, Deadline], Answer], deadline: Deadline) -> list[Answer]:
+    def _of_each_server(self, ask: Callable[[Address, Deadline], Result], deadline: Deadline) -> list[Result]:
         """What each server that has rows answers. One that does not may have left its Cluster, and nothing else would
         show that where no row of ours was there.
         """
@@ -233,7 +233,7 @@ class RedisClient:
             pool.close_idle()
         return _ask_once(pool, address, command, deadline)
 
-    def _send_and_read(self, commands: Sequence[Command], read: Read, deadline: Deadline) -> None:
+    def _send_and_read(self, commands: Sequence[Command], read: ReadReplies, deadline: Deadline) -> None:
         """Keep the servers busy with some batches while the replies to earlier ones are read."""
         under_way: deque[tuple[RedisConnection, list[Command]]] = deque()
         num_bytes = 0
@@ -275,7 +275,7 @@ class RedisClient:
                 yield where, batches.pop(where)[0]
         yield from ((where, batch) for where, (batch, _) in batches.items())
 
-    def _follow(self, command: Command, read: Read, deadline: Deadline) -> None:
+    def _follow(self, command: Command, read: ReadReplies, deadline: Deadline) -> None:
         """Run one command on the node of a Cluster that another one names, as often as one names another."""
         address, is_ask = self._topology.address(command.name, deadline), False
         for attempt in range(_MAX_REDIRECTIONS):

@@ -18,7 +18,7 @@ _NUM_SLOTS = 16_384
 _MALFORMED = (TypeError, ValueError, IndexError, AttributeError)
 """What taking a reply apart raises that no Redis gives."""
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 Ask = Callable[[Address, tuple[str, ...], Deadline], Reply]
 """Sends a command to a server, and gives its reply; an error is raised."""
 
@@ -159,8 +159,8 @@ class Sentinel(Topology):
 
 
 def ask_one_of(
-    addresses: Iterable[Address], ask: Callable[[Address, Deadline], Answer], deadline: Deadline
-) -> tuple[Answer, Address]:
+    addresses: Iterable[Address], ask: Callable[[Address, Deadline], Result], deadline: Deadline
+) -> tuple[Result, Address]:
     """The answer of the first server that gives one, and which it was. Each has half of the time that is left, so that
     some may hang.
     """

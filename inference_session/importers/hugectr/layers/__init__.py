@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from inference_session.importers.hugectr.graph import Layer
 from inference_session.importers.hugectr.layers import attention, crossing, elementwise, reshaping, trained
-from inference_session.importers.hugectr.layers.base import Builder, Emitter, Tensor, check_size
+from inference_session.importers.hugectr.layers.base import Emitter, LayerBuilder, Tensor, check_size
 
-__all__ = ["Builder", "Emitter", "Tensor", "check_size", "emitter", "reason_against", "supported_layers"]
+__all__ = ["Emitter", "LayerBuilder", "Tensor", "check_size", "emitter", "reason_against", "supported_layers"]
 
 _EMITTERS: dict[str, Emitter] = {
     "Add": elementwise.chain("Add"),

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from inference_session.importers.hugectr.graph import Layer
-from inference_session.importers.hugectr.layers.base import Builder, Tensor, check_size, only, require_rank
+from inference_session.importers.hugectr.layers.base import LayerBuilder, Tensor, check_size, only, require_rank
 
 _MASKED = 10000.0
 """What HugeCTR takes off the scores of masked positions."""
 
 
-def sequence_mask(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+def sequence_mask(build: LayerBuilder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """1 where both positions are within the lengths that two tensors give, else 0; or one position and one length."""
     names = ("max_sequence_len_from", "max_sequence_len_to") if len(bottoms) == 2 else ("max_sequence_len",)
     lengths = bottoms if len(bottoms) == 2 else [only(layer, bottoms)]
@@ -35,13 +35,13 @@ def sequence_mask(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Se
     return [Tensor(mask, dims)]
 
 
-def _within(build: Builder, lengths: Tensor, size: int) -> str:
+def _within(build: LayerBuilder, lengths: Tensor, size: int) -> str:
     """[samples, size]: 1 where a position is within the length, which is cut to a whole number."""
     ends = build.constant(np.arange(1, size + 1, dtype=np.float32))
     return build.node("Cast", build.node("GreaterOrEqual", lengths.name, ends), to=1)
 
 
-def softmax(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+def softmax(build: LayerBuilder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """Softmax over the last dimension; with a mask, of the tensor times `factor`."""
     factor = layer.number("factor", default=1.0)
     if len(bottoms) != 2:
@@ -56,7 +56,7 @@ def softmax(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence
     return [Tensor(_masked_softmax(build, scaled, mask), x.dims, x.rows)]
 
 
-def multi_head_attention(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+def multi_head_attention(build: LayerBuilder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """softmax(query @ key.T / sqrt(width)) @ value for each head, given query, key and value, and a mask.
 
     With two tops, the scores before the softmax, and the values by head; given these two, their product.
@@ -92,7 +92,7 @@ def _num_heads(layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> int:
     return heads
 
 
-def _scores(build: Builder, layer: Layer, query: Tensor, key: Tensor, heads: int) -> Tensor:
+def _scores(build: LayerBuilder, layer: Layer, query: Tensor, key: Tensor, heads: int) -> Tensor:
     """[samples, heads, from, to]"""
     width = query.dims[1] // heads
     dims = (heads, query.dims[0], key.dims[0])
@@ -102,14 +102,14 @@ def _scores(build: Builder, layer: Layer, query: Tensor, key: Tensor, heads: int
     return Tensor(build.node("Mul", product, build.scalar(1.0 / math.sqrt(width))), dims)
 
 
-def _by_head(build: Builder, x: Tensor, heads: int) -> Tensor:
+def _by_head(build: LayerBuilder, x: Tensor, heads: int) -> Tensor:
     """[samples, positions, heads * width] to [samples, heads, positions, width]."""
     positions, width = x.dims[0], x.dims[1] // heads
     name = build.node("Transpose", build.reshape(x.name, positions, heads, width), perm=[0, 2, 1, 3])
     return Tensor(name, (heads, positions, width))
 
 
-def _attended(build: Builder, layer: Layer, scores: Tensor, values: Tensor) -> Tensor:
+def _attended(build: LayerBuilder, layer: Layer, scores: Tensor, values: Tensor) -> Tensor:
     """[samples, from, heads * width], the sums of values that the scores weigh."""
     for tensor in (scores, values):
         require_rank(layer, tensor, 4)
@@ -126,7 +126,7 @@ def _check_mask(layer: Layer, mask: Tensor, scores: Tensor) -> None:
         layer.fail(f"{mask} does not have the shape of a mask of {scores}", "bottom")
 
 
-def _masked_softmax(build: Builder, scores: str, mask: Tensor) -> str:
+def _masked_softmax(build: LayerBuilder, scores: str, mask: Tensor) -> str:
     """Softmax where masked positions count nothing; where all of a row are masked, as if none were.
 
     HugeCTR takes 10,000 off masked scores. Here the highest mask of a row counts as 1, which changes no softmax, but

@@ -51,7 +51,7 @@ class StatisticsSource(Protocol):
         """The statistics of the next BatchNorm layer."""
 
 
-class Builder:
+class LayerBuilder:
     """Collects nodes and constants of the ONNX graph, and hands out the weights in order."""
 
     def __init__(
@@ -123,7 +123,7 @@ class Builder:
         return name
 
 
-Emitter = Callable[[Builder, Layer, Sequence[Tensor]], Sequence[Tensor]]
+Emitter = Callable[[LayerBuilder, Layer, Sequence[Tensor]], Sequence[Tensor]]
 """Adds the nodes of one layer, given its bottoms; returns its tops."""
 
 

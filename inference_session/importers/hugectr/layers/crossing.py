@@ -7,13 +7,20 @@ from collections.abc import Sequence
 import numpy as np
 
 from inference_session.importers.hugectr.graph import Layer
-from inference_session.importers.hugectr.layers.base import Builder, Emitter, Tensor, check_size, only, require_rank
+from inference_session.importers.hugectr.layers.base import (
+    Emitter,
+    LayerBuilder,
+    Tensor,
+    check_size,
+    only,
+    require_rank,
+)
 
 
 def reduction(op: str) -> Emitter:
     """Sum or mean over one dimension, which stays with size 1."""
 
-    def emit(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+    def emit(build: LayerBuilder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
         x = only(layer, bottoms)
         axis = layer.whole("axis", low=0, default=1)
         if axis == 0:
@@ -26,14 +33,14 @@ def reduction(op: str) -> Emitter:
     return emit
 
 
-def _reduce(build: Builder, op: str, source: str, axis: int) -> str:
+def _reduce(build: LayerBuilder, op: str, source: str, axis: int) -> str:
     # The axis of ReduceSum became an input in opset 13, that of ReduceMean in opset 18.
     if op == "ReduceSum":
         return build.node(op, source, build.indices(axis), keepdims=1)
     return build.node(op, source, axes=[axis], keepdims=1)
 
 
-def matrix_multiply(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+def matrix_multiply(build: LayerBuilder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """Products of matrices, one per row of the first dimension: [n, k, l] @ [n, l, m] = [n, k, m], or one per head."""
     if len(bottoms) != 2:
         layer.fail(f"needs two tensors, found {len(bottoms)}", "bottom")
@@ -46,7 +53,7 @@ def matrix_multiply(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> 
     return [Tensor(build.node("MatMul", a.name, b.name), (*heads, height, b.dims[-1]), a.rows)]
 
 
-def fm_order2(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+def fm_order2(build: LayerBuilder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """Second order of a factorization machine: half of (square of the slots' sum - sum of their squares)."""
     x = only(layer, bottoms, rank=2)
     width = layer.whole("out_dim")
@@ -61,7 +68,7 @@ def fm_order2(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequen
     return [Tensor(build.node("Mul", twice, build.scalar(0.5)), (width,), x.rows)]
 
 
-def interaction(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+def interaction(build: LayerBuilder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """DLRM: the dense vector, the products of all pairs among it and the slots' vectors, and one zero.
 
     Pairs (i, j), i < j, in the order of j, then i; vector 0 is the dense one. A second top, which only training in

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from inference_session.importers.hugectr.graph import Layer
-from inference_session.importers.hugectr.layers.base import Builder, Emitter, Tensor, alike, only
+from inference_session.importers.hugectr.layers.base import Emitter, LayerBuilder, Tensor, alike, only
 
 
 def activation(op: str) -> Emitter:
     """A layer that is one ONNX operator without parameters."""
 
-    def emit(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+    def emit(build: LayerBuilder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
         x = only(layer, bottoms)
         return [Tensor(build.node(op, x.name), x.dims, x.rows)]
 
@@ -21,7 +21,7 @@ def activation(op: str) -> Emitter:
 def chain(op: str) -> Emitter:
     """Add, multiply … two or more tensors of one shape, from the left."""
 
-    def emit(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+    def emit(build: LayerBuilder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
         if len(bottoms) < 2:
             layer.fail(f"needs two or more tensors, found {len(bottoms)}", "bottom")
         first = alike(layer, bottoms)
@@ -33,19 +33,19 @@ def chain(op: str) -> Emitter:
     return emit
 
 
-def subtract(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+def subtract(build: LayerBuilder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """The first minus the second."""
     if len(bottoms) != 2:
         layer.fail(f"needs two tensors, found {len(bottoms)}", "bottom")
     return chain("Sub")(build, layer, bottoms)
 
 
-def unchanged(_build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+def unchanged(_build: LayerBuilder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """Cast does nothing, as all is computed in float32."""
     return [only(layer, bottoms)]
 
 
-def dropout(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+def dropout(build: LayerBuilder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """Sets elements to zero by chance while a model is trained; nothing when it serves."""
     x = only(layer, bottoms)
     if not build.is_training:
@@ -56,14 +56,14 @@ def dropout(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence
     return [Tensor(build.node("Dropout", x.name, build.scalar(rate)), x.dims, x.rows)]
 
 
-def elu(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+def elu(build: LayerBuilder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """Exponential linear unit: x, and alpha * (exp(x) - 1) below zero."""
     x = only(layer, bottoms)
     alpha = layer.number("elu_param", "alpha")
     return [Tensor(build.node("Elu", x.name, alpha=alpha), x.dims, x.rows)]
 
 
-def prelu_dice(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+def prelu_dice(build: LayerBuilder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """Dice: p * x + (1 - p) * alpha * x, p the sigmoid of x normalised over the rows of the batch."""
     x = only(layer, bottoms, rank=2)
     # graph_to_json writes `alpha` and `eps`; construct_from_json reads `elu_alpha`; HugeCTR's own graphs say `epsilon`.
@@ -81,5 +81,5 @@ def prelu_dice(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Seque
     return [Tensor(build.node("Mul", x.name, slope), x.dims, x.rows)]
 
 
-def _mean_of_rows(build: Builder, source: str) -> str:
+def _mean_of_rows(build: LayerBuilder, source: str) -> str:
     return build.node("ReduceMean", source, axes=[0], keepdims=1)

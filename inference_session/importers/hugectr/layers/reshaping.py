@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 
 from inference_session.importers.hugectr.graph import Layer
-from inference_session.importers.hugectr.layers.base import Builder, Tensor, only, require_rank
+from inference_session.importers.hugectr.layers.base import LayerBuilder, Tensor, only, require_rank
 
 
-def reshape(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+def reshape(build: LayerBuilder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """The same elements as [rows, leading_dim] or [rows, time_step, leading_dim]; or the `selected` slots in a row."""
     x = only(layer, bottoms)
     if layer.has("selected"):
@@ -41,7 +41,7 @@ def _shape(layer: Layer) -> tuple[int, ...]:
     return tuple(dims)
 
 
-def _select(build: Builder, layer: Layer, x: Tensor) -> Tensor:
+def _select(build: LayerBuilder, layer: Layer, x: Tensor) -> Tensor:
     require_rank(layer, x, 3)
     slots, width = x.dims
     selected = layer.wholes("selected") or tuple(range(slots))
@@ -52,7 +52,7 @@ def _select(build: Builder, layer: Layer, x: Tensor) -> Tensor:
     return Tensor(build.reshape(picked, *dims), dims, x.rows)
 
 
-def slices(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+def slices(build: LayerBuilder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """One tensor per range [start, end) of the last dimension; ranges may overlap."""
     x = only(layer, bottoms)
     ranges = layer.ranges("ranges")
@@ -61,7 +61,7 @@ def slices(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[
     return [_slice(build, layer, x, span) for span in ranges]
 
 
-def _slice(build: Builder, layer: Layer, x: Tensor, span: tuple[int, ...]) -> Tensor:
+def _slice(build: LayerBuilder, layer: Layer, x: Tensor, span: tuple[int, ...]) -> Tensor:
     width = x.dims[-1]
     if len(span) != 2 or not span[0] < span[1] <= width:
         layer.fail(f"range {list(span)}; expected two numbers, start < end <= {width}", "ranges")
@@ -70,7 +70,7 @@ def _slice(build: Builder, layer: Layer, x: Tensor, span: tuple[int, ...]) -> Te
     return Tensor(name, (*x.dims[:-1], span[1] - span[0]), x.rows)
 
 
-def concat(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+def concat(build: LayerBuilder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """Tensors side by side: along the last dimension, or along `axis` where they have three."""
     if not bottoms:
         layer.fail("needs at least one tensor, found none", "bottom")
@@ -91,7 +91,7 @@ def concat(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[
     return [Tensor(name, tuple(dims), first.rows)]
 
 
-def scale(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+def scale(build: LayerBuilder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """Repeat every element `factor` times in place (axis 0), or every row `factor` times (axis 1)."""
     x = only(layer, bottoms, rank=2)
     width = x.dims[0]
@@ -106,7 +106,7 @@ def scale(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[T
     return [Tensor(build.reshape(repeated, width), (width,), x.rows * factor)]
 
 
-def fused_reshape_concat(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+def fused_reshape_concat(build: LayerBuilder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """The vectors of several embeddings side by side; the last slot (the item) apart from the history."""
     joined = _join_slots(build, layer, bottoms)
     slots, width = joined.dims
@@ -119,14 +119,14 @@ def fused_reshape_concat(build: Builder, layer: Layer, bottoms: Sequence[Tensor]
     ]
 
 
-def fused_reshape_concat_general(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+def fused_reshape_concat_general(build: LayerBuilder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """The vectors of several embeddings side by side, one row per slot."""
     joined = _join_slots(build, layer, bottoms)
     slots, width = joined.dims
     return [Tensor(build.reshape(joined.name, width), (width,), joined.rows * slots)]
 
 
-def _join_slots(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Tensor:
+def _join_slots(build: LayerBuilder, layer: Layer, bottoms: Sequence[Tensor]) -> Tensor:
     if not bottoms:
         layer.fail("needs at least one tensor, found none", "bottom")
     first = bottoms[0]

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from inference_session.importers.hugectr.graph import Layer, shown
-from inference_session.importers.hugectr.layers.base import Builder, Tensor, only, require_rank
+from inference_session.importers.hugectr.layers.base import LayerBuilder, Tensor, only, require_rank
 
 
-def inner_product(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+def inner_product(build: LayerBuilder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """Fully connected: x @ weight [in, out] + bias [out], over the last dimension."""
     return [_fully_connected(build, layer, only(layer, bottoms))]
 
 
-def fused_inner_product(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+def fused_inner_product(build: LayerBuilder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """Fully connected with its ReLU; `activation` "None" leaves the ReLU out.
 
     In a chain by `position` it has three further tops and bottoms that only training reads; they repeat the first.
@@ -30,7 +30,7 @@ def fused_inner_product(build: Builder, layer: Layer, bottoms: Sequence[Tensor])
     return [result] * len(layer.tops)
 
 
-def _fully_connected(build: Builder, layer: Layer, x: Tensor) -> Tensor:
+def _fully_connected(build: LayerBuilder, layer: Layer, x: Tensor) -> Tensor:
     num_inputs, num_outputs = x.dims[-1], layer.whole("fc_param", "num_output")
     weight = build.parameter(layer, "weight", num_inputs, num_outputs)
     bias = build.parameter(layer, "bias", num_outputs)
@@ -41,7 +41,7 @@ def _fully_connected(build: Builder, layer: Layer, x: Tensor) -> Tensor:
     return Tensor(name, (*x.dims[:-1], num_outputs), x.rows)
 
 
-def mlp(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+def mlp(build: LayerBuilder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """Fully connected layers, each with its ReLU or without. The file has a bias also where a layer uses none.
 
     A second bottom, of `Interaction`, is read by training only.
@@ -75,7 +75,7 @@ def _by_layer(layer: Layer, count: int, one: str, each: str, allowed: Sequence[A
     return found
 
 
-def multi_cross(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+def multi_cross(build: LayerBuilder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """The cross network of DCN v1: x[l+1] = x[0] * (x[l] . w[l]) + b[l] + x[l].
 
     With `projection_dim`, that of DCN v2: x[l+1] = x[0] * (x[l] @ u[l] @ v[l] + b[l]) + x[l].
@@ -88,14 +88,14 @@ def multi_cross(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequ
     return [Tensor(name, x.dims, x.rows)]
 
 
-def _cross(build: Builder, layer: Layer, x: Tensor, name: str) -> str:
+def _cross(build: LayerBuilder, layer: Layer, x: Tensor, name: str) -> str:
     width = x.dims[0]
     weight = build.parameter(layer, "weight", width, 1)
     bias = build.parameter(layer, "bias", width)
     return build.node("Add", build.node("Mul", x.name, build.node("MatMul", name, weight)), bias)
 
 
-def _cross_projected(build: Builder, layer: Layer, x: Tensor, name: str) -> str:
+def _cross_projected(build: LayerBuilder, layer: Layer, x: Tensor, name: str) -> str:
     width, projection_dim = x.dims[0], layer.whole("mc_param", "projection_dim")
     down = build.parameter(layer, "weight", width, projection_dim)
     up = build.parameter(layer, "weight", projection_dim, width)
@@ -103,7 +103,7 @@ def _cross_projected(build: Builder, layer: Layer, x: Tensor, name: str) -> str:
     return build.node("Mul", x.name, build.node("Gemm", build.node("MatMul", name, down), up, bias))
 
 
-def weight_multiply(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+def weight_multiply(build: LayerBuilder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """Every element becomes a vector: out[i * v + j] = x[i] * weight[i, j]."""
     x = only(layer, bottoms, rank=2)
     dims = layer.wholes("weight_dims")
@@ -118,7 +118,7 @@ def weight_multiply(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> 
     return [Tensor(build.reshape(product, slots * width), (slots * width,), x.rows)]
 
 
-def batch_norm(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+def batch_norm(build: LayerBuilder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """Normalise by the running statistics: gamma * (x - mean) / sqrt(var + eps) + beta."""
     x = only(layer, bottoms)
     require_rank(layer, x, 2)
@@ -133,7 +133,7 @@ def batch_norm(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Seque
     return [Tensor(name, x.dims, x.rows)]
 
 
-def layer_norm(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+def layer_norm(build: LayerBuilder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """Normalise each row by its own statistics: gamma * (x - mean) / sqrt(var + eps) + beta."""
     x = only(layer, bottoms)
     gamma = build.parameter(layer, "gamma", x.dims[-1])

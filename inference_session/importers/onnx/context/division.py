@@ -14,8 +14,8 @@ from inference_session.importers.onnx.samples.axis import SampleAxis
 from inference_session.importers.onnx.samples.step import is_constant
 from inference_session.model_spec import ROW_CONTEXT
 from inference_session.onnx_graphs import (
-    Builder,
     Names,
+    NodeBuilder,
     bodies,
     copied,
     producers,
@@ -49,7 +49,7 @@ class ContextDivision:
     _copies: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._builder = Builder(self.graph, self.names, "context")
+        self._builder = NodeBuilder(self.graph, self.names, "context")
 
     def divide(self) -> None:
         """Compute the context's values once per context, and tile them where candidates read them."""

@@ -16,8 +16,8 @@ from inference_session.importers.onnx.types import value_type
 from inference_session.importers.onnx.weights import Weight
 from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT
 from inference_session.onnx_graphs import (
-    Builder,
     Names,
+    NodeBuilder,
     all_nodes,
     attribute,
     needed_nodes,
@@ -176,7 +176,7 @@ class Work:
         self.graph.initializer.extend(kept)
 
 
-class WorkBuilder(Builder):
+class WorkBuilder(NodeBuilder):
     """Writes the nodes that take the place of one."""
 
     def __init__(self, work: Work, stem: str) -> None:

@@ -16,8 +16,8 @@ from inference_session.importers.onnx.types import Dims, Types
 from inference_session.importers.onnx.weights import Weight, little_endian
 from inference_session.model_spec import Pooling
 from inference_session.onnx_graphs import (
-    Builder,
     Names,
+    NodeBuilder,
     all_graphs,
     attribute,
     is_random,
@@ -94,9 +94,9 @@ class EditedModel:
         """The version of the standard operators."""
         return opset_of(self.model)
 
-    def builder(self, stem: str) -> Builder:
+    def builder(self, stem: str) -> NodeBuilder:
         """Writes nodes for the main graph."""
-        return Builder(self.graph, self.names, stem)
+        return NodeBuilder(self.graph, self.names, stem)
 
 
 def take_lookups(edited: EditedModel) -> list[GraphLookup]:

@@ -17,7 +17,7 @@ from inference_session.importers.onnx.lookups.graph_lookups import EditedModel, 
 from inference_session.importers.onnx.lookups.vector_values import values_of_vectors
 from inference_session.importers.onnx.tables import StaysDenseError, is_row_read
 from inference_session.onnx_graphs import (
-    Builder,
+    NodeBuilder,
     attribute,
     bodies,
     constants,
@@ -117,7 +117,7 @@ class Hoister:
             vectors = self._select(builder, step, vectors, gather.input[0])
         self._replace_read(body, gather, builder, vectors)
 
-    def _select(self, builder: Builder, step: NodeProto, vectors: str, table: str) -> str:
+    def _select(self, builder: NodeBuilder, step: NodeProto, vectors: str, table: str) -> str:
         """Apply to vectors what a step does to keys."""
         if step.op_type in ("Identity", "Cast"):
             return vectors
@@ -130,7 +130,7 @@ class Hoister:
             inputs[3] = builder.constant(np.array(self._axes(step) or [], dtype))
         return builder.copy(step, inputs)
 
-    def _shaped_as_keys(self, builder: Builder, vectors: str, keys: str, table: str) -> str:
+    def _shaped_as_keys(self, builder: NodeBuilder, vectors: str, keys: str, table: str) -> str:
         """Reshape vectors to the shape of the keys followed by that of a row."""
         shape, row_shape = builder.add("Shape", [keys]), self.edited.tables[table].dims[1:]
         if row_shape:
@@ -140,7 +140,7 @@ class Hoister:
             return builder.add("Reshape", [vectors, shape], allowzero=1)
         return builder.add("Reshape", [vectors, shape])
 
-    def _replace_read(self, body: GraphProto, gather: NodeProto, builder: Builder, vectors: str) -> None:
+    def _replace_read(self, body: GraphProto, gather: NodeProto, builder: NodeBuilder, vectors: str) -> None:
         """Put new nodes, of which one makes the vectors, in the place of a row read."""
         rank, row_shape = self.edited.types.rank(gather.input[1]), self.edited.tables[gather.input[0]].dims[1:]
         if rank is None:
@@ -213,7 +213,7 @@ class Hoister:
         body.node.extend(builder.nodes)
         return flat
 
-    def _pick(self, builder: Builder, vectors: str, begins: str, iteration: str, keys: str) -> str:
+    def _pick(self, builder: NodeBuilder, vectors: str, begins: str, iteration: str, keys: str) -> str:
         """The rows of one iteration, as many as it has keys."""
         begin = builder.add("Gather", [begins, iteration], axis=0)
         length = builder.add("Reshape", [builder.add("Size", [keys]), builder.integers([1])])

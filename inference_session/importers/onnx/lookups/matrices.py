@@ -11,7 +11,7 @@ from onnx import NodeProto, TensorProto
 from inference_session.importers.onnx.lookups.graph_lookups import SHAPE_OPS, EditedModel, GraphLookup, skip_identities
 from inference_session.importers.onnx.types import Dims
 from inference_session.onnx_graphs import (
-    Builder,
+    NodeBuilder,
     attribute,
     constants,
     integers,
@@ -93,7 +93,7 @@ def vectors_per_sample(dims: Dims | None) -> int | None:
     return math.prod(sizes) if dims and len(sizes) == len(dims) - 1 else None
 
 
-def _share(edited: EditedModel, run: list[GraphLookup], inputs: list[str], builder: Builder) -> str:
+def _share(edited: EditedModel, run: list[GraphLookup], inputs: list[str], builder: NodeBuilder) -> str:
     """Let look-ups share a matrix; returns the value that stands for all of them in the Concat."""
     shapes = [
         lookup.dims if name == lookup.vectors else edited.types.dims(name)

@@ -17,7 +17,7 @@ from inference_session.importers.onnx.lookups.columns import columns_of
 from inference_session.importers.onnx.lookups.graph_lookups import EditedModel, GraphLookup
 from inference_session.onnx_graphs import (
     UNARY,
-    Builder,
+    NodeBuilder,
     constants,
     needed_nodes,
     producers,
@@ -88,7 +88,7 @@ class _Stacker:
 
     def stack(self, outputs: list[str]) -> None:
         """Compute these outputs together."""
-        builder = Builder(self._graph, self._edited.names, f"{outputs[0]}_stacked")
+        builder = NodeBuilder(self._graph, self._edited.names, f"{outputs[0]}_stacked")
         stacked = self._stacked(tuple(outputs), builder)
         sizes = [1] * len(outputs)
         split = NodeProto(op_type="Split", input=[stacked], output=outputs, name=f"hotrow_{stacked}_split")
@@ -147,7 +147,7 @@ class _Stacker:
             return None
         return node.input[0], columns[0]
 
-    def _stacked(self, outputs: tuple[str, ...], builder: Builder) -> str:
+    def _stacked(self, outputs: tuple[str, ...], builder: NodeBuilder) -> str:
         """Values of one form side by side. Chains may be longer than Python's recursion."""
         made: dict[tuple[str, ...], str] = {}
         pending = [outputs]
@@ -169,7 +169,7 @@ class _Stacker:
         operands = [tuple(operand) for operand in zip(*(node.input for node in nodes), strict=True)]
         return operands[:1] if nodes[0].op_type in UNARY else operands
 
-    def _stack_values(self, names: tuple[str, ...], builder: Builder, made: dict[tuple[str, ...], str]) -> str:
+    def _stack_values(self, names: tuple[str, ...], builder: NodeBuilder, made: dict[tuple[str, ...], str]) -> str:
         """Numbers that are all the same stay one."""
         if names[0] in self._constants:
             values = np.concatenate([numpy_helper.to_array(self._constants[name]).reshape(1) for name in names])

@@ -19,7 +19,7 @@ from inference_session.importers.onnx.context.shapes import Shapes, sized
 from inference_session.importers.onnx.loops.symbolic_loop import Bag, NotABagError, SymbolicLoop
 from inference_session.importers.onnx.weights import Weight
 from inference_session.onnx_graphs import (
-    Builder,
+    NodeBuilder,
     attribute,
     bodies,
     needed_nodes,
@@ -53,7 +53,7 @@ def bags_instead_of_loops(canonical: CanonicalModel) -> None:
         for sizes in _PROBES
     ]
     for loop in loops:
-        _Replacement(model, weights, probes, Builder(model.graph, canonical.names, "bags")).try_loop(loop)
+        _Replacement(model, weights, probes, NodeBuilder(model.graph, canonical.names, "bags")).try_loop(loop)
 
 
 def _has_symbol(tensor: TypeProto.Tensor) -> bool:
@@ -68,7 +68,7 @@ class _Replacement:
     model: ModelProto
     weights: dict[str, Weight]
     probes: Sequence[Shapes]
-    builder: Builder
+    builder: NodeBuilder
 
     def try_loop(self, loop: NodeProto) -> None:
         """Change the graph, unless the Loop does anything other than pool bags of equal size."""
