@@ -2,7 +2,7 @@
 
     python benchmarks/cache.py [--trace FILE]
 
-The trace (xz, big-endian int64 keys; else keys that are made up) is replayed key by key, every miss inserted. Every
+The trace (xz, big-endian int64 keys; else generated keys) is replayed key by key, every miss inserted. Every
 repetition of a look-up draws fresh keys, poisons the outputs and checks them; a line shows the medians and the median
 and range of the ratio within a repetition.
 """
@@ -28,7 +28,7 @@ from inference_session.kernels.cpu import lookup as cpu
 from inference_session.kernels.records import TABLE, Lookup, key_segments
 from inference_session.model_spec import TableSpec
 from inference_session.tables.table_file import TableFile, write_table
-from tests.testing.traces import made_up_trace, read_trace
+from tests.testing.traces import generated_trace, read_trace
 
 REPETITIONS = 41
 COMPARED = ((1, 1_000_000, 128, 1 << 16), (1, 1_000_000, 16, 1 << 16), (26, 10_000, 16, 64), (26, 10_000, 128, 64))
@@ -166,12 +166,12 @@ def show_writers(num_rows: int, dim: int) -> None:
 def main() -> None:
     """Run all comparisons."""
     parser = argparse.ArgumentParser(description="The CPU embedding cache compared with mapped tables and LRU.")
-    parser.add_argument("--trace", type=Path, help="xz file of big-endian int64 keys; default: made-up keys")
+    parser.add_argument("--trace", type=Path, help="xz file of big-endian int64 keys; default: generated keys")
     arguments = parser.parse_args()
     for sizes in COMPARED:
         compare_with_files(*sizes)
     show_writers(NUM_ROWS_WRITTEN, 128)
-    show_hit_rates(made_up_trace(NUM_TRACED_KEYS) if arguments.trace is None else read_trace(arguments.trace))
+    show_hit_rates(generated_trace(NUM_TRACED_KEYS) if arguments.trace is None else read_trace(arguments.trace))
 
 
 if __name__ == "__main__":

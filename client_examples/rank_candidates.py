@@ -4,7 +4,7 @@
     hotrow serve --repository model_repository
     python client_examples/rank_candidates.py --model ranker --context user_id --context clicks
 
-Inputs are made up: ids below --max-id, numbers between 0 and 1. With --users 3 one request ranks for three users, and
+Inputs are generated: ids below --max-id, numbers between 0 and 1. With --users 3 one request ranks for three users, and
 CANDIDATES says how many of the items each of them gets.
 """
 
@@ -30,7 +30,7 @@ options = parser.parse_args()
 random = np.random.default_rng(0)
 
 
-def made_up(tensor: Any) -> NDArray[Any]:
+def generated(tensor: Any) -> NDArray[Any]:
     """Values of one input: a row for each user, or one for each item."""
     rows = options.users if tensor.name in options.context else options.users * options.candidates
     shape = (rows, *(options.length if size < 0 else size for size in tensor.shape[1:]))
@@ -41,7 +41,7 @@ def made_up(tensor: Any) -> NDArray[Any]:
 
 with triton.InferenceServerClient(options.url) as client:
     described = [tensor for tensor in client.get_model_metadata(options.model).inputs if tensor.name != "CANDIDATES"]
-    arrays = {tensor.name: made_up(tensor) for tensor in described}
+    arrays = {tensor.name: generated(tensor) for tensor in described}
     if options.users > 1:  # with one user, all candidates belong to that user
         arrays["CANDIDATES"] = np.full(options.users, options.candidates, np.int32)
     types = {tensor.name: tensor.datatype for tensor in described} | {"CANDIDATES": "INT32"}

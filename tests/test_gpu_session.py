@@ -186,7 +186,7 @@ def test_all_sizes_of_the_warm_up_are_replayed(tmp_path: Path, graphs: list[str]
     with InferenceSession.open(report.version_dir, device="cuda:0", warm_up_s=60) as session:
         for num_samples in (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
             graphs.clear()
-            session.run(session.layout.made_up(num_samples).inputs)
+            session.run(session.layout.generated(num_samples).inputs)
             assert graphs
             assert "-1" not in graphs
 

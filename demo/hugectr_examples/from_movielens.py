@@ -22,11 +22,11 @@ def read_movielens() -> MovieLens:
     try:
         return MovieLens.read(fetch())
     except UnavailableError as error:
-        print(f"{error}\nThe example goes on with made-up ratings.")
-        return _made_up()
+        print(f"{error}\nThe example goes on with generated ratings.")
+        return _generated()
 
 
-def _made_up(num_ratings: int = 20_000) -> MovieLens:
+def _generated(num_ratings: int = 20_000) -> MovieLens:
     random = np.random.default_rng(0)
     users, movies = random.integers(1, NUM_USERS, num_ratings), random.integers(1, NUM_MOVIES, num_ratings)
     stars = 1 + (users % 5 * (movies % 7)) % 5

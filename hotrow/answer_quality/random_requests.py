@@ -58,7 +58,7 @@ class RandomRequests:
         """
         self._session, self._spec = session, session.spec
         samples = min(num_samples, self._spec.layout_options.get("max_samples") or num_samples)
-        self._zeros = dict(session.layout.made_up(samples).inputs)
+        self._zeros = dict(session.layout.generated(samples).inputs)
         self._bounds: dict[str, int] = {}
         if self._spec.has_own_inputs:
             rows = {True: samples if num_contexts is None else num_contexts, False: samples}

@@ -1,4 +1,4 @@
-"""Made-up requests that a session answers before it serves: the first runs of a size take longer than later ones."""
+"""Generated requests that a session answers before it serves: the first runs of a size take longer than later ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _GPU_RANKING_SIZES = tuple((contexts, length) for length in (100, 250, 500, 1000
 """The same on a GPU, which records them as CUDA graphs: smaller batches are filled up to these."""
 
 
-class MadeUpBatch(NamedTuple):
+class GeneratedBatch(NamedTuple):
     """A batch of equal requests."""
 
     request: Request
@@ -43,18 +43,18 @@ class MadeUpBatch(NamedTuple):
     """Contexts, and candidates of each; None: the request repeats the context, or the model has none."""
 
 
-def made_up_batches(spec: ModelSpec, layout: RequestLayout, *, on_gpu: bool) -> Iterator[MadeUpBatch]:
+def generated_batches(spec: ModelSpec, layout: RequestLayout, *, on_gpu: bool) -> Iterator[GeneratedBatch]:
     """Batches to warm up with on a device; the first is the smallest."""
     for num_requests, num_samples in (*_BATCHES, *(_GPU_BATCHES if on_gpu else ())):
-        yield MadeUpBatch(layout.made_up(num_samples), num_requests if spec.joins_requests else 1)
+        yield GeneratedBatch(layout.generated(num_samples), num_requests if spec.joins_requests else 1)
     if isinstance(layout, RankingLayout):
         for size in _GPU_RANKING_SIZES if on_gpu and spec.is_divided else _RANKING_SIZES:
-            yield MadeUpBatch(layout.made_up_ranking(*size), 1, size)
+            yield GeneratedBatch(layout.generated_ranking(*size), 1, size)
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """The warm-up of a session: made-up batches are answered, and rows loaded, before a request needs them."""
+    """The warm-up of a session: generated batches are answered, and rows loaded, before a request needs them."""
 
     version: VersionDirectory
     layout: RequestLayout
@@ -74,7 +74,7 @@ class WarmUp:
             ModelFormatError: an answer is not what session.json says.
         """
         spec = replica.network.spec
-        batches = made_up_batches(spec, self.layout, on_gpu=replica.device is not HOST)
+        batches = generated_batches(spec, self.layout, on_gpu=replica.device is not HOST)
         self._answer(replica, next(batches))  # without a time limit: kernels and network must be ready
         deadline = time.monotonic() + self.seconds
         if self.seconds:
@@ -90,7 +90,7 @@ class WarmUp:
         if isinstance(self.layout, RankingLayout) and spec.is_divided and replica.ranking.dense.replays:
             self.layout.replayed = tuple(ranked)
 
-    def _answer(self, replica: Replica, batch: MadeUpBatch) -> None:
+    def _answer(self, replica: Replica, batch: GeneratedBatch) -> None:
         """Answer a batch in each way in which requests may be answered, and compare an answer with session.json."""
         answers: list[Answer] = []
         # Zeros may be an invalid request, and a store may be down; a failed warm-up batch affects no request.

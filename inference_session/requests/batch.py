@@ -168,7 +168,7 @@ class RequestLayout(ABC):
         """Check a request. InvalidRequestError names the input, what was found, and what is expected."""
 
     @abstractmethod
-    def made_up(self, num_samples: int) -> Request:
+    def generated(self, num_samples: int) -> Request:
         """A request of zeros to warm up with, of this many samples where the number is free."""
 
     def join(self, requests: Sequence[CheckedRequest]) -> JoinedBatch:

@@ -66,7 +66,7 @@ class HugectrLayout(RequestLayout):
         outputs = self.outputs.resolve(request.outputs)
         return CheckedRequest(parts, outputs, decoded.num_samples, shapes=(decoded.ragged is None,))
 
-    def made_up(self, num_samples: int) -> Request:
+    def generated(self, num_samples: int) -> Request:
         """One key per bag."""
         slots = self.format.slots
         offsets = [np.arange(num_samples * width + 1, dtype=np.int32) for width in slots]
@@ -96,7 +96,7 @@ class HpsLayout(RequestLayout):
         outputs = self.outputs.resolve(request.outputs)
         return CheckedRequest(parts, outputs, num_samples=1, shapes=())
 
-    def made_up(self, num_samples: int) -> Request:
+    def generated(self, num_samples: int) -> Request:
         """Zeros: this many keys per table."""
         num_tables = len(self._names)
         keys = np.zeros(num_samples * num_tables, np.int64)

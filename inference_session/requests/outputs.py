@@ -168,7 +168,7 @@ class Outputs:
                     f"output {name!r} is {tensor.dtype} {list(tensor.shape)}, but the network computes "
                     f"{found.dtype.name} {list(found.shape)}"
                 )
-        # Where their number is open, the made-up values of this answer may lead to fewer columns than a request's.
+        # Where their number is open, the generated values of this answer may lead to fewer columns than a request's.
         is_fixed = self._has_predictions and self._has_fixed_labels
         if is_fixed and (num_columns := answer[PREDICTIONS].shape[1]) != self._num_labels:
             return f"field 'labels' has {self._num_labels} names, but the predictions have {num_columns} columns"

@@ -52,7 +52,7 @@ class RankingLayout(TensorLayout):
             return CheckedRequest(self._repeated(inputs, counts), outputs, num_samples, shapes)
         return CheckedRequest(inputs, outputs, num_samples, (CANDIDATES, *shapes), counts)
 
-    def made_up_ranking(self, num_contexts: int, num_candidates: int) -> Request:
+    def generated_ranking(self, num_contexts: int, num_candidates: int) -> Request:
         """A request of zeros to warm up with, of this many contexts with this many candidates each."""
         total = num_contexts * num_candidates
         inputs = {e.name: self._zeros(e, num_contexts if e.context else total) for e in self._inputs}

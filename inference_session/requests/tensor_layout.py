@@ -90,7 +90,7 @@ class TensorLayout(RequestLayout):
                     f"{name!r} and dimension {first_axis} of {first!r} must be the same"
                 )
 
-    def made_up(self, num_samples: int) -> Request:
+    def generated(self, num_samples: int) -> Request:
         return Request({expected.name: self._zeros(expected, num_samples) for expected in self._inputs})
 
     def _zeros(self, expected: _ExpectedTensor, num_samples: int) -> NDArray[Any]:

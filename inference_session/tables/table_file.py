@@ -110,7 +110,7 @@ class TableFile:
         return self._index.num_duplicates if self._index is not None else 0
 
     def keys(self) -> NDArray[np.int64]:
-        """The key of every row, int64[num_rows]; mapped, or made up where keys are row numbers."""
+        """The key of every row, int64[num_rows]; mapped, or counted where keys are row numbers."""
         return self._keys if self._keys is not None else np.arange(self.spec.num_rows, dtype=np.int64)
 
     def arrays(self) -> list[NDArray[np.generic]]:

@@ -1,4 +1,4 @@
-"""The demo's processing of the data set, on a few made-up ratings."""
+"""The demo's processing of the data set, on a few generated ratings."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_a_request_of_any_kind(tmp_path: Path) -> None:
     """Rows of files, and an input that the fast path does not take."""
     small_model.write(tmp_path / "small" / "1")
     with InferenceSession.open(tmp_path / "small" / "1", device="cpu") as session:
-        inputs = session.layout.made_up(2).inputs
+        inputs = session.layout.generated(2).inputs
         request = Request({**inputs, "codes": np.asfortranarray(inputs["codes"])})
         assert_as_listed(lambda: session.run_many([request]), "InferenceSession.run_many")
 
@@ -128,7 +128,7 @@ def test_a_request_on_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (forms, lookup, stats):
         monkeypatch.setattr(module, "of_ints", lambda kernel: kernel)
     with InferenceSession.open(ROOT / "model_repository" / "movielens" / "1", device="cpu") as session:
-        inputs = session.layout.made_up(2).inputs
+        inputs = session.layout.generated(2).inputs
         arrays = [inputs[tensor.name] for tensor in session.spec.inputs]
         assert_as_listed(lambda: session.run_arrays(arrays, 1), "InferenceSession.run_arrays")
 

@@ -20,7 +20,7 @@ from inference_session.kernels.records import Lookup, PoolingCode, key_segments
 from inference_session.sizing.hit_rate import LruCurve
 from tests.testing.cache_contract import AMPLE_BYTES, EmbeddingCacheContract, vectors_of
 from tests.testing.cache_lookups import look_up
-from tests.testing.traces import made_up_trace, real_trace
+from tests.testing.traces import generated_trace, real_trace
 
 
 def cache_of(num_rows: int, dim: int = 1) -> CpuEmbeddingCache:
@@ -113,7 +113,7 @@ def hit_rate_of(trace: NDArray[np.int64], num_rows: int, num_keys: int = 32) -> 
 @pytest.fixture(scope="module")
 def trace() -> NDArray[np.int64]:
     """Popular keys, and many that occur once."""
-    return made_up_trace()
+    return generated_trace()
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from inference_session.sizing.cache_plan import CachePlan, TracedTable
 from inference_session.sizing.hit_rate import LruCurve, SamplingError, SimulatedCurve
 from inference_session.sizing.key_sample import KeySample
 from tests.testing.cache_lookups import look_up
-from tests.testing.traces import made_up_trace, real_trace
+from tests.testing.traces import generated_trace, real_trace
 
 _KEYS = st.lists(st.integers(-3, 12) | st.sampled_from([2**63 - 1, -(2**63)]), max_size=200)
 
@@ -45,7 +45,7 @@ def _sampled(keys: NDArray[np.int64], max_keys: int, step: int = 1000) -> KeySam
 @pytest.fixture(scope="module")
 def trace() -> NDArray[np.int64]:
     """Keys as a recommender is asked for them."""
-    return made_up_trace()
+    return generated_trace()
 
 
 @given(_KEYS, st.integers(0, 20))

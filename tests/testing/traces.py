@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def made_up_trace(num_keys: int = 400_000) -> NDArray[np.int64]:
+def generated_trace(num_keys: int = 400_000) -> NDArray[np.int64]:
     """Keys of which a few are popular for long, many occur once or twice, and some come back soon. int64 [num_keys].
 
     What is popular drifts: every key of the popular ones is another after a tenth of the trace.

@@ -132,7 +132,7 @@ class RequestHandler:
 
     def _read(self, session: InferenceSession, request: TritonRequest) -> Request:
         if is_probe(request.parameters()):
-            return session.layout.made_up(1)._replace(outputs=request.requested_output_names())
+            return session.layout.generated(1)._replace(outputs=request.requested_output_names())
         inputs = {tensor.name(): read_array(tensor) for tensor in request.inputs()}
         if self._max_samples:
             for name, array in inputs.items():

@@ -1,7 +1,7 @@
-"""Runs the original model on made-up inputs, to find out what its declaration does not say.
+"""Runs the original model on generated inputs, to find out what its declaration does not say.
 
 Does the first dimension count samples? Do samples of a batch influence one another? How many columns does an output
-have? ONNX Runtime answers; where the model accepts no made-up input, the declared shapes are used.
+have? ONNX Runtime answers; where the model accepts no generated input, the declared shapes are used.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Prober:
-    """Runs a model on made-up inputs."""
+    """Runs a model on generated inputs."""
 
     network: Any
     """An ONNX Runtime session."""

@@ -272,7 +272,7 @@ def test_an_output_whose_rank_zeros_change_is_refused(tmp_path: Path) -> None:
         import_model(tmp_path, model_of(graph, {"w": table(), "shape": np.array([-1, 8])}))
 
 
-def test_an_output_without_a_shape_of_a_model_that_takes_no_made_up_inputs(tmp_path: Path) -> None:
+def test_an_output_without_a_shape_of_a_model_that_takes_no_generated_inputs(tmp_path: Path) -> None:
     """ONNX Runtime infers its shape. Its rows were taken for scalars, and the version could not be loaded."""
     text = """g (int64[n] user) => (float[n, 4] y) {
         row = Sub(user, first)
@@ -288,7 +288,7 @@ def test_an_output_without_a_shape_of_a_model_that_takes_no_made_up_inputs(tmp_p
         np.testing.assert_array_equal(session.run({"user": np.array([10**9 + 7])})["y"], table()[7:8])
 
 
-def test_an_output_of_unknown_shape_of_a_model_that_takes_no_made_up_inputs(tmp_path: Path) -> None:
+def test_an_output_of_unknown_shape_of_a_model_that_takes_no_generated_inputs(tmp_path: Path) -> None:
     """Nobody knows what it is."""
     text = """g (int64[n] user, int64[k] shape) => (float[n, 4] y) {
         row = Sub(user, first)

@@ -1,4 +1,4 @@
-"""The examples, each as a user calls it, on made-up rows in the original formats: trained, imported, served, scored."""
+"""The examples, each as a user calls it, on generated rows in the original formats: trained, imported and served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readers of public data sets, on made-up rows in the formats in which they are published."""
+"""Readers of public data sets, on generated rows in the formats in which they are published."""
 
 from __future__ import annotations
 

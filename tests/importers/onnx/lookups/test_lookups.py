@@ -525,7 +525,7 @@ def test_scalars(tmp_path: Path) -> None:
 
 
 def test_small_and_large_tables_may_share_an_input(tmp_path: Path) -> None:
-    """A matrix with a column per feature: made-up keys have to suit the small tables in the network, too."""
+    """A matrix with a column per feature: generated keys have to suit the small tables in the network, too."""
     model = model_of(
         """g (int64[n, 3] ids) => (float[n, 12] y) {
             i, j, k = Split <axis=1, num_outputs=3> (ids)
@@ -562,7 +562,7 @@ def test_a_scalar_may_be_a_key(tmp_path: Path) -> None:
     ids=["at least", "exactly"],
 )
 def test_keys_with_the_lengths_of_their_parts(tmp_path: Path, taken: str) -> None:
-    """As many keys as the lengths say: the two lists differ in size, although most made-up ones do not fit together."""
+    """As many keys as the lengths say: the two lists differ in size, although most generated ones do not fit."""
     model = model_of(
         f"""g (int64[total] values, int64[n] lengths) => (float[n, 4] y) {{
             v = Gather(t, values)  {taken}
@@ -618,7 +618,7 @@ def test_keys_stay_what_they_are_where_the_graph_makes_them_int32(tmp_path: Path
 
 SEVEN = """g (int64[n] ids) => (float[n, 4] y, float[{length}] z) {{
     v = Gather(t, ids) y = Add(v, seven) z = Identity(four) }}"""
-"""Takes no made-up requests: only those of 1 or 7 samples."""
+"""Takes no generated requests: only those of 1 or 7 samples."""
 
 
 def test_an_output_of_fixed_length_has_no_row_for_each_sample(tmp_path: Path) -> None:
@@ -672,7 +672,7 @@ def test_sizes_of_one_name_are_equal(tmp_path: Path) -> None:
     report = check(tmp_path, model_of(DLRM, {"t": table()}), inputs)
 
     assert report.spec.equal_sizes == ((("dense", 0), ("offsets", 1)),)
-    assert not any("made-up" in note for note in report.notes)
+    assert not any("generated" in note for note in report.notes)
     message = r"input 'offsets' has shape \[2, 0\], but 'dense' has \[2, 4\]: dimension 1 of 'offsets' and dimension 0"
     with InferenceSession.open(report.version_dir) as session, pytest.raises(InvalidRequestError, match=message):
         session.run({**inputs, "offsets": offsets[:, :0]})
