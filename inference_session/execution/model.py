@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 from inference_session.config import SessionConfig
 from inference_session.dense_engine import DenseEngine, NetworkFile, OnnxEngine, VectorEngine, create_engine
@@ -15,7 +15,7 @@ from inference_session.device.base import Device
 from inference_session.device.host import HOST
 from inference_session.errors import ConfigurationError
 from inference_session.execution.concat_operands import concat_operands, with_concat_inputs
-from inference_session.execution.network import Network, check_network, check_outputs
+from inference_session.execution.network import Engines, Network, check_network, check_outputs
 from inference_session.execution.replicas import DeviceThread, Replica, Replicas
 from inference_session.execution.staging.create import create_staging_pool
 from inference_session.model_spec import DENSE_FILE, KEYS_FILE, RANKING_FILE, RANKING_KEYS_FILE, ModelSpec
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from inference_session.execution.kept_contexts import KeptContexts
 
 _log = logging.getLogger(__name__)
-_Engines: TypeAlias = "tuple[DenseEngine, OnnxEngine | None]"
-"""A dense network, and the one that computes its keys; None: all keys are inputs."""
 
 
 class _NetworkSpec(NamedTuple):
@@ -77,21 +75,21 @@ def open_model(version: VersionDirectory, config: SessionConfig, devices: Sequen
     engines = [
         [thread.run(partial(_open_engines, version.path, each, config, thread)) for each in specs] for thread in threads
     ]
-    names = [engine.input_names for pair in engines[0] for engine in pair if engine is not None]
+    names = [engine.input_names for own in engines[0] for engine in own if engine is not None]
     layout = layout_of(spec)(
         spec,
         Outputs(spec),
         network_inputs=frozenset().union(*names),
         max_elements=config.max_keys_per_request,
     )
-    for each, pair in zip(specs, engines[0], strict=True):
-        check_network(each.spec_for(pair[0]), version.path, layout.values, pair, (each.dense, each.keys))
+    for each, own in zip(specs, engines[0], strict=True):
+        check_network(each.spec_for(own.dense), version.path, layout.values, own, (each.dense, each.keys))
     rows = create_rows(version, config, [thread.device for thread in threads])
     replicas = []
-    for thread, pairs, reader in zip(threads, engines, rows.readers, strict=True):
+    for thread, on_device, reader in zip(threads, engines, rows.readers, strict=True):
         networks = [
-            Network(each.spec_for(pair[0]), reader, *pair, keys_follow_inputs=layout.keys_follow_inputs)
-            for each, pair in zip(specs, pairs, strict=True)
+            Network(each.spec_for(own.dense), reader, *own, keys_follow_inputs=layout.keys_follow_inputs)
+            for each, own in zip(specs, on_device, strict=True)
         ]
         network, ranking = networks[0], networks[-1]
         # A network on a GPU over rows of the processor reads a copy of each batch's vectors: it is bound to no memory.
@@ -111,15 +109,15 @@ def _network_specs(spec: ModelSpec) -> list[_NetworkSpec]:
     return [network, _NetworkSpec(replace(spec, lookups=spec.ranking.lookups), RANKING_FILE, RANKING_KEYS_FILE)]
 
 
-def _open_engines(directory: Path, network: _NetworkSpec, config: SessionConfig, thread: DeviceThread) -> _Engines:
+def _open_engines(directory: Path, network: _NetworkSpec, config: SessionConfig, thread: DeviceThread) -> Engines:
     """The engines of a network, on the thread's device."""
     spec = network.spec
     if not layout_of(spec).has_network:
-        return VectorEngine([lookup.dense_input for lookup in spec.lookups]), None
+        return Engines(VectorEngine([lookup.dense_input for lookup in spec.lookups]), None)
     dense = _create_engine(directory / network.dense, spec, config, thread)
     check_outputs(spec, directory, dense.output_names, network.dense)
     keys_path = directory / network.keys
-    return dense, OnnxEngine(NetworkFile(keys_path), num_threads=1) if keys_path.exists() else None
+    return Engines(dense, OnnxEngine(NetworkFile(keys_path), num_threads=1) if keys_path.exists() else None)
 
 
 def _create_engine(path: Path, spec: ModelSpec, config: SessionConfig, thread: DeviceThread) -> DenseEngine:

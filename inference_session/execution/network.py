@@ -30,6 +30,14 @@ class RunResult(NamedTuple):
     """Keys per look-up that were answered with the default vector."""
 
 
+class Engines(NamedTuple):
+    """What computes a network."""
+
+    dense: DenseEngine
+    keys: OnnxEngine | None
+    """Computes its keys; None: all keys are inputs."""
+
+
 class Network:
     """Gives each batch the plan by which its keys are looked up and the dense network runs. Thread-safe.
 
@@ -124,15 +132,14 @@ def check_network(
     spec: ModelSpec,
     directory: Path,
     values: Mapping[str, str],
-    engines: tuple[DenseEngine, OnnxEngine | None],
+    engines: Engines,
     files: tuple[str, str],
 ) -> None:
     """Refuse networks and look-ups that session.json does not fit, before every request fails on them.
 
     Args:
         values: the types of what a request gives (RequestLayout.values).
-        engines: the dense network, and the one that computes keys, if any.
-        files: their names.
+        files: the names of the engines' networks.
     """
     dense, keys = engines
     inputs = values.keys() | ({ROW_CONTEXT, BLOCK_CONTEXT} if spec.ranking else set())

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from inference_session.errors import ConfigurationError
 from inference_session.model_source import Copy, create_source, is_url
@@ -26,6 +25,7 @@ from inference_session.platform.large_pages import open_for_writing
 from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_folder
 from inference_session.rows.base import Rows
+from inference_session.tables.base import RowBatch
 
 _ROWS_PER_CHUNK = 1 << 16
 
@@ -85,7 +85,7 @@ def _written_locally(target: str | Path) -> Iterator[Path]:
 
 
 def _write_table(
-    batches: Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]],
+    batches: Iterator[RowBatch],
     folder: Path,
     embedding_dim: int,
     progress: Progress | None,

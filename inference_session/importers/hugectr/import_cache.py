@@ -16,7 +16,7 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,6 +33,7 @@ from inference_session.platform.staging import stage_version
 from inference_session.platform.user_cache import cache_folder, lock_file
 from inference_session.version_directory import manifest, session_file
 from inference_session.version_directory.manifest import sha256_of
+from inference_session.version_directory.verified_files import FileState, file_state
 
 NUM_KEPT = 3
 """Imports of one model that are kept: the one in use, the one before it for a way back, and one more."""
@@ -86,7 +87,7 @@ def cached_import(
                     write_version(
                         settings, model, staging, keep_rows_of=keep_rows_of, may_link=False, progress=progress
                     )
-                    _refuse_changes(before, _states(sources))
+                    _refuse_changes(before)
             os.utime(entry)
             _remove_old(imports, entry)
             # Other processes may open it at the same time. Changing the lock releases it for a moment: check again.
@@ -143,18 +144,17 @@ def _checksums(sources: Sequence[Path], progress: Progress | None) -> list[str]:
             raise ModelFormatError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
-def _states(sources: Sequence[Path]) -> list[tuple[Path, int, int, int]]:
+def _states(sources: Sequence[Path]) -> dict[Path, FileState]:
     try:
-        stats = [(path, path.stat()) for path in sources]
+        return {path: file_state(path) for path in sources}
     except OSError as error:
         raise ModelFormatError(f"{error.filename}: cannot be read: {error.strerror}") from error
-    return [(path, stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
 
 
-def _refuse_changes(before: Sequence[tuple[Path, int, int, int]], after: Sequence[tuple[Path, int, int, int]]) -> None:
-    for old, new in zip(before, after, strict=True):
-        if old != new:
-            raise UnavailableError(f"{new[0]}: the file changed while it was imported; load the model again")
+def _refuse_changes(before: Mapping[Path, FileState]) -> None:
+    for path, state in _states([*before]).items():
+        if state != before[path]:
+            raise UnavailableError(f"{path}: the file changed while it was imported; load the model again")
 
 
 @cache

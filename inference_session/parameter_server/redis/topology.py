@@ -7,7 +7,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from inference_session.errors import HotrowError, StoreError, UnavailableError
 from inference_session.parameter_server.redis.connection import Address, Deadline, RedirectedError, Reply
@@ -90,7 +90,7 @@ class Cluster(Topology):
                 self._refreshed = time.monotonic()
             self._addresses = {}
 
-    def _slots_by(self, node: Address, deadline: Deadline) -> list[tuple[int, int, list[Address]]]:
+    def _slots_by(self, node: Address, deadline: Deadline) -> list[_SlotRange]:
         """What a node knows. One that has left the Cluster, and may run on, knows no slots, and must hide no others."""
         ranges = _slot_ranges(self._ask(node, ("CLUSTER", "SLOTS"), deadline), node)
         if not ranges:
@@ -99,12 +99,12 @@ class Cluster(Topology):
             )
         return ranges
 
-    def _take(self, ranges: Sequence[tuple[int, int, list[Address]]], node: Address) -> None:
+    def _take(self, ranges: Sequence[_SlotRange], node: Address) -> None:
         slots: list[Address | None] = [None] * _NUM_SLOTS
-        for first, last, addresses in ranges:
-            slots[first : last + 1] = [addresses[0]] * (last + 1 - first)
+        for first, last, nodes in ranges:
+            slots[first : last + 1] = [nodes[0]] * (last + 1 - first)
         self._slots = slots
-        heard_of = [address for _, _, addresses in ranges for address in addresses]
+        heard_of = [other for known in ranges for other in known.nodes]
         self._nodes = list(dict.fromkeys([node, *heard_of, *self._nodes]))
 
 
@@ -181,11 +181,20 @@ def slot_of(name: bytes) -> int:
     return binascii.crc_hqx(tag if opened and closed and tag else name, 0) % _NUM_SLOTS
 
 
-def _slot_ranges(reply: Any, asked: Address) -> list[tuple[int, int, list[Address]]]:
-    """First and last slot, and the nodes that have them, the master first. A node without a host is the one asked."""
+class _SlotRange(NamedTuple):
+    """Slots, and the nodes that have them."""
+
+    first: int
+    last: int
+    nodes: list[Address]
+    """The master comes first."""
+
+
+def _slot_ranges(reply: Any, asked: Address) -> list[_SlotRange]:
+    """What a reply to CLUSTER SLOTS says. A node without a host is the one asked."""
     try:
         return [
-            (*_slot_range(first, last), [_address(node, asked) for node in nodes])
+            _SlotRange(*_slots(first, last), [_address(node, asked) for node in nodes])
             for first, last, *nodes in reply
             if nodes
         ]
@@ -193,7 +202,7 @@ def _slot_ranges(reply: Any, asked: Address) -> list[tuple[int, int, list[Addres
         raise UnavailableError(f"Redis at {asked[0]}:{asked[1]} sent an invalid reply to CLUSTER SLOTS") from error
 
 
-def _slot_range(first: Any, last: Any) -> tuple[int, int]:
+def _slots(first: Any, last: Any) -> tuple[int, int]:
     """The numbers of slots; ValueError where there are no such slots."""
     if not 0 <= int(first) <= int(last) < _NUM_SLOTS:
         raise ValueError(f"slots {first} to {last}")
