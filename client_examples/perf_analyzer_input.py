@@ -19,8 +19,7 @@ import numpy as np
 
 from hotrow.answer_quality.random_requests import RandomRequests
 from inference_session import InferenceSession
-from inference_session.model_spec import SESSION_FILE
-from inference_session.requests.canary import Arrays
+from inference_session.model_spec import SESSION_FILE, NamedArrays
 from triton_backend.repository.model_config import CONFIG_FILE, ModelConfig
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -32,7 +31,7 @@ parser.add_argument("--candidates", type=int, help="of one context; for models t
 parser.add_argument("--length", type=int, default=8, help="of dimensions that the model leaves open")
 
 
-def entry(inputs: Arrays, *, batched: bool) -> dict[str, Any]:
+def entry(inputs: NamedArrays, *, batched: bool) -> dict[str, Any]:
     """One request as perf_analyzer reads it; without the dimension of samples where the server adds that."""
     shapes = {name: array.shape[1:] if batched else array.shape for name, array in inputs.items()}
     return {name: {"content": array.ravel().tolist(), "shape": shapes[name]} for name, array in inputs.items()}
