@@ -26,9 +26,10 @@ def unregister(client: triton.InferenceServerClient, region: str) -> None:
     """Triton may refuse for a moment after an answer, while it still holds the request and its region."""
     for _ in range(MAX_ATTEMPTS):
         with suppress(InferenceServerException):
-            return client.unregister_system_shared_memory(region)
+            client.unregister_system_shared_memory(region)
+            return
         time.sleep(0.01)
-    return client.unregister_system_shared_memory(region)  # raises why not
+    client.unregister_system_shared_memory(region)  # raises why not
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
