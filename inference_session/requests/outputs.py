@@ -46,6 +46,8 @@ class JoinedAnswer(NamedTuple):
 
     def copied_answer(self) -> Answer:
         """The answer to the only request, in memory of its own."""
+        if len(self.arrays) == 1:  # in half of the time of what is below
+            return {self.names[0]: self.arrays[0].copy()}
         return dict(zip(self.names, map(_COPY, self.arrays)))  # noqa: B905  the keyword takes a third of the time
 
     def copied_answers(self) -> list[Answer]:

@@ -401,14 +401,15 @@ def test_threads_have_memory_of_their_own(directory: Path, plain: InferenceSessi
     assert not wrong
 
 
-def test_answers_stay_as_they_are(directory: Path) -> None:
+@pytest.mark.parametrize("outputs", [None, ("click",), ("click", "codes_out")])
+def test_answers_stay_as_they_are(directory: Path, outputs: tuple[str, ...] | None) -> None:
     """Later batches do not write over them."""
     first, second = (staged_model.inputs(4, np.random.default_rng(seed)) for seed in (0, 1))
     with InferenceSession.open(directory) as session:
-        answers = [session.run(first) for _ in range(3)]
+        answers = [session.run(first, outputs) for _ in range(3)]
         kept = [{name: array.copy() for name, array in answer.items()} for answer in answers]
         for _ in range(3):
-            session.run(second)
+            session.run(second, outputs)
         for answer, copy in zip(answers, kept, strict=True):
             assert_same(answer, copy)
 
