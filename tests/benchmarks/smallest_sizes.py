@@ -7,6 +7,7 @@ minutes.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -105,3 +106,14 @@ def test_a_benchmark_runs(smallest: Smallest, tmp_path: Path, monkeypatch: pytes
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr, done.stderr  # of a thread
     assert smallest.printed in done.stdout, done.stdout
+
+
+OF_SEVERAL_GPUS = {"several_gpus_updates"}
+"""Measures GPUs; a processor stands in for them only in its smallest size."""
+
+
+def test_make_bench_runs_each_benchmark_of_the_processor() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    recipe = makefile.partition("\nbench: ")[2].partition("\n\n")[0]
+    of_processor = {smallest.name for smallest in SMALLEST if not smallest.needs}
+    assert of_processor - OF_SEVERAL_GPUS == set(re.findall(r"benchmarks/(\w+)\.py", recipe))
