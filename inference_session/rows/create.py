@@ -19,7 +19,7 @@ from inference_session.parameter_server.create import create_parameter_server
 from inference_session.rows.base import Rows
 from inference_session.rows.files import FileRows, changing_rows
 from inference_session.rows.stored import StoredRows
-from inference_session.rows.updated import TableWriter
+from inference_session.rows.updated import UpdatedRowWriter
 from inference_session.tables.base import DeviceTables
 from inference_session.tables.host_tables import HostTables
 from inference_session.tables.table_file import TableFile
@@ -75,7 +75,7 @@ def _updated_rows(files: Sequence[TableFile], config: SessionConfig, devices: Se
     if devices[0] is HOST:
         return changing_rows(files, num_threads=config.num_lookup_threads)
     tables = open_device_tables(files, config, devices, rows_change=True)
-    return FileRows(files, tables, TableWriter(files, tables))
+    return FileRows(files, tables, UpdatedRowWriter(files, tables))
 
 
 def open_device_tables(

@@ -8,7 +8,7 @@ import numpy as np
 
 from inference_session.rows.base import Rows
 from inference_session.rows.stats import RowStats
-from inference_session.rows.updated import TableWriter, UpdatedTables
+from inference_session.rows.updated import UpdatedRowWriter, UpdatedTables
 from inference_session.tables.base import DeviceTables, RowBatch
 from inference_session.tables.table_file import TableFile
 
@@ -19,7 +19,7 @@ class FileRows(Rows):
     readers: Sequence[DeviceTables]
 
     def __init__(
-        self, files: Sequence[TableFile], tables: Sequence[DeviceTables], changes: TableWriter | None = None
+        self, files: Sequence[TableFile], tables: Sequence[DeviceTables], changes: UpdatedRowWriter | None = None
     ) -> None:
         """Read files.
 
@@ -58,5 +58,5 @@ class FileRows(Rows):
 
 def changing_rows(files: Sequence[TableFile], *, num_threads: int = 1) -> FileRows:
     """Rows that the processor looks up and an update stream changes; `num_threads`: see HostTables."""
-    changes = TableWriter(files)
+    changes = UpdatedRowWriter(files)
     return FileRows(files, [UpdatedTables(changes, num_threads)], changes)

@@ -25,8 +25,8 @@ from inference_session.tables.table_file import TableFile
 from inference_session.tables.updated_table import UpdatedTable
 
 
-class TableWriter(RowWriter):
-    """Keeps the changed rows of all tables, and publishes them to look-ups: on the host, then on each device."""
+class UpdatedRowWriter(RowWriter):
+    """Keeps the updated rows of all tables, and publishes them to look-ups: on the host, then on each device."""
 
     def __init__(self, files: Sequence[TableFile], copies: Sequence[DeviceTables] = ()) -> None:
         """`copies`: the tables of GPUs, which get the changed rows as well; the caller closes them."""
@@ -109,7 +109,7 @@ class UpdatedTables(DeviceTables):
 
     device: Device = HOST
 
-    def __init__(self, writer: TableWriter, num_threads: int) -> None:
+    def __init__(self, writer: UpdatedRowWriter, num_threads: int) -> None:
         """`num_threads`: threads over which a large look-up is split."""
         self._writer = writer
         self._num_threads = num_threads

@@ -15,7 +15,7 @@ from inference_session.kernels.cuda import records
 from inference_session.kernels.cuda.records import MAX_INLINE_SEGMENTS
 from inference_session.kernels.records import Lookup, PoolingCode, key_segments
 from inference_session.model_spec import TableSpec
-from inference_session.rows.updated import TableWriter
+from inference_session.rows.updated import UpdatedRowWriter
 from inference_session.tables.table_file import TableFile, write_table
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(unusable(0) is not None, reason=f"no GPU: {unusable(0)}")]
@@ -98,7 +98,7 @@ def test_deleted_keys(file: TableFile, bag: int) -> None:
 
     device = CudaDevice(0)
     tables = open_cuda_tables([file], [device], rows_change=True)
-    writer = TableWriter([file], tables)
+    writer = UpdatedRowWriter([file], tables)
     writer.update("t", np.arange(100), np.ones((100, DIM), np.float32))
     writer.erase("t", np.arange(50, 150))
     _check(tables[0], device, [100_000, 64, 5000], bag, lambda keys: (keys < 50) | (keys >= 150) & (keys < ROWS))

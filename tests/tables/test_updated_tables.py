@@ -17,7 +17,7 @@ from inference_session.device.host import HOST
 from inference_session.errors import SessionClosedError, UnavailableError
 from inference_session.kernels.records import Lookup, PoolingCode
 from inference_session.rows import FileRows, changing_rows
-from inference_session.rows.updated import TableWriter
+from inference_session.rows.updated import UpdatedRowWriter
 from inference_session.tables.table_file import TableFile
 from tests.testing.full_device import full_device
 from tests.testing.tables_of_all_kinds import answers, devices_of, some_keys
@@ -49,12 +49,12 @@ def random_change(file: TableFile, rng: np.random.Generator) -> tuple[NDArray[np
     return keys, rng.standard_normal((count, file.spec.embedding_dim), np.float32)
 
 
-def open_both(files: list[TableFile], num_devices: int, shard: str) -> tuple[FileRows, TableWriter, list[Any]]:
+def open_both(files: list[TableFile], num_devices: int, shard: str) -> tuple[FileRows, UpdatedRowWriter, list[Any]]:
     """The processor's rows, a writer of the devices' rows, and the devices' tables."""
     from inference_session.tables.cuda.placed_tables import open_cuda_tables
 
     tables = open_cuda_tables(files, devices_of(num_devices), shard=shard, rows_change=True)  # type: ignore[arg-type]
-    return changing_rows(files), TableWriter(files, tables), [*tables]
+    return changing_rows(files), UpdatedRowWriter(files, tables), [*tables]
 
 
 @pytest.mark.parametrize(("num_devices", "shard"), [(1, "none"), (2, "none"), (2, "rows"), (3, "rows")])
