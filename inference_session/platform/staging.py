@@ -153,10 +153,14 @@ def _last_change(folder: Path) -> float:
 
 def next_version(folder: Path) -> int:
     """The version after the highest one in a model's folder; ConfigurationError where that one is the last."""
-    versions = [int(path.name) for path in folder.iterdir() if re.fullmatch("[0-9]+", path.name)]
-    version = max(versions, default=0) + 1
+    version = max(versions_in(folder), default=0) + 1
     _check_number(folder, version)
     return version
+
+
+def versions_in(folder: Path) -> list[int]:
+    """The versions in a model's folder, in any order."""
+    return [int(path.name) for path in folder.iterdir() if re.fullmatch("[0-9]+", path.name)]
 
 
 def _check_number(folder: Path, version: int) -> None:

@@ -47,9 +47,10 @@ from inference_session.onnx_graphs import all_nodes, attribute
 from inference_session.platform.disk_space import check_space
 from inference_session.platform.large_pages import open_for_writing
 from inference_session.platform.progress import Progress
-from inference_session.platform.staging import stage_version
+from inference_session.platform.staging import stage_version, versions_in
 from inference_session.version_directory.publishing import finish_version
 from inference_session.version_directory.quantizing import quantize_tables
+from inference_session.version_directory.session_file import read_spec
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ def import_onnx(
             report = _Import(source, staging, version_dir, min_rows, progress, context=tuple(context)).run()
             report = replace(report, spec=quantize_tables(staging, report.spec, tables, progress))
             finish_version(staging, report.spec, progress, complete)
-    return report
+    return replace(report, notes=(*report.notes, *_renamed_tables(report)))
 
 
 def import_staged(model: Path, staging: Path, version_dir: Path, places: Mapping[str, TablePlace]) -> ImportReport:
@@ -124,6 +125,25 @@ def import_staged(model: Path, staging: Path, version_dir: Path, places: Mapping
     """
     with _malformed_refused(model):
         return _Import(_Source.read(model), staging, version_dir, 1, None, places).run()
+
+
+def _renamed_tables(report: ImportReport) -> tuple[str, ...]:
+    """A note where tables are not called as in the version before: exporters number them anew at times."""
+    folder, version = report.version_dir.parent, int(report.version_dir.name)
+    older = [number for number in versions_in(folder) if number < version]
+    try:
+        before = {table.folder for table in read_spec(folder / str(max(older))).tables} if older else set()
+    except HotrowError:  # no version of ours
+        return ()
+    now = {table.folder for table in report.tables}
+    gone, new = sorted(before - now), sorted(now - before)
+    if not gone or not new:
+        return ()
+    note = (
+        f"version {max(older)} has the tables {shortened(gone)}, in place of which this one has {shortened(new)}; "
+        "stores and update streams go by these names: export both versions by the same program, from its start"
+    )
+    return (note,)
 
 
 @contextmanager

@@ -234,6 +234,15 @@ def test_versions_count_up(tmp_path: Path) -> None:
     assert import_model(tmp_path, two_lookups()).version_dir.name == "8"
 
 
+def test_tables_that_are_called_otherwise_than_before_are_named(tmp_path: Path) -> None:
+    """Exporters number tables anew at times; stores and update streams would go on under the old name."""
+    graph = "m (int64[b] keys) => (float[b, 4] y) {{ y = Gather({}, keys) }}"
+    versions = [import_model(tmp_path, model_of(graph.format(name), {name: table()})) for name in ("w_7", "w_7", "w_9")]
+
+    assert [[note for note in report.notes if "stores and update" in note] for report in versions[:2]] == [[], []]
+    assert "Note: version 2 has the tables w_7, in place of which this one has w_9; stores and" in str(versions[2])
+
+
 @pytest.mark.parametrize("options", [{"version": 1}, {"version": 0}, {"min_rows": 0}])
 def test_bad_arguments_are_refused(tmp_path: Path, options: dict[str, int]) -> None:
     """An existing version, and numbers that make no sense, change nothing."""
