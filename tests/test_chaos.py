@@ -295,6 +295,24 @@ def test_a_rocksdb_is_damaged(tmp_path: Path) -> None:
         assert is_up(session)
 
 
+@pytest.mark.parametrize("is_writer", [False, True])
+def test_a_rocksdb_is_gone_while_rows_are_updated(tmp_path: Path, is_writer: bool) -> None:
+    """The updates are refused. Rows that are cached, or in Redis, are answered as before, and all once it is back."""
+    with RedisServer() as server, opened(tmp_path, server.url, cache_bytes=2000) as session:
+        if is_writer:
+            session.update("code", [0], session.lookup("code", [0]))
+        expected = session.lookup("code", np.arange(4))
+        (tmp_path / "db").rename(tmp_path / "away")
+        wait_until(lambda: session.stats()["tiers"]["persistent"]["failure"] is not None, "the loss to be noticed")
+        for key in (1, 2):
+            with pytest.raises(UnavailableError, match="does not exist any more"):
+                session.update("code", [key], np.ones((1, 3), np.float32))
+        np.testing.assert_array_equal(session.lookup("code", np.arange(4)), expected)
+        (tmp_path / "away").rename(tmp_path / "db")
+        session.update("code", [1], np.ones((1, 3), np.float32))
+        np.testing.assert_array_equal(session.lookup("code", [1]), [[1, 1, 1]])
+
+
 def test_a_rocksdb_has_another_writer(tmp_path: Path) -> None:
     """Updates wait for their turn with an error that says so; answers stay as they are in every tier."""
     with RedisServer() as server, opened(tmp_path, server.url, cache_bytes=2000) as session:

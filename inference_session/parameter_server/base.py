@@ -118,6 +118,9 @@ class EmbeddingStore(ABC):
         out malformed values; see `fetch`.
         """
 
+    def prepare_write(self) -> None:  # noqa: B027
+        """Make sure that the store takes writes now, as far as can be told before one; errors as of `insert`."""
+
     @abstractmethod
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """Add rows, keys [n] and vectors [n, embedding_dim], replacing those held; of equal keys the last wins."""

@@ -141,6 +141,11 @@ class ParameterServer:
         self._settle(wanted, failed, on_store_failure or self._on_store_failure, now)
         return [want.found for want in wanted]
 
+    def prepare_write(self) -> None:
+        """Make sure that the persistent store takes writes; errors as of `insert`, but nothing has been written."""
+        if self._durable is not None and (error := self._durable.attempt(lambda store: store.prepare_write())):
+            raise error
+
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """Write rows, keys [n] and vectors [n, embedding_dim], to all tiers that take writes, the lowest first.
 

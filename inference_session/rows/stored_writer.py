@@ -186,6 +186,7 @@ class StoredWriter(RowWriter):
         Rows that were fetched before the write are not cached after it.
         """
         with self._updating:
+            self._server.prepare_write()  # an error leaves all rows where they are: they go on being answered
             try:
                 write()
             except BaseException:  # the stores may have written any of the rows

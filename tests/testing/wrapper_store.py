@@ -64,6 +64,9 @@ class WrapperStore(EmbeddingStore):
         """See EmbeddingStore. Only its beginning is a call; batches come as they are."""
         return self.around("scan", lambda: self.store.scan(table))
 
+    def prepare_write(self) -> None:
+        self.store.prepare_write()
+
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         self.around("insert", lambda: self.store.insert(table, keys, vectors))
 

@@ -174,10 +174,14 @@ class OpenDatabase:
 
         self.write("default", drop)
 
-    def write(self, tag: str, fill: Any) -> None:
-        """Write a batch, which `fill` fills, to a column family: all of it or nothing; UnavailableError if replaced."""
+    def refuse_replaced(self) -> None:
+        """UnavailableError if there is no database at this one's path, or another."""
         if self.is_replaced():
             raise UnavailableError(f"the RocksDB at {str(self._path)!r} was replaced by another database")
+
+    def write(self, tag: str, fill: Any) -> None:
+        """Write a batch, which `fill` fills, to a column family: all of it or nothing; UnavailableError if replaced."""
+        self.refuse_replaced()
         batch = write_batch()
         with translated(self._path):
             batch.set_default_column_family(self._db.get_column_family_handle(tag))

@@ -143,6 +143,10 @@ class RocksDbStore(EmbeddingStore):
         found = self._place(table, keys, [row for _, row in good], vectors)
         return keys[found], vectors[found]
 
+    def prepare_write(self) -> None:
+        """See EmbeddingStore. Fails while another process is the writer, and where the database is gone or damaged."""
+        self._become_writer().refuse_replaced()
+
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         check_insert(keys, vectors, self.embedding_dim(table))
         opened = self._become_writer()
