@@ -281,9 +281,10 @@ class TritonServer:
 
     def _explain_end(self) -> str:
         code = self._process.poll()
-        how = "crashed" if code is None or code < 0 else f"ended with exit status {code}"
-        if code is None and not self._log.crashed.is_set():
-            how = "could not be initialized"
+        if code is None:
+            how = "crashed" if self._log.crashed.is_set() else "could not be initialized"
+        else:
+            how = f"crashed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit status {code}"
         return f"tritonserver {how}: {self._log.reason()}"
 
     def _unload_models(self) -> bool:
