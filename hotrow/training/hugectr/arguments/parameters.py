@@ -111,7 +111,8 @@ class Solver:
 
     def __post_init__(self) -> None:
         for name, lowest in (("batchsize", 1), ("batchsize_eval", 1), ("warmup_steps", 0), ("decay_steps", 0)):
-            whole(f"CreateSolver: {name}", getattr(self, name), lowest)
+            size = whole(f"CreateSolver: {name}", getattr(self, name), lowest)
+            check(size < 2**31, f"CreateSolver: {name}", size, f"whole numbers from {lowest} below 2^31")
         for name in ("lr", "end_lr", "decay_start", "max_eval_batches", "scaler"):
             number(f"CreateSolver: {name}", getattr(self, name))
         number("CreateSolver: decay_power", self.decay_power, 1)
@@ -199,8 +200,6 @@ class DataReaderParams:
         self.eval_source = next(iter(listed("DataReaderParams: eval_source", eval_source)), "")
         if not self.source or not self.source[0] or not self.eval_source:
             raise ConfigurationError("DataReaderParams: source and eval_source name the data, and are required")
-        for place in (*self.source, self.eval_source):
-            check(isinstance(place, str), "DataReaderParams: source or eval_source", place, "paths or URLs")
         self.check_type = member("DataReaderParams: check_type", check_type, Check_t)
         self.num_samples = whole("DataReaderParams: num_samples", num_samples, 0)
         self.eval_num_samples = whole("DataReaderParams: eval_num_samples", eval_num_samples, 0)
@@ -222,11 +221,12 @@ class DataReaderSparseParam:
     """One sparse input: its name, keys per slot (at most, or exactly), and slots."""
 
     def __init__(self, top_name: str, nnz_per_slot: int | Sequence[int], is_fixed_length: bool, slot_num: int) -> None:
+        check(isinstance(top_name, str), "DataReaderSparseParam: top_name", top_name, "a name")
         owner = f"DataReaderSparseParam {top_name!r}"
         self.slot_num = whole(f"{owner}: slot_num", slot_num)
         counts = list(nnz_per_slot) if isinstance(nnz_per_slot, Iterable) else [nnz_per_slot] * slot_num
-        are_counts = all(is_whole(count) and count >= 0 for count in counts)
-        allowed = "a whole number from 0, or a list of one for each slot"
+        are_counts = all(is_whole(count) and 0 <= count < 2**31 for count in counts)
+        allowed = "a whole number from 0 below 2^31, or a list of one for each slot"
         check(are_counts, f"{owner}: nnz_per_slot", nnz_per_slot, allowed)
         if len(counts) != slot_num:
             raise ConfigurationError(f"{owner}: {len(counts)} numbers in nnz_per_slot for {slot_num} slots")
@@ -263,6 +263,7 @@ class Input:
             )
         self.dense_dim = whole("Input: dense_dim", given["dense_dim"], 0)
         self.dense_name: str = given["dense_name"]
+        check(isinstance(self.dense_name, str), "Input: dense_name", self.dense_name, "a name")
         self.data_reader_sparse_param_array: list[DataReaderSparseParam] = list(given["data_reader_sparse_param_array"])
 
 
@@ -429,8 +430,9 @@ def _sizes(name: str, values: Any) -> list[int]:
 
 def listed(argument: str, names: Any) -> list[str]:
     """Names, or places, of which one may be given without a list; ConfigurationError names the argument."""
-    check(isinstance(names, Iterable), argument, names, "a name, or a list of names")
-    return [names] if isinstance(names, str) else list(names)
+    each = [names] if isinstance(names, str) else list(names) if isinstance(names, Iterable) else [names]
+    check(all(isinstance(name, str) for name in each), argument, names, "a name, or a list of names")
+    return each
 
 
 def _are_gpus(value: Any) -> bool:

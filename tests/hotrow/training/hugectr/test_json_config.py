@@ -122,12 +122,13 @@ def test_fields_of_other_releases_are_read(
         ({"solver": {"max_iter": 1, "auc_threshold": "x"}}, "auc_threshold is 'x'; allowed: numbers from 0"),
         ({"solver": {"max_iter": 1, "export_predictions_prefix": 1}}, r"found 1; allowed: text"),
         ({"optimizer": {"type": "Best"}}, "'Best' is no Optimizer_t; allowed: 'Adam'"),
+        ({"solver": {"max_iter": 1, "batchsize_eval": 2**40}}, "batchsize_eval is 1099511627776; allowed: whole"),
         ({"layers": []}, "the first layer must be of type 'Data'"),
         ({"layers": [{"type": "Data", "format": "Text"}]}, "found 'Text'; allowed: Norm, Raw, Parquet"),
         ({"layers": [{"type": "Data"}]}, "source and eval_source name the data"),
         (
             {"layers": [{"type": "Data", "source": [1], "eval_source": "a"}]},
-            "source or eval_source is 1; allowed: paths or URLs",
+            r"DataReaderParams: source is \[1\]; allowed: a name, or a list of names",
         ),
         ({"optimizer": 3}, "field 'optimizer': an object is required"),
     ],
@@ -143,6 +144,8 @@ def test_what_is_wrong_with_a_configuration_is_named(tmp_path: Path, change: dic
     ("number", "change", "message"),
     [
         (5, {"type": "InnerProduct", "bottom": "concat1"}, "layer 'InnerProduct': field 'top' is missing"),
+        (0, {"dense": {"top": [[]], "dense_dim": 13}}, r"Input: dense_name is \[\[\]\]; allowed: a name"),
+        (0, {"label": {"top": [[]], "label_dim": 1}}, r"Input: label_names is \[\[\]\]; allowed: a name"),
         (0, {"sparse": [[0]]}, r"field 'sparse' holds \[0\]; an object for each"),
         (1, {"optimizer": "Adam"}, "field 'optimizer' is 'Adam'; an object is required"),
         (1, {"optimizer": {"type": "Adam", "adam_hparam": 3}}, "field 'adam_hparam': an object is required"),

@@ -423,6 +423,8 @@ def sparse_embedding(*values: Any, **named: Any) -> hugectr.SparseEmbedding:
             lambda: DenseLayer(Layer_t.InnerProduct, ["a"], ["b"], num_outputs=[1]),
             r"InnerProduct .*\['num_outputs'\] are not supported",
         ),
+        (lambda: hugectr.DataReaderSparseParam("d", 10**30, False, 2), "allowed: a whole number from 0 below 2"),
+        (lambda: hugectr.DataReaderSparseParam(["d"], 1, False, 2), r"top_name is \['d'\]; allowed: a name"),
         (lambda: hugectr.DataReaderSparseParam("a", [1, 2], True, 3), "2 numbers in nnz_per_slot for 3 slots"),
         (lambda: hugectr.CreateSolver(seed=1.5), "CreateSolver: seed is 1.5; allowed: whole numbers"),
         (lambda: hugectr.CreateSolver(scaler=[1]), r"CreateSolver: scaler is \[1\]; allowed: numbers from 0"),
