@@ -36,7 +36,11 @@ PACKAGES = {
     "rocksdict": ("rocksdb", "store rocksdb://", ("rocksdb://",)),
     "confluent_kafka": ("kafka", "update streams kafka://", ("kafka://",)),
     "hdfs": ("hdfs", "sources hdfs://", ("hdfs://",)),
-    "tritonclient": ("client", "`hotrow top --url` and the examples", ()),
+    "tritonclient": (
+        "client",
+        "`hotrow load`, `versions`, `roll-back`, `health`, `smoke-test`, `follow`, `top --url` and the examples",
+        (),
+    ),
     "openvino": ("openvino", "dense_precision bfloat16", ("bfloat16",)),
     "matplotlib": ("report", "`hotrow size --plot`", ()),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -13,9 +14,11 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
+from hotrow.command_line import cli
 from hotrow.commands.doctor import command
 from hotrow.doctor import machine
 from hotrow.doctor import repository as repository_checks
@@ -345,3 +348,19 @@ def test_a_repository_elsewhere() -> None:
 
     assert result.exit_code == 2
     assert "hotrow copy" in result.stderr
+
+
+def test_every_command_that_needs_the_client_is_named() -> None:
+    """Only `top` was: who read the findings learned of the others from their errors."""
+    context = click.Context(cli)
+    commands = {name: cli.get_command(context, name) for name in cli.list_commands(context)}
+    asking = {
+        name
+        for name, command in commands.items()
+        if command and any("--url" in option.opts for option in command.params)
+    }
+
+    purpose = repository_checks.PACKAGES["tritonclient"][1]
+
+    assert "load" in asking
+    assert [name for name in sorted(asking) if not re.search(rf"\b{name}\b", purpose)] == []
