@@ -33,6 +33,21 @@ class Instances(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # gen
         return int(str(value))
 
 
+class OnnxFile(FileOrUrl):
+    """An ONNX file, or the URL of one."""
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The path or URL; a folder of TensorFlow is named."""
+        if (Path(str(value)) / "saved_model.pb").is_file():
+            self.fail(
+                f"{value} is a SavedModel of TensorFlow; convert it: pip install tf2onnx && "
+                f"python -m tf2onnx.convert --saved-model {value} --opset 17 --output model.onnx",
+                param,
+                ctx,
+            )
+        return super().convert(value, param, ctx)
+
+
 _tables = click.option(
     "--tables",
     type=click.Choice(["float32", "float16", "int8"]),
@@ -48,7 +63,7 @@ def command() -> None:
 
 
 @command.command(short_help="Import an ONNX model, as of PyTorch, Keras or JAX.")
-@click.argument("model", type=FileOrUrl(), metavar="MODEL.onnx")
+@click.argument("model", type=OnnxFile(), metavar="MODEL.onnx")
 @name_option
 @repository_option
 @version_option

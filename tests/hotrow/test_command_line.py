@@ -166,6 +166,17 @@ def test_import_reports_and_numbers_versions(run: Run, model: Path, version_dir:
     assert "Predictions: y_0, y_1, y_2, y_3" in out
 
 
+def test_a_saved_model_of_tensorflow_is_named(run: Run, tmp_path: Path) -> None:
+    """It is a folder, and was refused as one; the command that converts it is named."""
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "saved_model.pb").touch()
+
+    code, _, err = run("import", "onnx", tmp_path / "saved", "--name", "ctr", "--repository", tmp_path / "new")
+
+    assert code == 2
+    assert f"python -m tf2onnx.convert --saved-model {tmp_path / 'saved'} --opset 17 --output model.onnx" in err
+
+
 def test_an_existing_version_is_refused_in_one_line(run: Run, model: Path, version_dir: Path) -> None:
     """Nothing is overwritten."""
     code, out, err = run(
