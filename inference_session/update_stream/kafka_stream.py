@@ -114,8 +114,7 @@ class KafkaUpdateStream:
             since: messages published before are passed over; by their own time, as not all brokers can search by it.
             allow_non_finite: whether rows with NaN or infinite elements are applied.
         """
-        self._url, self._model = url, model
-        self._since_ms = 0 if since is None else int(since.timestamp() * 1000)
+        self._url, self._model, self._since_ms = url, model, 0 if since is None else int(since.timestamp() * 1000)
         self._rests, self._stats, self._closing = Rests(), StreamStats(model), threading.Event()
         self._topics = TableTopics(model, [spec.folder for spec in tables])
         retries = StoreRetries(self._stats, self._closing, self._wait_for_stores)
@@ -131,13 +130,10 @@ class KafkaUpdateStream:
             allow_non_finite=allow_non_finite,
             closing=self._closing,
         )
-        self._has_let_go = threading.Event()
-        """Set once the thread uses the rows no more."""
-        self._lost_broker = threading.Event()
-        """Set where a connection has ended: on the next one, topics may be others."""
+        self._has_let_go = threading.Event()  # set once the thread uses the rows no more
+        self._lost_broker = threading.Event()  # a connection has ended: on the next one, topics may be others
         group = f"hotrow.{model}.{version}.{socket.gethostname()}"
-        self._commit_warning = _CommitWarning(group)
-        self._errors = BrokerErrors()
+        self._errors, self._commit_warning = BrokerErrors(), _CommitWarning(group)
         self._consumer = create_consumer(url, group, self._note_error, self._commit_warning.on_commit)
         self._followed = FollowedPartitions(
             url, model, topic_filter, self._consumer, self._errors, rows=rows, saved=self._saved, stats=self._stats
