@@ -7,6 +7,7 @@ import ast
 import pytest
 
 from tests.testing import ROOT
+from tests.testing.statements import statements
 
 FOLDERS = ("inference_session", "triton_backend", "hotrow", "demo", "client_examples", "benchmarks", "tests")
 
@@ -20,7 +21,7 @@ def lengths() -> list[tuple[str, int]]:
     found = []
     for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
         name = path.relative_to(ROOT)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in statements(path):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 assert node.end_lineno is not None
                 found.append((f"{name}: {node.name}", node.end_lineno - node.lineno + 1))

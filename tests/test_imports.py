@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.testing.statements import statements
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("inference_session", "triton_backend", "hotrow")
 FOREIGN = {"triton_backend", "triton_python_backend_utils", "torch", "hotrow"}
@@ -65,8 +67,7 @@ def modules() -> dict[str, Path]:
 @functools.cache
 def imports_in(path: Path) -> list[ast.Import | ast.ImportFrom]:
     """All imports of a file, wherever in it that is done."""
-    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    return [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
+    return [node for node in statements(path) if isinstance(node, (ast.Import, ast.ImportFrom))]
 
 
 def imported(path: Path, known: Mapping[str, Path]) -> Iterator[str]:

@@ -13,7 +13,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 
@@ -244,6 +243,8 @@ def test_json_is_json(block: Block) -> None:
 @pytest.mark.parametrize("block", of_language("yaml"), ids=str)
 def test_fields_of_a_container_exist(block: Block) -> None:
     """YAML in these pages is a part of a container of Kubernetes, valid by its schema."""
+    import kubernetes_validate
+
     container = {"name": "hotrow", "image": "hotrow", **yaml.safe_load(block.text)}
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "hotrow"}, "spec": {"containers": [container]}}
     kubernetes_validate.validate(pod, "1.31", strict=True)
