@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 
 from inference_session.errors import UnsupportedModelError
@@ -65,10 +64,9 @@ class RankingImport:
             )
         slower: dict[Cut, Times] = {}
         cuts = [Cut.NONE] if may_jump(self.whole.model.graph, context) else list(Cut)
-        for cut, merge in product(cuts, (True, False)):
+        for cut, split, merge in self._divisions(cuts, context):
             if cut in slower:
                 continue
-            split = split_context(self.whole, context, cut)
             try:
                 carved = carve_tables(split.whole, list(self.folders), {}, merge=merge)
             except StaysDenseError as error:
@@ -85,6 +83,12 @@ class RankingImport:
             logger.debug("split %s, the model takes %s s", cut.value, times)
             slower[cut] = times
         return self._undivided(spec, context, split.costs.input_bytes, min(slower.values(), default=None))
+
+    def _divisions(self, cuts: Sequence[Cut], context: Sequence[str]) -> Iterator[tuple[Cut, ContextSplit, bool]]:
+        """The ways to divide the model, the fastest first: how far, the result, and whether to merge look-ups."""
+        for cut in cuts:
+            split = split_context(self.whole, context, cut)
+            yield from ((cut, split, merge) for merge in (True, False))
 
     def _spec(self, spec: ModelSpec, context: Sequence[str], carved: CarvedModel, split: ContextSplit) -> ModelSpec:
         ranking = RankingSpec(
