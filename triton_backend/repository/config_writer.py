@@ -44,7 +44,8 @@ def write_model_config(
     if path.exists():
         check_fits(path, config, packed=not spec.has_own_inputs)
     else:
-        write_whole(path, _text(config, spec, max_samples=limit).encode())
+        # Of a staged version, what a killed import leaves is removed by later ones, this file with it.
+        write_whole(path, _text(config, spec, max_samples=limit).encode(), staged_in=version_dir)
     if standalone:
         (version_dir / "model.py").write_text(STANDALONE_CODE, encoding="utf-8")
     return path

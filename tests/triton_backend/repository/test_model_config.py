@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 
 from inference_session.errors import ConfigurationError, UnsupportedModelError
+from inference_session.importers.onnx import import_onnx
 from inference_session.model_spec import ModelSpec, TensorSpec
+from tests.testing.onnx_models import two_lookups
 from triton_backend.repository.config_checks import check_config
 from triton_backend.repository.config_writer import write_model_config
 from triton_backend.repository.instances import suitable_instances
@@ -69,6 +75,29 @@ def test_instances_are_written_and_read(version_dir: Path) -> None:
         assert configured_instances(version) == expected
     path.unlink()
     assert configured_instances(version) == 1
+
+
+def test_an_import_that_is_killed_while_it_writes_the_file_leaves_nothing_for_good(tmp_path: Path) -> None:
+    """What it has written is in the folder of the staged version, which the next import removes."""
+    killed = """
+import os, sys
+from pathlib import Path
+from hotrow.command_line import cli
+
+Path.replace = lambda *_: os._exit(9)
+cli(["import", "onnx", sys.argv[1], "--name", "ctr", "--repository", sys.argv[2]])
+"""
+    onnx.save(two_lookups(), tmp_path / "model.onnx")
+    arguments = [str(tmp_path / "model.onnx"), str(tmp_path / "repository")]
+    assert subprocess.run([sys.executable, "-c", killed, *arguments], check=False).returncode == 9
+    folder = tmp_path / "repository/ctr"
+    assert [path.name for path in folder.iterdir()] == [".tmp-1"]
+    assert list((folder / ".tmp-1").glob(".tmp-*-config.pbtxt"))
+
+    import_onnx(*map(Path, arguments), "ctr", complete=partial(write_model_config, name="ctr"))
+
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "config.pbtxt"]
+    assert not list(folder.rglob(".tmp-*"))
 
 
 @pytest.mark.parametrize(("num_processors", "expected"), [(1, 1), (2, 1), (7, 1), (8, 2), (16, 4), (96, 8)])
