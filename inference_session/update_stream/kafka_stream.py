@@ -43,6 +43,7 @@ from inference_session.update_stream.kafka_client import (
     create_client,
 )
 from inference_session.update_stream.message_batch import MessageBatch
+from inference_session.update_stream.newer_messages import NewerMessages
 from inference_session.update_stream.positions import AppliedPartitions, Partition, partition_of
 from inference_session.update_stream.saved_positions import SavedPositions
 from inference_session.update_stream.store_retries import FIRST_PAUSE_S, LONGEST_PAUSE_S, StoreRetries
@@ -111,10 +112,10 @@ class KafkaUpdateStream:
             tables: in the order in which `rows` counts them.
             rows: takes the updates.
             topic_filter: regular expression; of the model's topics, those that it matches somewhere are followed.
-            since: messages published before are passed over; by their own time, as not all brokers can search by it.
+            since: messages published before are passed over (newer_messages.py).
             allow_non_finite: whether rows with NaN or infinite elements are applied.
         """
-        self._url, self._model, self._since_ms = url, model, 0 if since is None else int(since.timestamp() * 1000)
+        self._url, self._model, self._newer = url, model, NewerMessages(since)
         self._rests, self._stats, self._closing = Rests(), StreamStats(model), threading.Event()
         self._topics = TableTopics(model, [spec.folder for spec in tables])
         retries = StoreRetries(self._stats, self._closing, self._wait_for_stores)
@@ -260,14 +261,16 @@ class KafkaUpdateStream:
             if not self._followed.positions.are_proved:
                 messages = [message for message in messages if self._followed.is_new(message)]  # noqa: PLW2901
             whole = [message for message in messages if not message.error()]
+            if len(whole) < len(messages):
+                reached = dict(self._ends_among([message for message in messages if message.error()]))
+                self._newer.note_ends(reached)
+                ends |= reached
             if self._stats.blocked:
                 self._stats.unblock(map(partition_of, whole))
             for topic, group in groupby(whole, Message.topic):
                 own = list(group)
                 oldest_ms.append(own[0].timestamp()[1])
-                by_topic[topic].add(own, self._since_ms)
-            if len(whole) < len(messages):
-                ends.update(self._ends_among([message for message in messages if message.error()]))
+                by_topic[topic].add(own, self._newer.among(topic or "", own))
         return _Consumed(by_topic, min(oldest_ms, default=0), ends)
 
     def _ends_among(self, failed: Iterable[Any]) -> Iterator[tuple[Partition, int]]:

@@ -19,7 +19,7 @@ class MessageBatch:
 
     def __init__(self) -> None:
         self.contents: list[KeyValue] = []
-        """Key and value of each message, except those that were published too early."""
+        """Key and value of each message, except those that the version has learned."""
         self.partitions: list[int] = []
         """The partition of each of the contents."""
         self.offsets: list[int] = []
@@ -28,17 +28,13 @@ class MessageBatch:
         self._last: dict[int, Any] = {}
         """By partition, its last message."""
 
-    def add(self, messages: Sequence[Any], since_ms: int) -> None:
-        """Add messages of the client library; leave out the contents of those published before `since_ms`."""
-        partitions, offsets = [m.partition() for m in messages], [m.offset() for m in messages]
+    def add(self, messages: Sequence[Any], newer: Sequence[Any]) -> None:
+        """Add messages of the client library, and the contents of those among them that are newer than the version."""
         self.num_messages += len(messages)
-        self._last.update(zip(partitions, messages, strict=True))
-        if since_ms:
-            messages = [message for message in messages if message.timestamp()[1] >= since_ms]
-            partitions, offsets = [m.partition() for m in messages], [m.offset() for m in messages]
-        self.contents += [(m.key(), m.value()) for m in messages]
-        self.partitions += partitions
-        self.offsets += offsets
+        self._last.update((m.partition(), m) for m in messages)
+        self.contents += [(m.key(), m.value()) for m in newer]
+        self.partitions += [m.partition() for m in newer]
+        self.offsets += [m.offset() for m in newer]
 
     @cached_property
     def reached(self) -> dict[int, LastMessage]:

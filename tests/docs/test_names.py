@@ -65,8 +65,8 @@ FOREIGN = {
     # docker, hdfs fetchdt, mv, pip, requests, bash and click
     *("--build-arg", "--restart", "--print", "--exchange", "--no-deps", "REQUESTS_CA_BUNDLE"),
     *("_HOTROW_COMPLETE", "bash_source"),
-    # Keras
-    *("IntegerLookup", "StringLookup"),
+    # Keras and Kafka
+    *("IntegerLookup", "StringLookup", "LogAppendTime"),
     # HugeCTR, TorchRec and NCCL
     *("slot_id", "HashZchManagedCollisionModule", "NCCL_MIN_P2P_NCHANNELS"),
     *("hierarchical_parameter_server", "sparse_operation_kit"),

@@ -9,6 +9,8 @@ import importlib.util
 import signal
 import socket
 import subprocess
+from collections.abc import Iterable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +91,18 @@ class Broker:
 
     def send(self, topic: str, *messages: tuple[bytes | None, bytes | None], partition: int = 0) -> None:
         """Publish raw messages, (key, value), and wait until the broker has confirmed them."""
+        self._send(topic, messages, partition)
+
+    def send_dated(self, topic: str, moment: datetime, *messages: tuple[bytes | None, bytes | None]) -> None:
+        """As `send`, by a publisher whose clock says `moment`."""
+        self._send(topic, messages, timestamp=int(moment.timestamp() * 1000))
+
+    def _send(
+        self, topic: str, messages: Iterable[tuple[bytes | None, bytes | None]], partition: int = 0, timestamp: int = 0
+    ) -> None:
         producer = Producer({"bootstrap.servers": self.address, "log_level": 0, "error_cb": lambda _: None})
         for key, value in messages:
-            producer.produce(topic, value, key, partition)
+            producer.produce(topic, value, key, partition, timestamp=timestamp)  # 0: now
         assert producer.flush(PATIENCE_S) == 0
 
     def messages(self, topic: str) -> list[Any]:

@@ -9,7 +9,7 @@ import shutil
 import signal
 import threading
 import weakref
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +214,34 @@ def test_updates_before_a_moment_are_passed_over(broker: Broker, small: SmallVer
         wait_until(lambda: not session.stats()["updates"]["lag_messages"], "the old messages to count as read")
     with pytest.raises(ConfigurationError, match="'update_since' cannot be 'yesterday'; allowed: a date and time"):
         InferenceSession.open(small.directory, update_stream=broker.url, update_since="yesterday")
+
+
+def test_new_rows_of_a_clock_that_was_set_back_are_applied(
+    broker: Broker, small: SmallVersion, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their dates say that the version has learned them; they lie behind a newer row, or came after it was opened."""
+    moment = datetime.now(timezone.utc)
+    topic, other = small.topic("user_weight"), small.topic("hashed")
+    before, after = moment - timedelta(days=1), moment + timedelta(seconds=1)
+    broker.send_dated(topic, before, (packed(1)[0], vectors(9).tobytes()))
+    broker.send_dated(topic, after, (packed(2)[0], vectors(2).tobytes()))
+    broker.send_dated(topic, before, (packed(3)[0], vectors(3).tobytes()))
+    old = packed(int(small.tables["hashed/key"][0]))[0], vectors(9, dim=2).tobytes()
+    broker.send_dated(other, before, old)
+    broker.send_dated(other, before - timedelta(hours=1), old)
+    with InferenceSession.open(
+        small.directory, update_stream=broker.url, update_since=moment.isoformat(), catch_up_s=PATIENCE_S
+    ) as session:
+        np.testing.assert_array_equal(session.lookup("user.weight", [2, 3])[:, 0], [2, 3])
+        broker.send_dated(other, before, (packed(8)[0], vectors(8, dim=2).tobytes()))
+        await_rows(session, "hashed", [8], 8)
+        np.testing.assert_array_equal(session.lookup("user.weight", [1]), small.tables["user_weight"][[1]])
+        np.testing.assert_array_equal(
+            session.lookup("hashed", small.tables["hashed/key"][:1]), small.tables["hashed"][:1]
+        )
+    for name, offset, what in ((topic, 2, "applied"), (other, 1, "passed over"), (other, 2, "applied")):
+        said = f"topic {name!r}, partition 0: the message at offset {offset} is dated before"
+        assert len([text for text in caplog.messages if said in text and f"it is {what}" in text]) == 1
 
 
 def test_duplicates_and_old_rows_that_come_again_do_no_harm(broker: Broker, small: SmallVersion) -> None:

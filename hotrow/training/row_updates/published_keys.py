@@ -18,6 +18,7 @@ from inference_session.update_stream.kafka_client import (
     create_client,
     read_to_end,
 )
+from inference_session.update_stream.newer_messages import NewerMessages
 from inference_session.update_stream.topics import PREFIXES, topic_name
 from inference_session.urls.kafka_url import KafkaUrl
 
@@ -38,12 +39,12 @@ def published_keys(url: str, model: str, folder: str, embedding_dim: int, since:
     try:
         found = consumer.list_topics(timeout=_BROKER_TIMEOUT_S).topics.get(topic)
         partitions = [] if found is None else list(found.partitions)
-        since_ms = int(since.timestamp() * 1000)
+        newer = NewerMessages(since)
         keys = [np.empty(0, np.int64)]
         for partition in partitions:
             begin = TopicPartition(topic, partition, OFFSET_BEGINNING)
             for messages in read_to_end(consumer, brokers, begin, _BROKER_TIMEOUT_S):
-                recent = [(each.key(), each.value()) for each in messages if each.timestamp()[1] >= since_ms]
+                recent = [(each.key(), each.value()) for each in newer.among(topic, messages)]
                 changes = decode(recent, embedding_dim, allow_non_finite=True)
                 keys += [changes.keys, changes.deleted]
     except KafkaException as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import numpy as np
@@ -228,6 +228,15 @@ def test_published_keys_are_read_to_the_end_of_the_topic() -> None:
         broker.abort(topic, 1)
         broker.commit(topic, 2)
         assert published_keys.published_keys(broker.url, "ctr", "user", 4, moment).tolist() == [5, 7]
+
+
+def test_published_keys_of_a_clock_that_was_set_back_are_found(broker: Broker) -> None:
+    """What lies behind a message that was published since the moment was published since, whatever its date."""
+    vector, moment = np.ones(4, np.float32).tobytes(), datetime.now(timezone.utc)
+    topic, before = "hps_et.set_back.user", moment - timedelta(days=1)
+    for key, date in ((5, before), (6, moment), (7, before)):
+        broker.send_dated(topic, date + timedelta(milliseconds=1), (key.to_bytes(8, "little"), vector))
+    assert published_keys.published_keys(broker.url, "set_back", "user", 4, moment).tolist() == [6, 7]
 
 
 def test_a_version_that_is_none_is_refused_before_it_is_queued(broker: Broker) -> None:
