@@ -143,7 +143,11 @@ class ParameterServer:
 
     def prepare_write(self) -> None:
         """Make sure that the persistent store takes writes; errors as of `insert`, but nothing has been written."""
-        if self._durable is not None and (error := self._durable.attempt(lambda store: store.prepare_write())):
+        if self._durable is None:
+            return
+        with self._writes.lock:  # a reader that becomes the writer sees what others have written
+            error = self._durable.attempt(lambda store: store.prepare_write())
+        if error is not None:
             raise error
 
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -13,7 +14,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -269,6 +269,22 @@ class TestReaders:
             store.insert("user", keys_of(2), np.ones((1, 4), np.float32))
             assert fetch(store, "user", keys_of(1, 2))[0].all()
 
+    def test_a_reader_does_not_become_the_writer_during_a_dump(self, tmp_path: Path) -> None:
+        """It would open the database again, and see what another process has written since the dump began."""
+        with open_store(tmp_path / "db") as store:
+            store.insert("user", keys_of(1), np.ones((1, 4), np.float32))
+        reader = open_store(tmp_path / "db", writable="later")
+        with contextlib.closing(ParameterServer([Tier("persistent", reader, durable=True)])) as server:
+            with server.frozen():
+                with open_store(tmp_path / "db") as store:
+                    store.insert("user", keys_of(1), np.full((1, 4), 2, np.float32))
+                writing = threading.Thread(target=server.prepare_write)
+                writing.start()
+                writing.join(0.5)
+                assert fetch(reader, "user", keys_of(1))[1][0, 0] == 1
+            writing.join(PATIENCE_S)
+            assert fetch(reader, "user", keys_of(1))[1][0, 0] == 2
+
     @pytest.mark.parametrize("gone", [False, True])
     def test_a_writer_that_is_replaced_leaves_the_new_database_alone(self, tmp_path: Path, gone: bool) -> None:
         """RocksDB would write its own files into it when it is closed, or when the process ends."""
@@ -354,7 +370,7 @@ class TestReaders:
                 for reader in readers:
                     reader.start()
                 for _ in range(60):
-                    with suppress(UnavailableError):  # a reader still holds what was open as the writer
+                    with contextlib.suppress(UnavailableError):  # a reader still holds what was open as the writer
                         store.insert("user", keys[:1], ones[:1])
                         store.reopen(store.database())
             finally:
@@ -627,7 +643,7 @@ def test_damage_of_an_open_database_is_an_error(tmp_path: Path, damage: Callable
         damage(max(tmp_path.glob("*.sst"), key=lambda path: path.stat().st_size))
         num_right = 0
         for key, vector in zip(keys[::50], vectors[::50], strict=True):
-            with suppress(StoreError):
+            with contextlib.suppress(StoreError):
                 found, row = fetch(store, "wide", key[None])
                 assert found.all()
                 assert_same_bits(row, vector[None])
