@@ -169,14 +169,19 @@ def read_to_end(consumer: Consumer, url: KafkaUrl, begin: TopicPartition, timeou
     """
     assign(consumer, [begin])
     why = f"its next message did not come within {timeout_s:g} s"
-    while messages := received(consumer, _MESSAGES_AT_ONCE, time.monotonic() + timeout_s):
-        yield [message for message in messages if message.error() is None]
-        # An event without a topic is of the group, under which nothing is committed.
+    deadline = time.monotonic() + timeout_s
+    while messages := received(consumer, _MESSAGES_AT_ONCE, deadline):
+        # An event without a topic is of the group, under which nothing is committed. There may be any number of them.
         events = [message.error() for message in messages if message.error() is not None and message.topic()]
+        if found := [message for message in messages if message.error() is None]:
+            yield found
+            deadline = time.monotonic() + timeout_s
         if events and events[0].code() == KafkaError._PARTITION_EOF:
             return
         if events:
             why = events[0].str()
+            break
+        if time.monotonic() >= deadline:
             break
     raise UnavailableError(f"topic {begin.topic!r} at {url} cannot be read: {why}")
 

@@ -5,13 +5,21 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from inference_session.errors import UnavailableError
 from inference_session.session import InferenceSession
 from inference_session.update_stream import announcements
-from inference_session.update_stream.kafka_client import KafkaError, KafkaException, create_client
+from inference_session.update_stream.kafka_client import (
+    KafkaError,
+    KafkaException,
+    TopicPartition,
+    create_client,
+    read_to_end,
+)
 from inference_session.update_stream.publisher import Publisher
 from inference_session.urls.kafka_url import KafkaUrl
 from tests.testing.broker import Broker
@@ -129,3 +137,15 @@ def test_a_client_that_cannot_start_its_threads_may_be_tried_again() -> None:
 
     with pytest.raises(UnavailableError, match="does not start; try again: Failed to create thread"):
         create_client(start, KafkaUrl.parse("kafka://127.0.0.1:1"))
+
+
+def test_errors_of_the_group_alone_do_not_keep_a_reader_waiting() -> None:
+    """The client library reports them again and again, where an access list refuses the group for instance."""
+    event = SimpleNamespace(error=lambda: KafkaError(KafkaError.GROUP_AUTHORIZATION_FAILED), topic=lambda: None)
+    events = iter([[event]] * 1000)
+    consumer: Any = SimpleNamespace(
+        assignment=list, assign=lambda _: None, list_topics=lambda *_, **__: None, consume=lambda *_: next(events)
+    )
+
+    with pytest.raises(UnavailableError, match=r"topic 't' at .* cannot be read: its next message did not come within"):
+        list(read_to_end(consumer, KafkaUrl.parse("kafka://127.0.0.1:1"), TopicPartition("t", 0, 0), 0.0))
