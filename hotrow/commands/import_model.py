@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +39,7 @@ class OnnxFile(FileOrUrl):
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """The path or URL; a folder of TensorFlow is named."""
-        if (Path(str(value)) / "saved_model.pb").is_file():
+        if _is_saved_model(Path(str(value))):
             self.fail(
                 f"{value} is a SavedModel of TensorFlow; convert it: pip install tf2onnx && "
                 f"python -m tf2onnx.convert --saved-model {value} --opset 17 --output model.onnx",
@@ -46,6 +47,12 @@ class OnnxFile(FileOrUrl):
                 ctx,
             )
         return super().convert(value, param, ctx)
+
+
+def _is_saved_model(path: Path) -> bool:
+    with suppress(OSError):  # it cannot be looked into
+        return (path / "saved_model.pb").is_file()
+    return False
 
 
 _tables = click.option(

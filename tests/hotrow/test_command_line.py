@@ -177,6 +177,15 @@ def test_a_saved_model_of_tensorflow_is_named(run: Run, tmp_path: Path) -> None:
     assert f"python -m tf2onnx.convert --saved-model {tmp_path / 'saved'} --opset 17 --output model.onnx" in err
 
 
+def test_a_path_that_cannot_be_looked_into_is_named_as_it_was_given(run: Run, tmp_path: Path) -> None:
+    """Not as the folder of a SavedModel, which it might be."""
+    code, _, err = run("import", "onnx", tmp_path / ("m" * 300), "--name", "ctr", "--repository", tmp_path / "new")
+
+    assert code == 2
+    assert "does not exist" in err
+    assert "saved_model" not in err
+
+
 def test_an_existing_version_is_refused_in_one_line(run: Run, model: Path, version_dir: Path) -> None:
     """Nothing is overwritten."""
     code, out, err = run(
