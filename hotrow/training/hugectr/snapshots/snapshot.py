@@ -210,8 +210,12 @@ def _alone_in(folder: str) -> Iterator[None]:
     with ExitStack() as held:
         if "://" not in folder:
             with suppress(OSError):  # a file system without locks
-                held.enter_context(locked(Path(folder)))
+                held.enter_context(locked(Path(folder), partial(_say_that_it_waits, folder)))
         yield
+
+
+def _say_that_it_waits(folder: str) -> None:
+    print(f"{folder or '.'}: waiting for another job, which is saving there", flush=True)
 
 
 def load_dense_weights(trainer: Trainer, place: str, params: DataSourceParams) -> None:
@@ -319,7 +323,7 @@ def _keys_of_states(path: Path, about: Mapping[str, Any]) -> NDArray[np.int64]:
         raise ModelFormatError(f"{path}: {name}.json, which belongs to it, is missing or not that of a table")
     if not path.exists():
         raise ModelFormatError(f"{path}: no such file; it holds the keys of the states next to it")
-    if path.stat().st_size != 8 * about["num_rows"] or _digest(path) != about.get("keys"):
+    if path.stat().st_size / 8 != about["num_rows"] or _digest(path) != about.get("keys"):
         raise ModelFormatError(f"{path}: not the {about['num_rows']} keys that the states next to it were saved with")
     return np.fromfile(path, "<i8").astype(np.int64, copy=False)
 

@@ -9,6 +9,7 @@ import re
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -42,7 +43,9 @@ from hotrow.training.hugectr.trainer.optimizers import dense_rule
 from hotrow.training.hugectr.trainer.processes import Processes
 from hotrow.training.row_access import add_up
 from inference_session.errors import ConfigurationError, ModelFormatError, UnsupportedModelError
+from inference_session.platform.file_locks import locked
 from tests.testing.hugectr_training_samples import SAMPLES, Sample, binary, layer, losses, make_data, make_model
+from tests.testing.servers import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.training
 Array = NDArray[np.float64]
@@ -603,6 +606,7 @@ def test_files_of_another_model_are_refused(small: Path) -> None:
         ("num_steps", -1, r"model\.json: field 'num_steps' is -1"),
         ("keys", None, r"model\.key: not the \d+ keys"),
         ("num_rows", "x", r"model\.key: not the x keys"),
+        ("num_rows", {}, r"model\.key: not the \{\} keys"),
     ],
 )
 def test_what_is_wrong_beside_states_is_named(small: Path, field: str, value: Any, message: str) -> None:
@@ -639,6 +643,24 @@ def test_a_snapshot_that_fails_leaves_no_model(small: Path, monkeypatch: pytest.
         model.save_params_to_files("a", 1)
     assert not Path("a_dense_1.model").exists()
     assert not list(Path().glob(".tmp-*"))
+
+
+def test_a_save_says_that_it_waits_for_another_job(small: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Which may be a job that was stopped amid a save."""
+    model = make_model(SMALL, small)
+    printed: list[str] = []
+
+    def is_said() -> bool:
+        printed.append(capfd.readouterr().out)
+        return "waiting for another job, which is saving there" in "".join(printed)
+
+    with locked(small):
+        saving = threading.Thread(target=model.save_params_to_files, args=("a", 1))
+        saving.start()
+        wait_until(is_said, "the message")
+        assert not Path("a_dense_1.model").exists()
+    saving.join(PATIENCE_S)
+    assert Path("a_dense_1.model").exists()
 
 
 def test_a_full_disk_names_the_file_and_leaves_the_snapshot_before(small: Path) -> None:
