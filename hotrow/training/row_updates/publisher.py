@@ -18,7 +18,7 @@ from hotrow.training.row_updates.followed_tables import KINDS, FollowedTable, ki
 from hotrow.training.row_updates.outbox import Outbox, OutboxStats
 from hotrow.training.row_updates.published_keys import published_keys
 from hotrow.training.row_updates.touched_rows import Watch
-from inference_session.errors import ConfigurationError, SessionClosedError
+from inference_session.errors import ConfigurationError, SessionClosedError, UnavailableError
 from inference_session.model_spec import folder_names
 from inference_session.platform.staging import MAX_VERSION
 from inference_session.update_stream.publisher import DEFAULT_TIMEOUT_S, Encoding, Publisher
@@ -185,14 +185,28 @@ class UpdatePublisher:
         ]
 
     def _queue_touched(self) -> None:
-        restored = RESTORED.pop(self._model, None)
-        for table in self._tables:
-            if restored is not None:
-                table.touch_again(self._keys_since(restored, table))
         # All ranks complete the collective calls before one of them may fail.
+        failure = self._touch_restored()
         for changes in [table.changes() for table in self._tables]:
             if len(changes.keys) or len(changes.deleted):
                 self._outbox.put(changes)
+        if failure is not None:
+            raise failure
+
+    def _touch_restored(self) -> UnavailableError | None:
+        """Have the rows published again that the servers have from steps before a restored one. Where the brokers
+        cannot say which these are, that error is returned, and the next call asks again.
+        """
+        if (restored := RESTORED.get(self._model)) is None:
+            return None
+        try:
+            found = [self._keys_since(restored, table) for table in self._tables]
+        except UnavailableError as error:
+            return error
+        for table, keys in zip(self._tables, found, strict=True):
+            table.touch_again(keys)
+        del RESTORED[self._model]
+        return None
 
     def _keys_since(self, restored: RestoredState, table: FollowedTable) -> NDArray[np.int64]:
         """Keys whose rows on the servers may differ from those of the restored model."""

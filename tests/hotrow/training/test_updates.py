@@ -15,7 +15,7 @@ from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from hotrow import training  # noqa: E402
-from hotrow.training.row_updates import published_keys  # noqa: E402
+from hotrow.training.row_updates import published_keys, publisher  # noqa: E402
 from hotrow.training.row_updates.outbox import Changes, merge  # noqa: E402
 from inference_session import InferenceSession  # noqa: E402
 from inference_session.errors import ConfigurationError, SessionClosedError, UnavailableError  # noqa: E402
@@ -56,6 +56,35 @@ def test_touched_rows_arrive_bit_equal(tmp_path: Path, broker: Broker) -> None:
 
         wait_until(lambda: serves(session, table_rows(model)), "all rows to be served")
         assert 0 < updates.stats.num_rows <= 3 * (40 + 50)
+
+
+def test_rows_of_lost_steps_are_published_once_brokers_answer(
+    tmp_path: Path, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a restored checkpoint: a step that could not ask which rows these are leaves that to the next one."""
+    model = models.Clicks(bag_collection(), 16)
+    directory = exported(model, tmp_path, "restored")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpoint = training.Checkpoint(model, optimizer, tmp_path / "checkpoints")
+    checkpoint.save(0)
+
+    def refuse(*_: object) -> None:
+        raise UnavailableError("no Kafka broker answers")
+
+    with (
+        InferenceSession.open(directory, device="cpu", update_stream=broker.url) as session,
+        training.UpdatePublisher(model, broker.url, "restored") as updates,
+    ):
+        train(model, optimizer, 0)
+        updates.step()
+        wait_until(lambda: serves(session, table_rows(model)), "the lost step to be served")
+        checkpoint.restore()
+        with monkeypatch.context() as patched:
+            patched.setattr(publisher, "published_keys", refuse)
+            with pytest.raises(UnavailableError, match="no Kafka broker answers"):
+                updates.step()
+        updates.step()
+        wait_until(lambda: serves(session, table_rows(model)), "the restored rows to be served")
 
 
 def test_what_is_only_read_is_not_published(broker: Broker, tmp_path: Path) -> None:
