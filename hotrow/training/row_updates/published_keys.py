@@ -35,6 +35,8 @@ def published_keys(url: str, model: str, folder: str, embedding_dim: int, since:
     settings = {"group.id": f"hotrow.{topic}", "enable.auto.commit": False, "enable.partition.eof": True}
     # Where brokers remove messages while they are read.
     settings["auto.offset.reset"] = "earliest"
+    # The client names the end of a partition after an answer without messages, for which brokers take this time.
+    settings["fetch.wait.max.ms"] = 10
     consumer = create_client(Consumer, brokers, settings, errors)
     try:
         found = consumer.list_topics(timeout=_BROKER_TIMEOUT_S).topics.get(topic)
