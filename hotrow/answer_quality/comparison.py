@@ -117,7 +117,7 @@ def _joined(answers: Sequence[NamedArrays], name: str) -> NDArray[Any]:
 
 
 def _difference(name: str, before: NDArray[Any], after: NDArray[Any]) -> OutputDifference:
-    """NamedArrays of other types or shapes differ by 0 or 1 as a whole; a number differs from NaN by infinity."""
+    """Arrays of other types or shapes differ by 0 or 1 as a whole; a number differs from NaN by infinity."""
     if before.shape != after.shape or before.dtype.kind not in "fiu":
         same = before.shape == after.shape and np.array_equal(before, after)
         return OutputDifference(name, float(not same), float(not same))

@@ -14,18 +14,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from inference_session.errors import ConfigurationError, HotrowError, UnavailableError
+from inference_session.model_spec import NamedArrays
 from triton_backend.client.probe import PROBE_PARAMETER, find_key
 from triton_backend.client.tls import ClientTls
 from triton_backend.repository.chosen_versions import with_versions, without_choice
 from triton_backend.repository.servable import IN_PLACE_BACKENDS
-
-if TYPE_CHECKING:
-    pass
-
-from inference_session.model_spec import NamedArrays
 
 CALL_TIMEOUT_S = 10.0
 """Timeout of a query to the server; loads have no limit."""

@@ -133,7 +133,7 @@ def _start_or_say(vvgpu: Sequence[Sequence[int]], num_gpus: int) -> None:
         os.execv(command[0], command)  # noqa: S606  the same program with the same arguments
     print(
         f"vvgpu names {num_gpus} GPUs, this machine has {num_here}: one process trains whole batches on "
-        f"{'a GPU' if num_here else 'the processor'}, with the same results",
+        f"{'a GPU' if num_here else 'the processor'}",
         flush=True,
     )
 
