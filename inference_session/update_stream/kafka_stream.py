@@ -261,12 +261,12 @@ class KafkaUpdateStream:
             if not self._followed.positions.are_proved:
                 messages = [message for message in messages if self._followed.is_new(message)]  # noqa: PLW2901
             whole = [message for message in messages if not message.error()]
+            if self._stats.blocked:  # before the errors, which come after these messages
+                self._stats.unblock(map(partition_of, whole))
             if len(whole) < len(messages):
                 reached = dict(self._ends_among([message for message in messages if message.error()]))
                 self._newer.note_ends(reached)
                 ends |= reached
-            if self._stats.blocked:
-                self._stats.unblock(map(partition_of, whole))
             for topic, group in groupby(whole, Message.topic):
                 own = list(group)
                 oldest_ms.append(own[0].timestamp()[1])
