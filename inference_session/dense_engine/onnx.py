@@ -58,6 +58,7 @@ class OnnxEngine(DenseEngine):
                 options,
                 providers=list(providers),
                 enable_fallback=0,
+                disabled_optimizers=network.harmful_optimizers(),
             )
             self.input_types = {tensor.name: _dtype_name(tensor.type) for tensor in self._session.get_inputs()}
             """As NumPy calls them."""

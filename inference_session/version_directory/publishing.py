@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from inference_session.dense_engine import NetworkFile, OnnxEngine
+from inference_session.dense_engine.trial import try_to_open
 from inference_session.errors import ModelFormatError
 from inference_session.model_spec import (
     INDEX_FILE,
@@ -137,6 +137,7 @@ def publish_version(
 
     Raises:
         ModelFormatError: names the first file that is missing, damaged or not what session.json says.
+        UnsupportedModelError: a network ends the process that opens it.
         ConfigurationError: the version exists already, or the name cannot be a folder's.
         UnavailableError: the disk has too little space; or another process writes this version now.
     """
@@ -152,7 +153,7 @@ def publish_version(
         linked = {entry: _take(folder, staging, entry, published, progress) for entry in entries}
         (staging / MANIFEST_FILE).write_bytes((folder / MANIFEST_FILE).read_bytes())
         _take_indexes(folder, staging, spec, linked)
-        _check_networks(staging)
+        check_networks(staging, str(folder))
         if complete:
             complete(staging, spec)
         published.remember_linked()
@@ -169,9 +170,10 @@ def finish_version(
 ) -> None:
     """Write session.json and the manifest of a staged version, and share its files with the model's other versions.
 
-    `complete` is called between the two, to add what a server needs.
+    `complete` is called between the two, to add what a server needs. Raises what `check_networks` does.
     """
     write_spec(spec, staging)
+    check_networks(staging, spec.source)
     if complete:
         complete(staging, spec)
     manifest.write_manifest(staging, progress)
@@ -208,11 +210,9 @@ def _check_table(folder: Path, table: TableSpec) -> None:
             )
 
 
-def _check_networks(staging: Path) -> None:
-    """ModelFormatError where ONNX Runtime does not accept a network."""
-    for name in NETWORK_FILES:
-        if (staging / name).exists():
-            OnnxEngine(NetworkFile(staging / name), num_threads=1).close()
+def check_networks(staging: Path, source: str) -> None:
+    """Refuse networks that cannot be opened, or that end the process that opens them: see `try_to_open`."""
+    try_to_open([staging / name for name in NETWORK_FILES if (staging / name).exists()], source)
 
 
 def _take(

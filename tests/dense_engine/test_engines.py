@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import onnx
 import onnxruntime
 import pytest
 
 from inference_session.config import SessionConfig
 from inference_session.dense_engine import DenseEngine, NetworkFile, OnnxEngine, create_engine
+from inference_session.dense_engine.trial import try_to_open
 from inference_session.device.host import HOST
 from tests.testing.dense_engine_contract import DenseEngineContract
+from tests.testing.onnx_models import model_of, table
 
 
 class TestOnnxEngine(DenseEngineContract):
@@ -23,6 +26,21 @@ class TestOnnxEngine(DenseEngineContract):
         engine = OnnxEngine(NetworkFile(network), num_threads=1)
         yield engine
         engine.close()
+
+
+def test_half_precision_does_not_end_the_process(tmp_path: Path) -> None:
+    """ONNX Runtime 1.32 crashed on this part of a transformer."""
+    graph = "m (float16[b, 12, 32] x) => (float16[b, 12, 32] y, float16[12, b, 96] p) "
+    graph += "{ y = Add(bias, x)  t = Transpose <perm = [1, 0, 2]> (x)  p = MatMul(t, w) }"
+    path = tmp_path / "half.onnx"
+    onnx.save(model_of(graph, {"bias": table(32, 1)[:, 0].astype("f2"), "w": table(32, 96).astype("f2")}), path)
+    try_to_open([path], "half.onnx")
+
+
+def test_convolutions_keep_their_optimisation() -> None:
+    """What harms others makes them faster."""
+    assert NetworkFile(Path("a.onnx"), b"Gemm").harmful_optimizers()
+    assert not NetworkFile(Path("a.onnx"), b"GemmConv").harmful_optimizers()
 
 
 class _PublicOnly:

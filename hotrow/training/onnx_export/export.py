@@ -40,7 +40,7 @@ from inference_session.model_spec import ModelSpec, NamedArrays, folder_names
 from inference_session.platform.disk_space import check_space
 from inference_session.platform.staging import stage_version
 from inference_session.version_directory.manifest import describe_version
-from inference_session.version_directory.publishing import share_unchanged
+from inference_session.version_directory.publishing import check_networks, share_unchanged
 from triton_backend.repository.config_writer import write_model_config
 
 _SHARED_FILE = ".ranks"
@@ -314,6 +314,7 @@ class _Export:
         plan = self.plan
         spec = self._spec(_assembled(staging, target, network, files), files)
         describe_version(spec, staging, known=checksums)
+        check_networks(staging, spec.source)  # training must not end with what a network may end
         tolerance = _FLOAT16_TOLERANCE if computes_in(network, TensorProto.FLOAT16) else _TOLERANCE
         _verify(staging, spec, plan.inputs.arrays(), expected, tolerance)
         write_model_config(staging, spec, self.name)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto, helper, save_model
 from onnx.reference import ReferenceEvaluator
 
+from inference_session.dense_engine.network_file import NetworkFile
 from inference_session.model_spec import NamedArrays
 from inference_session.onnx_graphs import constants, make_node, needed_nodes, reads
 from inference_session.platform.file_names import path_for_library
@@ -37,9 +38,14 @@ def open_network(model: Path | bytes, *, optimised: bool = False) -> Any:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = _FATAL
     options.intra_op_num_threads = 1
-    source = model if isinstance(model, bytes) else path_for_library(model)
-    # ONNX Runtime's fallback prints to stdout and tries the same provider again.
-    return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"], enable_fallback=0)
+    network = NetworkFile(Path(), model) if isinstance(model, bytes) else NetworkFile(model)
+    return onnxruntime.InferenceSession(
+        path_for_library(network.path) if network.made is None else network.made,
+        options,
+        providers=["CPUExecutionProvider"],
+        enable_fallback=0,  # it prints to stdout and tries the same provider again
+        disabled_optimizers=network.harmful_optimizers() if optimised else [],
+    )
 
 
 def fixed_value(model: ModelProto, scope: GraphProto, name: str) -> NDArray[Any] | None:

@@ -15,6 +15,7 @@ from typing import Any
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, ValueInfoProto, defs, inliner
 
+from inference_session.dense_engine.trial import try_to_open
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError
 from inference_session.importers.onnx.canonical import CanonicalModel, to_canonical
 from inference_session.importers.onnx.carve import CarvedModel, carve, keep_whole
@@ -230,6 +231,7 @@ class _Import:
         if not self._is_faithful(carved, findings, original):
             carved = self._more_careful(whole, findings, original)
         if self.context:
+            try_to_open([self.staging / _ORIGINAL_FILE], self.source.path.name)
             original = replace(original, network=open_network(self.staging / _ORIGINAL_FILE, optimised=True))
             if not self._rounds_alike(carved, findings, original):
                 carved = self._more_careful(whole, findings, original)
