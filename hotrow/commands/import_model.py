@@ -55,6 +55,27 @@ def _is_saved_model(path: Path) -> bool:
     return False
 
 
+class NewName(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic from click 8.3 on
+    """OLD=NEW: an input or output of a model file, and the name that it gets."""
+
+    name = "new_name"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        """Both names."""
+        old, _, new = str(value).rpartition("=")
+        if not old or not new:
+            self.fail(f"{value!r} is not OLD=NEW", param, ctx)
+        return old, new
+
+
+def _new_names(ctx: click.Context, param: click.Parameter, pairs: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    """The new names, by the old ones."""
+    names = dict(pairs)
+    if len(names) < len(pairs):
+        raise click.BadParameter("an input or output can be renamed once")
+    return names
+
+
 _tables = click.option(
     "--tables",
     type=click.Choice(["float32", "float16", "int8"]),
@@ -87,6 +108,14 @@ def command() -> None:
     metavar="INPUT",
     help="An input that requests may give once for many candidates, such as the user's; may be repeated.",
 )
+@click.option(
+    "--rename",
+    type=NewName(),
+    multiple=True,
+    callback=_new_names,
+    metavar="OLD=NEW",
+    help="Another name for an input or output of the file; may be repeated.",
+)
 @_tables
 @click.option(
     "--max-batch-size",
@@ -111,6 +140,7 @@ def onnx(
     version: int | None,
     min_rows: int,
     context: tuple[str, ...],
+    rename: dict[str, str],
     tables: VectorType,
     max_batch_size: int | None,
     instances: int,
@@ -120,6 +150,9 @@ def onnx(
 
     The imported model keeps its own inputs and outputs. A table is an initializer that the graph reads only by
     rows. What cannot be taken out safely stays in the network, and the report says why.
+
+    With --rename, inputs and outputs get names of your choice, by which all other options, requests and answers
+    call them.
 
     With --context, requests may give some inputs once for all candidates that are to be ranked. The report says
     what is then looked up and computed once.
@@ -131,6 +164,7 @@ def onnx(
     Examples:
       hotrow import onnx model.onnx --name ctr --repository model_repository
       hotrow import onnx model.onnx --name ranker --repository model_repository --context user_id --context history
+      hotrow import onnx keras.onnx --name ctr --repository model_repository --rename Identity:0=click
       hotrow import onnx hdfs://namenode:9870/models/model.onnx --name ctr --repository model_repository
     """
     from inference_session.importers.onnx import import_onnx
@@ -147,6 +181,7 @@ def onnx(
             version=version,
             min_rows=min_rows,
             context=context,
+            rename=rename,
             tables=tables,
             progress=progress,
             complete=configure,

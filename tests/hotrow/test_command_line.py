@@ -63,6 +63,27 @@ def version_dir(run: Run, model: Path, tmp_path: Path) -> Path:
     return tmp_path / "repository" / "ctr" / "1"
 
 
+def test_an_import_renames(run: Run, model: Path, tmp_path: Path) -> None:
+    """Inputs and outputs, where the option says so; each of them once."""
+    to = ["import", "onnx", model, "--name", "ctr", "--repository", tmp_path / "repository"]
+
+    for wrong, message in (
+        (["--rename", "y"], "'y' is not OLD=NEW"),
+        (["--rename", "y=a", "--rename", "y=b"], "an input or output can be renamed once"),
+        (["--rename", "z=a"], "has no input or output 'z' to rename; it has 'x', 'y'"),
+    ):
+        code, _, errors = run(*to, *wrong)
+        assert code != 0
+        assert message in errors
+    code, printed, _ = run(*to, "--rename", "x=items", "--rename", "y=click")
+    assert code == 0
+    assert "read by 'items'" in printed
+    assert "Predictions: click_0" in printed
+    config = (tmp_path / "repository/ctr/config.pbtxt").read_text(encoding="utf-8")
+    assert '"items"' in config
+    assert '"click"' in config
+
+
 @pytest.mark.parametrize("content", [b"", b"two words\n", "schl\u00fcssel".encode(), b"\x80\xff"])
 def test_a_key_file_without_a_key_is_named(run: Run, tmp_path: Path, content: bytes) -> None:
     """A binary file ended the command with a traceback, and an empty one was sent as a key."""

@@ -23,10 +23,11 @@ from inference_session.importers.onnx.computed_tables import compute_tables
 from inference_session.importers.onnx.empty_lists import guard_empty_lists, may_meet_empty_lists
 from inference_session.importers.onnx.evaluation import open_network, save_network
 from inference_session.importers.onnx.loops.bag_loops import bags_instead_of_loops
-from inference_session.importers.onnx.model_file import read_skeleton
+from inference_session.importers.onnx.model_file import Blob, read_skeleton
 from inference_session.importers.onnx.probe import PRIME_SIZES, Findings, Prober, close
 from inference_session.importers.onnx.ranking.ranking_import import RankingImport
 from inference_session.importers.onnx.ranking.trials import TOLERANCE, RankingTrials
+from inference_session.importers.onnx.renaming import rename_inputs_and_outputs
 from inference_session.importers.onnx.replay import Replay
 from inference_session.importers.onnx.samples.independence import samples_are_independent
 from inference_session.importers.onnx.spec import TablePlace, model_spec, table_folders
@@ -71,6 +72,7 @@ def import_onnx(
     version: int | None = None,
     min_rows: int = 1000,
     context: Sequence[str] = (),
+    rename: Mapping[str, str] | None = None,
     tables: VectorType = "float32",
     progress: Progress | None = None,
     complete: Callable[[Path, ModelSpec], object] | None = None,
@@ -86,7 +88,9 @@ def import_onnx(
         name: the model's folder in it.
         version: None: one above the highest that exists.
         min_rows: initializers with fewer rows stay in the dense network.
-        context: the inputs that requests may give once for many candidates; see the package `context`.
+        context: the inputs that requests may give once for many candidates, by their new names; see the package
+            `context`.
+        rename: new names of inputs and outputs, by their names in the file.
         tables: how tables are stored, where that makes them smaller; see `quantizing.narrowed`.
         progress: called with the bytes of tables written, then read again for their checksums.
         complete: called with the staged version before it appears, to add what a server needs (config.pbtxt); if
@@ -96,13 +100,14 @@ def import_onnx(
         ModelFormatError: a file is damaged, missing, or no ONNX model; the message names it. Or `tables` cannot hold a
             row; names table and row.
         UnsupportedModelError: the model is sound but cannot be served.
-        ConfigurationError: the version exists, or an argument is not allowed.
+        ConfigurationError: the version exists, or an argument is not allowed, such as a name in `rename` that is not
+            there, reserved or taken.
     """
     if min_rows < 1:
         raise ConfigurationError(f"min_rows must be at least 1, found {min_rows}")
     model = Path(model)
     with _malformed_refused(model):
-        source = _Source.read(model)
+        source = _Source.read(model, rename or {})
         with stage_version(Path(repository), name, version) as (staging, version_dir):
             report = _Import(source, staging, version_dir, min_rows, progress, context=tuple(context)).run()
             report = replace(report, spec=quantize_tables(staging, report.spec, tables, progress))
@@ -125,7 +130,7 @@ def import_staged(model: Path, staging: Path, version_dir: Path, places: Mapping
         ModelFormatError, UnsupportedModelError: as `import_onnx`.
     """
     with _malformed_refused(model):
-        return _Import(_Source.read(model), staging, version_dir, 1, None, places).run()
+        return _Import(_Source.read(model, {}), staging, version_dir, 1, None, places).run()
 
 
 def _renamed_tables(report: ImportReport) -> tuple[str, ...]:
@@ -167,10 +172,12 @@ class _Source:
     outputs: dict[str, ValueType]
     optional: tuple[str, ...] = ()
     """Inputs that have a value in the file, which a caller of ONNX Runtime may replace."""
+    new_names: Mapping[str, str] = field(default_factory=dict)
+    """Of inputs and outputs, by their names in the file."""
 
     @classmethod
-    def read(cls, path: Path) -> _Source:
-        model, _ = read_skeleton(path)
+    def read(cls, path: Path, new_names: Mapping[str, str]) -> _Source:
+        model, _ = _read_renamed(path, new_names)
         initialized = {tensor.name for tensor in model.graph.initializer}
         inputs = [value for value in model.graph.input if value.name not in initialized]
         for value in (*inputs, *model.graph.output):
@@ -178,9 +185,13 @@ class _Source:
         for value in inputs:
             if value_type(value).dims is None:
                 raise UnsupportedModelError(f"{path}: input {value.name!r} has no shape; export it with one")
-        optional = (value.name for value in model.graph.input if value.name in initialized)
         is_replaceable = model.ir_version >= _REPLACEABLE_SINCE
-        return cls(path, _types(inputs), _types(model.graph.output), tuple(optional) if is_replaceable else ())
+        optional = tuple(value.name for value in model.graph.input if is_replaceable and value.name in initialized)
+        return cls(path, _types(inputs), _types(model.graph.output), optional, new_names)
+
+    def skeleton(self) -> tuple[ModelProto, dict[int, Blob]]:
+        """As `read_skeleton`, with the new names."""
+        return _read_renamed(self.path, self.new_names)
 
     def notes(self) -> tuple[str, ...]:
         """What a client of the original could send that no client of the imported model can."""
@@ -188,6 +199,12 @@ class _Source:
             return ()
         note = "optional inputs keep the values that the file has for them, and requests cannot replace these"
         return (f"{note}: {shortened(self.optional)}; to make one an input, remove its initializer",)
+
+
+def _read_renamed(path: Path, new_names: Mapping[str, str]) -> tuple[ModelProto, dict[int, Blob]]:
+    model, blobs = read_skeleton(path)
+    rename_inputs_and_outputs(path, model.graph, new_names)
+    return model, blobs
 
 
 def _types(values: Iterable[ValueInfoProto]) -> dict[str, ValueType]:
@@ -219,7 +236,7 @@ class _Import:
 
     def run(self) -> ImportReport:
         """Fill the staging folder."""
-        whole = to_canonical(self.source.path, *read_skeleton(self.source.path))
+        whole = to_canonical(self.source.path, *self.source.skeleton())
         self._check_places(whole.weights)
         bags_instead_of_loops(whole)
         if not self.places:  # whose tables change by rows
@@ -338,7 +355,7 @@ class _Import:
 
     def _probe(self, carved: CarvedModel, folders: dict[str, str]) -> tuple[Findings, Prober]:
         """Run the original; its tables are mapped from where they were written, not loaded."""
-        model, blobs = read_skeleton(self.source.path)
+        model, blobs = self.source.skeleton()
         for i, tensor in enumerate(model.graph.initializer):
             weight = weight_of(self.source.path, tensor, blobs.get(i))
             if tensor.name in folders:
