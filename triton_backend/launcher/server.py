@@ -48,6 +48,7 @@ from triton_backend.launcher.log import ServerLog, say
 from triton_backend.launcher.ports import authority, reachable
 from triton_backend.launcher.process_group import end_group, reap_orphans
 from triton_backend.launcher.reaper import remove_shared_memory
+from triton_backend.launcher.stubs import signal_name
 from triton_backend.launcher.watchdog import POLL_S, Watchdog, ready_versions
 from triton_backend.repository.servable import (
     IN_PLACE_BACKENDS,
@@ -284,7 +285,7 @@ class TritonServer:
         if code is None:
             how = "crashed" if self._log.crashed.is_set() else "could not be initialized"
         else:
-            how = f"crashed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit status {code}"
+            how = f"crashed ({signal_name(-code)})" if code < 0 else f"ended with exit status {code}"
         return f"tritonserver {how}: {self._log.reason()}"
 
     def _unload_models(self) -> bool:

@@ -107,9 +107,16 @@ def end_of(pid: int) -> str:
     with suppress(OSError, ValueError, IndexError):
         status = int(_stat(pid)[1][_EXIT_CODE])
         if os.WIFSIGNALED(status):
-            return f"died of {signal.Signals(os.WTERMSIG(status)).name}"
+            return f"died of {signal_name(os.WTERMSIG(status))}"
         return f"died with exit status {os.WEXITSTATUS(status)}"
     return "died"
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL`; `signal 40` of one that has no name."""
+    with suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
 
 
 def identify(pid: int, heartbeats: Path) -> Stub | None:

@@ -68,7 +68,12 @@ def test_a_known_child_that_moves_to_another_thread_is_not_lost(
 
 
 @pytest.mark.parametrize(
-    ("command", "how"), [("kill -SEGV $$", "died of SIGSEGV"), ("exit 3", "died with exit status 3")]
+    ("command", "how"),
+    [
+        ("kill -SEGV $$", "died of SIGSEGV"),
+        ("kill -40 $$", "died of signal 40"),
+        ("exit 3", "died with exit status 3"),
+    ],
 )
 def test_how_a_child_ended_is_told(command: str, how: str) -> None:
     """As long as nobody has waited for it."""
