@@ -24,7 +24,7 @@ _PROGRAM = (
 
 
 def try_to_open(networks: Sequence[Path], source: str) -> None:
-    """Open networks as serving on a processor does, in another process.
+    """Open networks as serving on a processor does, in another process; not at all where Python is part of a program.
 
     Args:
         networks: ONNX files.
@@ -34,7 +34,7 @@ def try_to_open(networks: Sequence[Path], source: str) -> None:
         UnsupportedModelError: the other process was ended by a signal; names the signal and the network.
         ModelFormatError: ONNX Runtime cannot load a network.
     """
-    if not networks:
+    if not networks or not sys.executable:  # Python does not know its own program
         return
     # The other process finds packages where this one does, and nowhere else: not in its working directory either.
     folders = json.dumps([os.path.abspath(folder) for folder in sys.path])  # noqa: PTH100  "" is the working directory

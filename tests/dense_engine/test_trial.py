@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 
 import onnx
@@ -48,6 +49,13 @@ def test_a_lack_of_memory_is_no_crash(network: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(trial, "_PROGRAM", _dies(signal.SIGKILL))
     with pytest.raises(UnsupportedModelError, match=r"SIGKILL.*memory is short"):
         trial.try_to_open([network], "model.onnx")
+
+
+def test_without_a_program_of_its_own_python_starts_none(network: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a program that Python is a part of."""
+    monkeypatch.setattr(trial, "_PROGRAM", _dies(signal.SIGSEGV))
+    monkeypatch.setattr(sys, "executable", "")
+    trial.try_to_open([network], "model.onnx")
 
 
 def test_errors_of_the_other_process_are_raised_here(network: Path) -> None:
