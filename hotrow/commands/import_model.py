@@ -114,7 +114,8 @@ def command() -> None:
     multiple=True,
     callback=_new_names,
     metavar="OLD=NEW",
-    help="Another name for an input or output of the file; may be repeated.",
+    help="Another name for an input or output, as Identity:0=click; may be repeated. All other options, requests and "
+    "answers use it.",
 )
 @_tables
 @click.option(
@@ -151,9 +152,6 @@ def onnx(
     The imported model keeps its own inputs and outputs. A table is an initializer that the graph reads only by
     rows. What cannot be taken out safely stays in the network, and the report says why.
 
-    With --rename, inputs and outputs get names of your choice, by which all other options, requests and answers
-    call them.
-
     With --context, requests may give some inputs once for all candidates that are to be ranked. The report says
     what is then looked up and computed once.
 
@@ -164,7 +162,6 @@ def onnx(
     Examples:
       hotrow import onnx model.onnx --name ctr --repository model_repository
       hotrow import onnx model.onnx --name ranker --repository model_repository --context user_id --context history
-      hotrow import onnx keras.onnx --name ctr --repository model_repository --rename Identity:0=click
       hotrow import onnx hdfs://namenode:9870/models/model.onnx --name ctr --repository model_repository
     """
     from inference_session.importers.onnx import import_onnx
