@@ -190,6 +190,15 @@ def test_scalars_are_served_in_shape_1() -> None:
     check_config({**as_json, "max_batch_size": 0}, spec)
 
 
+def test_the_version_may_come_later(version_dir: Path) -> None:
+    """As where a benchmark or a user prepares a model's folder."""
+    version_dir.rmdir()
+
+    path = write_model_config(version_dir, spec_of([IDS], [CLICK]), "ctr")
+
+    assert [*version_dir.parent.iterdir()] == [path]
+
+
 def test_a_users_config_is_kept_for_the_next_version(version_dir: Path) -> None:
     """An existing file that describes the same tensors stays unchanged."""
     spec = spec_of([IDS], [CLICK])
