@@ -61,7 +61,7 @@ def create_engine(
         operands: inputs that it may take as columns of one matrix (DenseEngine.concat_inputs); None: it has none.
     """
     found = None
-    if operands is not None and _may_have_concats(path):
+    if operands is not None and NetworkFile(path).may_have("Concat"):
         # Imported where needed: ONNX takes a while to load, a tenth of the time that a process needs to open a model.
         from inference_session.dense_engine.rewrites.concat_inputs import read_with_concat_inputs
 
@@ -70,14 +70,6 @@ def create_engine(
         return _create(NetworkFile(path), config, device, vectors)
     written = {*vectors, *(concat.name for concat in found.concat_inputs)}
     return ConcatEngine(_create(found.network, config, device, written), found.concat_inputs, device)
-
-
-def _may_have_concats(path: Path) -> bool:
-    """Whether a node of an ONNX file may be a Concat. Operators are named in plain text there."""
-    try:
-        return b"Concat" in path.read_bytes()
-    except OSError:  # the engine says why
-        return False
 
 
 def _create(network: NetworkFile, config: SessionConfig, device: Device, vectors: Collection[str]) -> DenseEngine:

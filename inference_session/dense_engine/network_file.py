@@ -19,10 +19,13 @@ class NetworkFile(NamedTuple):
 
     def harmful_optimizers(self) -> list[str]:
         """Optimisations of ONNX Runtime that end the process for some networks, and speed nothing up in this one."""
-        # This one, which is for convolutions and pooling, crashes in ONNX Runtime 1.32 on transformers in half
-        # precision. Operators are named in plain text.
+        # This one is for convolutions and pooling. In ONNX Runtime 1.32 it crashes on transformers in half precision.
+        return [] if self.may_have("Conv", "Pool") else ["NchwcTransformer"]
+
+    def may_have(self, *operators: str) -> bool:
+        """Whether a node may have one of these operators, or one whose name contains theirs: it is plain text there."""
         try:
             content = self.content()
         except OSError:  # the engine says why
-            return []
-        return [] if b"Conv" in content or b"Pool" in content else ["NchwcTransformer"]
+            return False
+        return any(operator.encode() in content for operator in operators)

@@ -16,6 +16,7 @@ import onnxruntime
 from inference_session.dense_engine.network_file import NetworkFile
 from inference_session.dense_engine.onnx import OnnxEngine
 from inference_session.errors import UnsupportedModelError
+from inference_session.platform.signal_names import signal_name
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -67,6 +68,6 @@ def _crash(network: Path, number: int) -> str:
         "bytes); else try another release of ONNX Runtime"
     )
     return (
-        f"a process that opened {network.name}, as a server does, was ended by {signal.Signals(number).name} in ONNX "
+        f"a process that opened {network.name}, as a server does, was ended by {signal_name(number)} in ONNX "
         f"Runtime {onnxruntime.__version__}, and a server would end too; {advice}"
     )

@@ -22,9 +22,9 @@ def network(tmp_path: Path) -> Path:
     return path
 
 
-def _dies(number: signal.Signals, begun: str = ".") -> str:
+def _dies(number: int, begun: str = ".") -> str:
     """A process that begins to open networks, as many as there are points, and is ended at the last one."""
-    return f"import os; os.write(1, b'{begun}'); os.kill(os.getpid(), {int(number)})"
+    return f"import os; os.write(1, b'{begun}'); os.kill(os.getpid(), {number:d})"
 
 
 def test_another_process_opens_networks(network: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,6 +42,13 @@ def test_the_network_and_the_signal_are_named(network: Path, monkeypatch: pytest
         UnsupportedModelError, match=r"^half\.onnx: a process that opened keys\.onnx, .*SIGSEGV.*float32"
     ):
         trial.try_to_open([network, network.with_name("keys.onnx")], "half.onnx")
+
+
+def test_a_signal_without_a_name_is_numbered(network: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As real-time signals are."""
+    monkeypatch.setattr(trial, "_PROGRAM", _dies(40))
+    with pytest.raises(UnsupportedModelError, match="ended by signal 40 in ONNX"):
+        trial.try_to_open([network], "model.onnx")
 
 
 def test_a_lack_of_memory_is_no_crash(network: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from typing import Any, get_args
 from urllib.error import HTTPError
 
 from inference_session.errors import ConfigurationError, HotrowError, UnavailableError
+from inference_session.platform.signal_names import signal_name
 from triton_backend.client.probe import SERVE_FOLDER_PREFIX
 from triton_backend.client.server import RESTRICTED_HEADER, RemoteServer
 from triton_backend.launcher import reaper
@@ -48,7 +49,6 @@ from triton_backend.launcher.log import ServerLog, say
 from triton_backend.launcher.ports import authority, reachable
 from triton_backend.launcher.process_group import end_group, reap_orphans
 from triton_backend.launcher.reaper import remove_shared_memory
-from triton_backend.launcher.stubs import signal_name
 from triton_backend.launcher.watchdog import POLL_S, Watchdog, ready_versions
 from triton_backend.repository.servable import (
     IN_PLACE_BACKENDS,

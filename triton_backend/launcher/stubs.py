@@ -7,13 +7,13 @@ otherwise stays a zombie as long as the server runs: that shows that its end was
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
+from inference_session.platform.signal_names import signal_name
 from triton_backend.backend.heartbeat import arguments_of
 from triton_backend.launcher.reaper import SHARED_MEMORY
 
@@ -110,13 +110,6 @@ def end_of(pid: int) -> str:
             return f"died of {signal_name(os.WTERMSIG(status))}"
         return f"died with exit status {os.WEXITSTATUS(status)}"
     return "died"
-
-
-def signal_name(number: int) -> str:
-    """`SIGKILL`; `signal 40` of one that has no name."""
-    with suppress(ValueError):
-        return signal.Signals(number).name
-    return f"signal {number}"
 
 
 def identify(pid: int, heartbeats: Path) -> Stub | None:

@@ -34,7 +34,8 @@ def test_a_save_that_is_killed_at_any_step_leaves_no_half_of_a_model(tmp_path: P
     assert int((tmp_path / "kills").read_text()) > 20
 
 
-def _kill_at_each_step(_rank: int, folder: Path) -> None:
+def _trained_model(folder: Path) -> Model:
+    """After a step, in a process of its own, which works in that folder from now on."""
     torch.set_num_threads(1)
     os.chdir(folder)
     make_data(SAMPLES["din_parquet"], folder)
@@ -42,6 +43,11 @@ def _kill_at_each_step(_rank: int, folder: Path) -> None:
     model.start_data_reading()
     model.train()
     model.get_data_reader_train().stop()
+    return model
+
+
+def _kill_at_each_step(_rank: int, folder: Path) -> None:
+    model = _trained_model(folder)
     _fill(model, 0)
     model.save_params_to_files("a", 1)
     _check_snapshot(model)
@@ -110,13 +116,7 @@ def test_jobs_that_save_the_same_names_at_once_leave_one_whole_model(tmp_path: P
 
 
 def _save_at_once(_rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    os.chdir(folder)
-    make_data(SAMPLES["din_parquet"], folder)
-    model = make_model(SAMPLES["din_parquet"], folder)
-    model.start_data_reading()
-    model.train()
-    model.get_data_reader_train().stop()
+    model = _trained_model(folder)
     children = []
     for number in range(3):
         if not (child := os.fork()):
