@@ -270,7 +270,7 @@ class HdfsSource(ModelSource):
         node = urlsplit(getattr(request, "url", None) or self.url.http_url).netloc
         what = "NameNode" if node == self.url.address else "DataNode"
         if isinstance(error, requests.exceptions.SSLError):
-            return f"no TLS connection to the {what} at {node}"
+            return f"no TLS connection to the {what} at {node}{_of_tls(error)}"
         if isinstance(error, requests.Timeout):
             return f"the {what} at {node} did not answer in time"
         if "NameResolutionError" in repr(error):
@@ -304,6 +304,16 @@ class _CountedChunks:
         except BaseException as error:
             self.failure = error
             raise
+
+
+def _of_tls(error: Exception) -> str:
+    """Why there is no TLS connection, as far as the error tells, and what to do."""
+    text = repr(error)
+    if "WRONG_VERSION_NUMBER" in text:
+        return "; it speaks no TLS there: give its port of HTTPS (9871 unless it was changed), or hdfs:// for HTTP"
+    if "CERTIFICATE_VERIFY_FAILED" in text or "doesn't match" in text:
+        return "; its certificate is of no authority that is trusted here, or of another name: see REQUESTS_CA_BUNDLE"
+    return ""
 
 
 def _entry(path: str, status: dict[str, Any]) -> Entry:

@@ -20,9 +20,10 @@ from hdfs import Client
 from inference_session.errors import ConfigurationError, HotrowError, SourceError, UnavailableError
 from inference_session.model_source import Copy, create_source, hdfs_source, transfer
 from inference_session.model_source.hdfs_url import HdfsUrl
+from tests.testing.certificates import new_authority
 from tests.testing.hadoop import Hdfs
 from tests.testing.programs import PROGRAM_S
-from tests.testing.servers import PATIENCE_S, answering, free_port, serving, wait_until
+from tests.testing.servers import PATIENCE_S, answering, encrypting, free_port, serving, wait_until
 from tests.testing.sources import CONTENT, put
 
 
@@ -92,6 +93,16 @@ def test_the_wrong_port(hdfs: Hdfs) -> None:
     """The NameNode's RPC port, which Hadoop's own hdfs:// URLs have, is told apart from the one that is needed."""
     with pytest.raises(SourceError, match=f"127.0.0.1:{hdfs.rpc_port} does not answer as WebHDFS"):
         create_source(f"hdfs://127.0.0.1:{hdfs.rpc_port}/a").stat("")
+
+
+def test_no_tls_is_told_apart_from_a_certificate_without_trust(impatient: None, tmp_path: Path) -> None:
+    """Each has its own way out: another port or scheme, or the authority."""
+    issued = new_authority(tmp_path / "authority").issue("127.0.0.1")
+    with answering(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port, encrypting(port, issued.file, issued.key) as tls_port:
+        with pytest.raises(UnavailableError, match="it speaks no TLS there: give its port of HTTPS"):
+            create_source(f"swebhdfs://127.0.0.1:{port}/a").stat("")
+        with pytest.raises(UnavailableError, match="its certificate is of no authority that is trusted here"):
+            create_source(f"swebhdfs://127.0.0.1:{tls_port}/a").stat("")
 
 
 @pytest.mark.parametrize("body", [b"[]", b'{"FileStatus": 5}', b"<html>", b"", b"[" * 100_000])

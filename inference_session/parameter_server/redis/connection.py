@@ -34,6 +34,12 @@ PASSING_CODES = frozenset(("LOADING", "READONLY", "OOM", "MASTERDOWN", "TRYAGAIN
 
 _TLS_FILES = ("tls_ca_certificate", "tls_client_certificate", "tls_client_key")
 _TOO_MANY_CLIENTS = "ERR max number of clients"
+_WAYS_OUT = {
+    "cluster support disabled": "its URL begins with redis:// or rediss://, without +cluster",
+    "unknown command `SENTINEL`": "this is a Redis; redis+sentinel:// takes the addresses of sentinels (26379)",
+    "without any password configured": "it wants no password: leave it out of the URL",
+}
+"""By what is in a server's error: what to do about it."""
 
 RUN_ID_COMMAND = ("INFO", "server")
 ORIGIN_COMMAND = ("INFO", "replication")
@@ -275,14 +281,24 @@ class RedisConnection:
             if login.certificates is None:
                 return connected
             connected.settimeout(deadline.remaining_s())  # which is the whole handshake's
-            name = self._url.options.get("tls_server_name", address[0])
-            return login.certificates.current().wrap_socket(connected, server_hostname=name)
+            return self._encrypted(connected, login.certificates.current(), address)
         except TimeoutError as error:
             raise UnavailableError(f"Redis at {self.name} cannot be reached: no answer in time") from error
         except OSError as error:
             raise DisconnectedError(f"Redis at {self.name} cannot be reached: {error.strerror or error}") from error
         except UnicodeError as error:  # of the name of a host that a node or a sentinel has told
             raise DisconnectedError(f"Redis at {self.name} cannot be reached: not the name of a host") from error
+
+    def _encrypted(self, plain: socket.socket, context: ssl.SSLContext, address: Address) -> socket.socket:
+        name = self._url.options.get("tls_server_name", address[0])
+        try:
+            return context.wrap_socket(plain, server_hostname=name)
+        except TimeoutError as error:
+            scheme = self._url.scheme
+            raise UnavailableError(
+                f"Redis at {self.name} does not answer to TLS in time; if this port has none, write "
+                f"{scheme.replace('rediss', 'redis')}:// instead of {scheme}://"
+            ) from error
 
     def _log_in(self, login: Login, deadline: Deadline) -> None:
         commands = []
@@ -389,7 +405,8 @@ class RedisConnection:
         if code == "WRONGTYPE":
             return WrongTypeError(f"Redis at {self.name} answers: {text}")
         kind = UnavailableError if code in PASSING_CODES or text.startswith(_TOO_MANY_CLIENTS) else StoreError
-        return kind(f"Redis at {self.name} answers: {_without_arguments(text)}")
+        hint = next((f"; {way}" for sign, way in _WAYS_OUT.items() if sign.lower() in text.lower()), "")
+        return kind(f"Redis at {self.name} answers: {_without_arguments(text)}{hint}")
 
     def _redirection(self, text: str) -> HotrowError:
         """What `MOVED <slot> <host>:<port>` and `ASK ...` mean; without a host it is the node that replied."""

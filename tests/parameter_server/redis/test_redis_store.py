@@ -684,6 +684,24 @@ class TestOutages:
         with open_store(f"redis://127.0.0.1:{port}") as store, pytest.raises(StoreError, match=r"redis\+cluster://"):
             store.num_rows("user")
 
+    @pytest.mark.parametrize(
+        ("url", "way_out"),
+        [
+            ("redis+cluster://127.0.0.1:{port}", "its URL begins with redis:// or rediss://, without [+]cluster"),
+            ("redis+sentinel://127.0.0.1:{port}/mymaster", "takes the addresses of sentinels"),
+            ("redis://:secret@127.0.0.1:{port}", "it wants no password: leave it out of the URL"),
+            ("rediss://127.0.0.1:{port}", "does not answer to TLS in time; if this port has none, write redis://"),
+        ],
+    )
+    def test_a_plain_server_that_is_called_otherwise_is_recognised(
+        self, server: RedisServer, url: str, way_out: str
+    ) -> None:
+        """The error says how to write the URL."""
+        with open_store(url.format(port=server.port), timeout_ms=1000) as store:
+            with pytest.raises((StoreError, UnavailableError), match=way_out) as error:
+                store.num_rows("user")
+            assert "secret" not in str(error.value)
+
     def test_a_server_with_too_many_clients_says_so(self) -> None:
         """It may be temporary, so it is not an error of the request."""
         with RedisServer("--maxclients", "1") as server, server.client() as client:
