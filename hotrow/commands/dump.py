@@ -62,7 +62,8 @@ def command(
     if config.update_stream is not None and not config.has_store:
         raise ConfigurationError(
             f"{version_dir}: the changes of its update stream are only in the memory of the process that serves it;"
-            " dump it there with InferenceSession.dump(), or serve it with a persistent_store"
+            " open it in Python with `update_stream` and `catch_up_s`, which reads the stream again, and call"
+            " InferenceSession.dump(), or serve it with a persistent_store"
         )
     num_rows = sum(table.num_rows for table in spec.tables)
     rows = create_rows(VersionDirectory(version_dir, spec), config)

@@ -13,6 +13,7 @@ import click
 
 from hotrow.options.paths import FOLDER, FOLDER_OR_URL
 from hotrow.options.server import ServerAddress, server_options
+from hotrow.output.formatting import in_words
 from hotrow.output.progress import byte_progress
 from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.model_source import Copy
@@ -87,10 +88,11 @@ class _Follower:
             self._announced, self._failure = None, ""
         except (HotrowError, OSError) as error:
             is_rejected = isinstance(error, RemoteError)  # by the server, which would reject it again
-            if str(error) != self._failure:
+            reason = in_words(error)
+            if reason != self._failure:
                 then = "waiting for another version" if is_rejected else f"trying again every {_RETRY_S:g} s"
-                click.echo(f"hotrow: {error}; {then}", err=True)
-            self._failure = str(error)
+                click.echo(f"hotrow: {reason}; {then}", err=True)
+            self._failure = reason
             if is_rejected:
                 self._announced = None
             time.sleep(_RETRY_S)

@@ -11,10 +11,10 @@ import click
 from rich.console import Console
 from rich.live import Live
 
-from hotrow.metrics.page import MetricsPage, page_url
+from hotrow.metrics.page import MetricsPage, page_url, unreadable
 from hotrow.metrics.top_view import IndexEntry, TopView
 from hotrow.options.server import ServerAddress, access_options
-from inference_session.errors import HotrowError, UnavailableError
+from inference_session.errors import HotrowError
 from triton_backend.client.server import RemoteServer
 
 _PLAIN_WIDTH = 200
@@ -115,7 +115,7 @@ def _print_once(view: TopView, metrics_url: str, index: _RepositoryIndex, interv
         time.sleep(interval)
         view.add(MetricsPage.fetch(metrics_url, timeout_s=_TIMEOUT_S), index.states())
     except (OSError, ValueError) as error:
-        raise UnavailableError(f"{metrics_url}: cannot read the metrics of a server: {error}") from error
+        raise unreadable(metrics_url, error) from error
     console = _plain_console()
     console.print(view.render(console.width))
 

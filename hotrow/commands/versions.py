@@ -8,11 +8,10 @@ from typing import Any
 
 import click
 
-from hotrow.metrics.page import MetricsPage, page_url
+from hotrow.metrics.page import MetricsPage, page_url, unreadable
 from hotrow.options.server import ServerAddress, server_options
 from hotrow.output.formatting import counted
 from hotrow.output.streams import print_json
-from inference_session.errors import UnavailableError
 from triton_backend.client.server import RemoteError, RemoteServer, VersionState
 
 _LEAST_WIDTH = 8
@@ -61,7 +60,7 @@ def _metrics(url: str) -> MetricsPage:
     try:
         return MetricsPage.fetch(url)
     except (OSError, ValueError) as error:
-        raise UnavailableError(f"{url}: cannot read metrics: {error}") from error
+        raise unreadable(url, error) from error
 
 
 def _facts(

@@ -11,6 +11,8 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from inference_session.errors import UnavailableError
+
 Labels = frozenset[tuple[str, str]]
 
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
@@ -25,6 +27,13 @@ def page_url(text: str) -> str:
     """The URL of a server's page, where `http://` and `/metrics` may have been left out."""
     url = (text if "://" in text else f"http://{text}").rstrip("/")
     return url if "/" in url.partition("://")[2] else f"{url}/metrics"
+
+
+def unreadable(url: str, error: Exception) -> UnavailableError:
+    """The error of a command that needs the page."""
+    return UnavailableError(
+        f"{url}: cannot read the metrics of a server: {error}; `hotrow serve` prints their URL, --metrics-url takes it"
+    )
 
 
 @dataclass(frozen=True)

@@ -254,7 +254,7 @@ class TopView:
         yield _alarm(window.per_second("hotrow_tier_failures_total", **labels))
 
     def _updates(self) -> Table | None:
-        numbers = ("messages behind", "seconds behind", "rejected/s")
+        numbers = ("messages behind", "publish to serve", "rejected/s")
         table = _table("Updates", "model", "version", numbers=numbers)
         page = self._window.after
         for version in self._versions():
@@ -262,7 +262,7 @@ class TopView:
             if lag is not None:
                 stale = page.total("hotrow_update_staleness_seconds", **version.labels)
                 rejected = self._window.per_second("hotrow_update_messages_rejected_total", **version.labels)
-                seconds = "-" if stale is None else f"{stale:.1f}"
+                seconds = "-" if stale is None else f"{stale:.1f} s"
                 table.add_row(*_names(version), _number(lag), seconds, _alarm(rejected))
         return table if table.row_count else None
 

@@ -170,14 +170,14 @@ def test_update_rows(broker: Broker, tmp_path: Path) -> None:
     assert len(broker.messages("hps_et.ctr.user")) > 3
 
 
-def test_use_hdfs(hdfs: Hdfs, tmp_path: Path) -> None:
-    """Rows are dumped to a real HDFS."""
+def test_use_hdfs(hdfs: Hdfs, broker: Broker, tmp_path: Path) -> None:
+    """Rows are dumped to a real HDFS, those of a stream too."""
     write_versions(tmp_path / "model_repository")
     (tmp_path / "model_repository/ctr/1").rename(tmp_path / "model_repository/ctr/8")
     Walkthrough(
         HOW_TO / "use-hdfs.md",
         tmp_path,
-        {"hdfs://nn/dumps": f"{hdfs.url}/how-to-use-hdfs"},
+        {"hdfs://nn/dumps": f"{hdfs.url}/how-to-use-hdfs", "kafka://broker:9092": broker.url},
         environment={"HADOOP_USER_NAME": getpass.getuser()},
     ).run()
 

@@ -124,6 +124,7 @@ def test_rates_latency_and_hit_rates_are_drawn() -> None:
     assert "50.00%" in text
     assert "up" in text
     assert "messages behind" in text
+    assert "publish to serve" in text
 
 
 def test_packed_requests_count_with_all_their_samples() -> None:
@@ -302,7 +303,8 @@ def test_the_reason_is_in_words() -> None:
     address = f"127.0.0.1:{free_port()}"
     result = CliRunner().invoke(command, ["--metrics-url", address, "--once"])
     assert str(result.exception) == (
-        f"http://{address}/metrics: cannot read the metrics of a server: Connection refused"
+        f"http://{address}/metrics: cannot read the metrics of a server: Connection refused; `hotrow serve` prints "
+        "their URL, --metrics-url takes it"
     )
 
 

@@ -92,6 +92,9 @@ def test_announced_versions_are_served(serve: Serve, tmp_path: Path) -> None:
                 hotrow("announce", "small", "3", "--to", broker.url)
                 named = next(line for line in follower.stdout if "dense.onnx" in line)
                 assert named.endswith("; trying again every 5 s\n"), "the damaged version is named"
+                hotrow("announce", "small", "9", "--to", broker.url)
+                missing = next(line for line in follower.stdout if "No such file" in line)
+                assert missing == f"hotrow: {trained}/9: No such file or directory; trying again every 5 s\n"
                 wait_until(lambda: served_versions(served) == [2], "version 2 alone to be ready")
                 hotrow("announce", "small", "4", "--to", broker.url)
                 assert any("version 4 serves" in line for line in follower.stdout)

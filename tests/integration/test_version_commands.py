@@ -308,7 +308,7 @@ def test_health_is_an_answer(server: Served, name: str) -> None:
 
 def test_health_of_what_is_not_there(server: Served, model: str) -> None:
     """No such model, none of its versions loaded, no server, no gRPC port: one line each."""
-    assert "unknown model: 'absent'" in fail("health", "--model", "absent", "--url", server.grpc)
+    assert "has not loaded a model 'absent'; `hotrow load`" in fail("health", "--model", "absent", "--url", server.grpc)
     assert model in fail("health", "--model", model, "--url", server.grpc)
     assert "no server answers" in fail("health", "--model", model, "--url", "127.0.0.1:1")
     assert "not its gRPC port" in fail("health", "--model", model, "--url", server.http)

@@ -32,6 +32,7 @@ _LOAD_FAILED = re.compile(r"^load failed for model '.*?': ")
 _VERSION_FAILED = re.compile(r"version (\d+) is at \w+ state: ")
 _STUB_DIED = re.compile(r"Stub process '.*?' is not healthy\.?")
 _NOT_POLLED = "failed to poll from model repository"
+_UNKNOWN_MODEL = "unknown model"
 _DECOUPLED = "decoupled transaction policy"
 """In Triton's refusal of a request that is not part of a stream."""
 _NOT_CONNECTED = {
@@ -177,7 +178,7 @@ class RemoteServer:
         """
         from triton_backend.client.probe_inputs import probe_inputs  # as tritonclient above: NumPy is loaded here
 
-        metadata = self._call("get_model_metadata", model, timeout_s=timeout_s / 2)
+        metadata = self._metadata(model, timeout_s / 2)
         inputs = probe_inputs((tensor.name, tensor.datatype, tuple(tensor.shape)) for tensor in metadata.inputs)
         if inputs is None:
             return self._reported_version(model, metadata, timeout_s / 2)
@@ -198,6 +199,17 @@ class RemoteServer:
         """The server's statistics, by loaded version."""
         stats = self._call("get_inference_statistics", model, as_json=True).get("model_stats", [])
         return {int(entry["version"]): entry for entry in stats}
+
+    def _metadata(self, model: str, timeout_s: float) -> Any:
+        try:
+            return self._call("get_model_metadata", model, timeout_s=timeout_s)
+        except RemoteError as error:
+            if _UNKNOWN_MODEL in str(error):
+                raise RemoteError(
+                    f"the server at {self._url} has not loaded a model {model!r}; `hotrow load` loads one that is in "
+                    "its repository"
+                ) from error
+            raise
 
     def _reported_version(self, model: str, metadata: Any, timeout_s: float) -> str:
         """The version that serves, as far as the server knows."""
