@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -437,7 +438,8 @@ class Model:
         params = self._reader_params
         place = params.source[0] if train else params.eval_source
         count = params.num_samples if train else params.eval_num_samples
-        return Source(place, params, self._design.record_shape(params), count, self._data_source)
+        shape = replace(self._design.record_shape(params), num_classes=self.trainer.num_classes)
+        return Source(place, params, shape, count, self._data_source)
 
     def _reader(self, source: Source, batch_size: int) -> DataReader:
         staging, repeats = self.trainer.staging, self._solver.repeat_dataset

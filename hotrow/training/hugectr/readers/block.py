@@ -36,6 +36,8 @@ class RecordShape:
     sparse: tuple[SparseInput, ...]
     key_bytes: int = 4
     """4: uint32 keys; 8: int64 keys. Parquet stores its own types."""
+    num_classes: tuple[tuple[int, int], ...] = ()
+    """Columns of labels that hold the number of a class, each with how many classes there are."""
 
     @property
     def slot_num(self) -> int:

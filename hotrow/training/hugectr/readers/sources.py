@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hotrow.training.hugectr.arguments.enums import Check_t, DataReaderType_t
 from hotrow.training.hugectr.arguments.parameters import DataReaderParams
@@ -46,6 +47,7 @@ class Source:
         for block in self._read(num_wanted):
             pairs = zip(self.shape.sparse, block.bags, strict=True)
             bags = tuple(self._slots(item, each, num_before) if item.keys_are_slots else each for item, each in pairs)
+            self._check_classes(block.labels, num_before)
             num_before += len(block)
             yield replace(block, bags=bags)
 
@@ -61,6 +63,17 @@ class Source:
                     f"{item.name!r}; {wanted} are expected, whose vectors are put side by side"
                 )
         return Bags(bags.keys, width=1)
+
+    def _check_classes(self, labels: NDArray[np.float32], num_before: int) -> None:
+        for column, num_classes in self.shape.num_classes:
+            classes = np.rint(labels[:, column])
+            wrong = np.flatnonzero(~((classes >= 0) & (classes < num_classes)))
+            if len(wrong):
+                raise ModelFormatError(
+                    f"{self.place}: sample {num_before + wrong[0]} has the label {labels[wrong[0], column]:g}; "
+                    f"CrossEntropyLoss expects the number of a class, 0 to {num_classes - 1}: its bottom has "
+                    f"{num_classes} columns"
+                )
 
     def _read(self, num_wanted: Callable[[], int]) -> Iterator[Block]:
         """As they are in the files."""

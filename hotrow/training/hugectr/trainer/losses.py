@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -43,6 +43,20 @@ def losses_of(graph: Graph) -> list[Loss]:
         raise UnsupportedModelError("the model has no loss; add a BinaryCrossEntropyLoss, CrossEntropyLoss or "
                                     "MultiCrossEntropyLoss")  # fmt: skip
     return found
+
+
+def class_columns(graph: Graph, widths: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
+    """Columns of the labels that hold the number of a class, each with how many classes there are.
+
+    `widths`: the columns of the logits of each label.
+    """
+    of_classes = {layer.bottoms[1] for layer in graph.layers if layer.type == "CrossEntropyLoss"}
+    found, column = [], 0
+    for label in graph.labels:
+        if label.name in of_classes and label.dim == 1:
+            found.append((column, widths[label.name]))
+        column += label.dim
+    return tuple(found)
 
 
 def _loss(graph: Graph, layer: Layer) -> Loss:

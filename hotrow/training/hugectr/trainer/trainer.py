@@ -16,7 +16,7 @@ from hotrow.training.hugectr.arguments.parameters import OptParamsPy, Solver
 from hotrow.training.hugectr.readers.block import Block
 from hotrow.training.hugectr.trainer.batch import Batch, DeviceBags, Staging, joined
 from hotrow.training.hugectr.trainer.embedding import BatchRows, EmbeddingTable
-from hotrow.training.hugectr.trainer.losses import Loss, losses_of
+from hotrow.training.hugectr.trainer.losses import Loss, class_columns, losses_of
 from hotrow.training.hugectr.trainer.network import TrainingNetwork
 from hotrow.training.hugectr.trainer.optimizers import Rule, dense_rule
 from hotrow.training.hugectr.trainer.processes import Processes
@@ -88,6 +88,9 @@ class Trainer:
         self.weights = self.network.weights
         """Those of the dense network, in the order of the dense file."""
         self.losses = losses_of(graph)
+        widths = {label.name: label.dim for label in self.network.translated.outputs}
+        self.num_classes = class_columns(graph, widths)
+        """Of labels that hold the number of a class, by their columns, as `class_columns`."""
         self.loss_weights: dict[str, float] = {}
         """By label; 1 by default."""
         self._graph, self._solver, self.processes = graph, solver, processes

@@ -861,6 +861,29 @@ def test_losses_are_weighted_and_regularized(small: Path) -> None:
     assert weighted == pytest.approx(plain / 4, rel=1e-5)
 
 
+@pytest.mark.parametrize("step", ["train", "eval"])
+def test_a_label_that_is_no_class_of_the_loss_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def network(model: Model) -> None:
+        layer(model, Layer_t.InnerProduct, "dense", "fc1", num_output=1)
+        layer(model, Layer_t.InnerProduct, "dense", "fc2", num_output=1)
+        binary(model, "fc1", "click")
+        layer(model, Layer_t.CrossEntropyLoss, "fc2 kind", "loss_kind")
+
+    sample = Sample(**{**vars(SMALL), "network": network, "labels": ("click", "kind")})
+    make_data(sample, tmp_path)
+    model = make_model(sample, tmp_path)
+    model.start_data_reading()
+    message = (
+        r"txt: sample \d+ has the label 1; CrossEntropyLoss expects the number of a class, 0 to 0: its bottom has 1"
+    )
+    with pytest.raises(ModelFormatError, match=message):
+        getattr(model, step)()
+
+
 def test_compile_names_losses_that_are_not_there(small: Path) -> None:
     model = make_model(SMALL, small)
     with pytest.raises(ConfigurationError, match="no loss or label 'other'; there are"):
