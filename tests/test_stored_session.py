@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from inference_session import InferenceSession, Request
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache
+from inference_session.embedding_cache.missing_rows import MissingRows
 from inference_session.embedding_cache.null import NullEmbeddingCache
 from inference_session.errors import (
     ConfigurationError,
@@ -24,6 +26,7 @@ from inference_session.errors import (
 )
 from inference_session.execution.network import Network
 from inference_session.execution.staging.host import stage_on_host
+from inference_session.parameter_server.base import FetchRequest
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
@@ -34,7 +37,7 @@ from tests.testing.faulty_stores import FaultStore
 from tests.testing.hooked_store import HookedStore
 from tests.testing.memory_store import MemoryStore
 from tests.testing.server_calls import await_inserts
-from tests.testing.servers import wait_until
+from tests.testing.servers import PATIENCE_S, wait_until
 from tests.testing.stored_model import DIMS, HASHED_DEFAULT, assert_answers, push, url_of, write_stored
 
 TINY_CACHE_BYTES = 2000
@@ -334,6 +337,93 @@ def test_a_row_updated_while_it_is_fetched_is_not_cached(refreshing: bool, fails
     assert out[[3, 48]].tolist() == [[7] * 4] * 2
     assert out[5].tolist() == ([0] * 4 if fails else [1] * 4)
     rows.close()
+
+
+def _rows_over(store: HookedStore) -> StoredRows:
+    """Rows of ones in a store of this process, over which there is a cache."""
+    store.insert("user_weight", np.arange(50), np.ones((50, 4), np.float32))
+    return StoredRows(small_model.TABLES, [CpuEmbeddingCache(DIMS, 1 << 16)], ParameterServer([Tier("memory", store)]))
+
+
+def _first_of(rows: StoredRows, key: int) -> float:
+    """The first number of a row, as a look-up answers it."""
+    return float(look_up_keys(rows.readers[0], 0, np.array([key]), np.zeros((1, 4), np.float32))[0, 0])
+
+
+def test_a_row_that_was_fetched_before_a_write_is_not_cached_while_it_is_under_way() -> None:
+    """A look-up that misses answers the new row as soon as a store has it, so that no later one may answer the old."""
+    store = HookedStore(MemoryStore(DIMS))
+    rows = _rows_over(store)
+    is_stored, may_end = threading.Event(), threading.Event()
+    answers: list[float] = []
+
+    def pause() -> None:
+        is_stored.set()
+        assert may_end.wait(PATIENCE_S)
+
+    def begin_to_write() -> None:
+        store.insertion_hook = pause
+        writing.start()
+        assert is_stored.wait(PATIENCE_S)
+        answers.append(_first_of(rows, 3))
+
+    writing = threading.Thread(
+        target=lambda: rows.writer.update("user_weight", np.array([3]), np.full((1, 4), 7, np.float32))
+    )
+    store.hook = begin_to_write  # the row has been fetched, and is not cached yet
+
+    fetched_before = _first_of(rows, 3)
+    answers += [_first_of(rows, 3), _first_of(rows, 3)]
+    may_end.set()
+    writing.join()
+    answers.append(_first_of(rows, 3))
+
+    assert fetched_before == 1
+    assert answers == [7] * 4
+    rows.close()
+
+
+def test_no_store_has_a_new_row_while_the_old_one_is_on_its_way_into_the_cache() -> None:
+    """A GPU's cache takes a while to insert a row; look-ups that miss it meanwhile read the stores."""
+    store = HookedStore(MemoryStore(DIMS))
+    rows = _rows_over(store)
+    cache, caching = rows.caches[0], _NoticedLock()
+    rows.writer._caching = caching  # type: ignore[assignment]
+    stored = np.zeros((1, 4), np.float32)
+
+    def insert(missing: Sequence[MissingRows]) -> None:
+        writing.start()
+        assert caching.wanted.wait(PATIENCE_S)
+        store.fetch_many([FetchRequest("user_weight", np.array([3]), stored)])
+        insert_missing(missing)
+
+    writing = threading.Thread(
+        target=lambda: rows.writer.update("user_weight", np.array([3]), np.full((1, 4), 7, np.float32))
+    )
+    insert_missing = cache.insert_missing
+    with patch.object(cache, "insert_missing", insert):
+        _first_of(rows, 3)
+    writing.join()
+
+    assert stored[0, 0] == 1
+    assert _first_of(rows, 3) == 7
+    rows.close()
+
+
+class _NoticedLock:
+    """A lock that says when another thread than the one that made it wants it."""
+
+    def __init__(self) -> None:
+        self.wanted = threading.Event()
+        self._lock, self._own = threading.Lock(), threading.get_ident()
+
+    def __enter__(self) -> None:
+        if threading.get_ident() != self._own:
+            self.wanted.set()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 def test_updates_that_do_not_fit_are_refused(version: tuple[Path, small_model.Arrays], tmp_path: Path) -> None:

@@ -318,7 +318,9 @@ class ParameterServer:
         if tiers is None and not keepers:
             raise StoreError(f"table {table!r} cannot be written to: {self!r} has no writable store")
         failures: dict[Tier, HotrowError] = {}
-        with self._writes.lock:
+        # Rows that were fetched before the end of this must not be promoted after it, and keys that were requested
+        # before the end must not be remembered as unknown.
+        with self._writes.lock, self.log.writing(table, keys):
             try:
                 if not any(tier.volatile for tier in self.tiers):
                     self._known.save_that_writes_are_missing()  # from a Redis that other processes have over this store
@@ -327,9 +329,6 @@ class ParameterServer:
                     if error is not None:
                         failures[tier] = error
             finally:
-                # Rows that were fetched before this must not be promoted after it, and keys that were requested
-                # before it must not be remembered as unknown.
-                self.log.add(table, keys)
                 self._unknown.forget(table, keys)
                 self._writes.keys.add(table, keys)
             if tiers is None and not failures:

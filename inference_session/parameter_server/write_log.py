@@ -3,15 +3,19 @@
 Rows are copied upward: from a store to a tier above it, to the embedding cache, into what was computed of a context.
 A copy may be made of the old row and arrive after the new one. So code that copies rows reads the log's `moment`, then
 the rows; code that stores the copy checks, under the lock that writers of the copy take, whether they have been written
-since. A writer changes the rows first, then adds them to the log.
+since. A writer changes the rows within `writing`.
 
-Each write is added twice: when the stores have it (ParameterServer), and when look-ups answer it (StoredWriter), as a
-context may be computed from the cache between the two.
+A write takes time: first one tier has the new row, then another, then the caches. What is read meanwhile may be the old
+row or the new one, and a look-up may have answered the new one already. So rows count as written from the beginning of
+a write on, and `moment` tells of a write when it has ended: no copy that was read before the end is stored after the
+beginning.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,32 +37,49 @@ class WriteLog:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # of threads that add
-        self._moment = 0
+        self._lock = threading.Lock()  # of threads that write
+        self._num_begun = self._moment = 0
+        self._under_way: set[int] = set()
+        """The numbers of writes that have begun and not ended."""
         self._all_written_at = 0
         self._written_at = np.zeros(_NUM_SLOTS, np.int64)
 
     @property
     def moment(self) -> int:
-        """How many writes there have been: rows read from now on include all of them."""
+        """All writes up to this number have ended: rows read from now on include them."""
         return self._moment
+
+    @contextlib.contextmanager
+    def writing(self, table: str, keys: NDArray[np.int64]) -> Iterator[None]:
+        """Within the context, the rows of these keys, int64 [n], are written, also where it ends by an error."""
+        slots = self.slots(table, keys)
+        with self._lock:
+            number = self._begin()
+            self._written_at[slots] = number
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._end(number)
 
     def add(self, table: str, keys: NDArray[np.int64]) -> None:
         """The rows of these keys, int64 [n], have been written."""
-        slots = self.slots(table, keys)
-        with self._lock:
-            self._moment += 1
-            self._written_at[slots] = self._moment
+        with self.writing(table, keys):
+            pass
 
     def add_all(self) -> None:
         """Any rows of any table may have been written."""
         with self._lock:
-            self._moment += 1
-            self._all_written_at = self._moment
+            self._all_written_at = self._begin()
+            self._end(self._all_written_at)
+
+    def any_since(self, moment: int) -> bool:
+        """Whether any write has begun since a moment."""
+        return self._num_begun != moment
 
     def written(self, table: str, keys: NDArray[np.int64], since: int) -> NDArray[np.bool_]:
         """Which of the rows, bool [n], may have been written since a moment."""
-        if self._moment == since:
+        if not self.any_since(since):
             return np.zeros(len(keys), np.bool_)
         if self._all_written_at > since:
             return np.ones(len(keys), np.bool_)
@@ -74,6 +95,17 @@ class WriteLog:
     def any_written(self, slots: NDArray[np.int64], since: int) -> bool:
         """Whether a row of these slots [n] may have been written since a moment."""
         return bool(len(slots)) and (self._all_written_at > since or int(self._written_at[slots].max()) > since)
+
+    def _begin(self) -> int:
+        """The number of a write that begins. Must be called while holding `_lock`."""
+        self._num_begun += 1
+        self._under_way.add(self._num_begun)
+        return self._num_begun
+
+    def _end(self, number: int) -> None:
+        """Must be called while holding `_lock`."""
+        self._under_way.remove(number)
+        self._moment = min(self._under_way, default=self._num_begun + 1) - 1
 
 
 class KeysByTable:

@@ -29,7 +29,7 @@ class RowWriter:
     is_durable = False
     """Whether what is written outlives this process: whether `save_note` works."""
     log: WriteLog
-    """Writes to the rows of all tables, by their folders: a row is written once look-ups answer it."""
+    """Writes to the rows of all tables, by their folders: each ends once look-ups answer it."""
 
     def __init__(self, log: WriteLog | None = None) -> None:
         self.log = log or WriteLog()

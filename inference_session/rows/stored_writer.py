@@ -118,7 +118,7 @@ class StoredWriter(RowWriter):
         for t in self._numbered.intersection(rows.by_table):
             keys = rows.by_table[t].keys
             keys[:] = stored_keys(self._specs[t], keys)
-        if rows.all_found and self.log.moment == rows.moment:  # the usual case
+        if rows.all_found and not self.log.any_since(rows.moment):  # the usual case
             return
         for t, part in rows.by_table.items():
             outdated = ~part.found | self.log.written(self._specs[t].folder, part.keys, rows.moment)
@@ -183,10 +183,13 @@ class StoredWriter(RowWriter):
     ) -> None:
         """Write to the stores, then to the caches: one write after the other, so that all see them in the same order.
 
-        Rows that were fetched before the write are not cached after it.
+        Rows that were fetched before the write has ended are not cached from its beginning on: a look-up that misses
+        may answer the new row as soon as a store has it, and no later one may answer the old row.
         """
-        with self._updating:
+        with self._updating, contextlib.ExitStack() as writing:
             self._server.prepare_write()  # an error leaves all rows where they are: they go on being answered
+            with self._caching:  # what is on its way into a cache is there when the write begins
+                writing.enter_context(self.log.writing(table, keys))
             try:
                 write()
             except BaseException:  # the stores may have written any of the rows

@@ -76,13 +76,10 @@ class UpdatedRowWriter(RowWriter):
 
     def _write(self, table: str, rows: UpdatedRows, change: Callable[[], None]) -> None:
         """Change a table on the host, then its copies; `rows`: as look-ups answer them from then on."""
-        with self._writing:
+        with self._writing, self.log.writing(table, rows.keys):
             change()
             self._publish(table)
-            try:
-                self._copy(table, rows)
-            finally:
-                self.log.add(table, rows.keys)
+            self._copy(table, rows)
 
     def _copy(self, folder: str, updated: UpdatedRows) -> None:
         """Copy these rows to each device. If one fails, the others still get them, and its error is raised. Must be

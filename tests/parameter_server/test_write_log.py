@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import tracemalloc
+from contextlib import ExitStack
 
 import numpy as np
 from hypothesis import given
@@ -84,6 +85,29 @@ def test_writers_at_the_same_time_are_all_counted() -> None:
     assert log.moment == 2000
     assert log.written("user", keys, 1999).all()
     assert not log.written("user", keys, 2000).any()
+
+
+@given(steps=st.lists(st.integers(0, 4), max_size=24))
+def test_rows_count_as_written_from_the_beginning_of_a_write_to_its_end(steps: list[int]) -> None:
+    """Writes that overlap: each key has its own, which begins, and ends, in turns; 4 asks."""
+    log, keys = WriteLog(), np.arange(4)
+    under_way: dict[int, ExitStack] = {}
+    asked: list[tuple[int, set[int]]] = []
+    """Moments, and the keys whose writes had not ended, or began later."""
+    for step in steps:
+        if step == 4:
+            asked.append((log.moment, set(under_way)))
+        elif step in under_way:
+            under_way.pop(step).close()
+        else:
+            under_way[step] = ExitStack()
+            under_way[step].enter_context(log.writing("user", keys[[step]]))
+            for _, changing in asked:
+                changing.add(step)
+        for moment, changing in asked:
+            written = set(np.flatnonzero(log.written("user", keys, moment)).tolist())
+            assert changing <= written
+            assert log.any_since(moment) == bool(written)
 
 
 @given(adds=st.lists(st.tuples(TABLES, st.none() | KEYS), max_size=12), max_keys=st.integers(1, 5))
