@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from inference_session.importers.hugectr.json_file import JsonFile, read_json
 
 METADATA_FILE = "_metadata.json"
 _ROWS_AT_ONCE = 1 << 12
+_UINT32_BYTES = 4
+_MAX_UINT32 = 2**32 - 1
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,8 @@ class _RowGroup:
             slots = []
             for position in range(item.slot_num):
                 name, most = metadata.keys[slot], item.nnz_per_slot[position]
-                slots.append(self._keys(name, offsets.first[slot], offsets.size[slot], most))
+                read = self._keys(name, offsets.first[slot], offsets.size[slot], most)
+                slots.append(self._of_uint32(name, read) if shape.key_bytes == _UINT32_BYTES else read)
                 slot += 1
             bags.append(_interleaved(slots))
         return tuple(bags)
@@ -164,13 +167,30 @@ class _RowGroup:
             keys = keys.view(np.int64)
         if size and len(keys) and (keys.min() < 0 or keys.max() >= size):
             wrong = int(np.flatnonzero((keys < 0) | (keys >= size))[0])
-            row = wrong if counts is None else int(np.searchsorted(np.cumsum(counts), wrong, "right"))
+            row = _row_of(wrong, counts)
             self._fail(name, f"row {row}: key {keys[wrong]}; slot_size_array allows 0 to {size - 1}")
         longest = int(counts.max(initial=0)) if counts is not None else 1
         if longest > most and self.table.num_rows:
             row = 0 if counts is None else int(counts.argmax())
             self._fail(name, f"row {row}: {longest} keys; nnz_per_slot of the model's Input allows {most}")
         return _Slot(keys, counts, first)
+
+    def _of_uint32(self, name: str, slot: _Slot) -> _Slot:
+        """Keys that are uint32: negative ones of 32 bits are taken for those, as HugeCTR does; others are refused."""
+        keys, low, high = slot.keys, -(2**31), _MAX_UINT32 - slot.first
+        if not len(keys) or (int(keys.min()) >= 0 and int(keys.max()) <= high):
+            return slot
+        wide = keys.astype(np.int64)
+        found = np.where((wide < 0) & (wide >= low), wide & _MAX_UINT32, wide)
+        wrong = np.flatnonzero((found < 0) | (found > high))
+        if len(wrong):
+            row = _row_of(int(wrong[0]), slot.counts)
+            self._fail(
+                name,
+                f"row {row}: key {keys[wrong[0]]}; keys are uint32, {low} to {high} here, unless CreateSolver has "
+                "i64_input_key=True",
+            )
+        return replace(slot, keys=found)
 
     def _values(self, name: str, kinds: str) -> tuple[NDArray[Any], NDArray[np.int64] | None]:
         """The elements of a column, and how many each row has where they are lists."""
@@ -205,6 +225,11 @@ class _Slot:
     """Of keys, by row; None where each row has one."""
     first: int
     """What its keys begin from in their table."""
+
+
+def _row_of(position: int, counts: NDArray[np.int64] | None) -> int:
+    """The row of an element of a column, whose rows have `counts` elements, or one each."""
+    return position if counts is None else int(np.searchsorted(np.cumsum(counts), position, "right"))
 
 
 def _side_by_side(columns: Sequence[NDArray[Any]], whole: NDArray[Any], firsts: Sequence[int] = ()) -> NDArray[Any]:

@@ -353,6 +353,29 @@ def test_raw_files_that_end_early_are_named(tmp_path: Path) -> None:
     assert len(next(iter(source(path, record_shape, DataReaderType_t.Raw, num_samples=9).blocks()))) == 9
 
 
+@pytest.mark.parametrize(("key", "sizes"), [(2**32, ()), (-(2**31) - 1, ()), (2**32 - 10, (10, 2**33))])
+def test_parquet_keys_beyond_uint32_are_named(tmp_path: Path, key: int, sizes: tuple[int, ...]) -> None:
+    """Served, they would be other keys: those that have the same 32 bits."""
+    record_shape = shape(1, 1, (2, 2), key_bytes=4)
+    records = make_records(RANDOM, 40, record_shape, limit=10, is_fixed=True)
+    records.slots[1].keys[2 * 30 + 1] = key
+    place = write_parquet_folder(tmp_path / "data", [records])
+    message = rf"0\.parquet: row group 2: column 'C2': row 4: key {key}; keys are uint32, .* i64_input_key=True"
+    with pytest.raises(ModelFormatError, match=message):
+        list(source(place, record_shape, DataReaderType_t.Parquet, slot_size_array=sizes).blocks())
+
+
+def test_negative_parquet_keys_of_32_bits_are_the_uint32_that_they_are_saved_as(tmp_path: Path) -> None:
+    """A run that goes on from saved tables, whose keys are read as uint32, finds its rows again."""
+    records = make_records(RANDOM, 40, shape(1, 1, (2, 2)), limit=10, is_fixed=True)
+    records.slots[1].keys[2 * 30 + 1] = -9
+    place = write_parquet_folder(tmp_path / "data", [records])
+    for key_bytes, key in ((4, 2**32 - 9), (8, -9)):
+        blocks = list(source(place, shape(1, 1, (2, 2), key_bytes=key_bytes), DataReaderType_t.Parquet).blocks())
+        found = np.concatenate([block.bags[0].keys for block in blocks])
+        assert found[found != np.clip(found, 0, 9)].tolist() == [key]
+
+
 def test_keys_outside_slot_size_array_are_named(tmp_path: Path) -> None:
     record_shape = shape(1, 1, (2, 2))
     records = make_records(RANDOM, 40, record_shape, limit=10, is_fixed=True)
