@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import tempfile
+import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -188,12 +189,13 @@ class Checkpoint:
             keys = publisher.unconfirmed()
             np.savez(folder / f"{_UNCONFIRMED}{self._ranks.rank}.npz", **keys)
         try:
-            distributed_checkpoint.save(
-                tensors,
-                storage_writer=distributed_checkpoint.FileSystemWriter(folder),
-                process_group=self._ranks.group,
-                no_dist=self._ranks.size == 1,
-            )
+            with _alone():
+                distributed_checkpoint.save(
+                    tensors,
+                    storage_writer=distributed_checkpoint.FileSystemWriter(folder),
+                    process_group=self._ranks.group,
+                    no_dist=self._ranks.size == 1,
+                )
         except HotrowError:
             raise
         except (Exception, CheckpointException) as error:
@@ -218,9 +220,10 @@ class Checkpoint:
                 tensors = self._state.targets(saved, place)
                 targets = [name for of_rank in self._ranks.gather(list(tensors)) for name in of_rank]
                 self._state.check_fits(saved, description["state"], targets, place)
-                distributed_checkpoint.load(
-                    tensors, storage_reader=reader, process_group=self._ranks.group, no_dist=self._ranks.size == 1
-                )
+                with _alone():
+                    distributed_checkpoint.load(
+                        tensors, storage_reader=reader, process_group=self._ranks.group, no_dist=self._ranks.size == 1
+                    )
                 self._state.load_hashed(self._ranks, saved, partial(_read_alone, source))
             except HotrowError:
                 raise
@@ -232,7 +235,16 @@ class Checkpoint:
 
 def _read_alone(source: ModelSource, tensors: dict[str, Any]) -> None:
     """Fill tensors out of a checkpoint; other ranks need not."""
-    distributed_checkpoint.load(tensors, storage_reader=CheckpointReader(source), no_dist=True)
+    with _alone():
+        distributed_checkpoint.load(tensors, storage_reader=CheckpointReader(source), no_dist=True)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Without torch's warning, for each checkpoint, that a process alone may have been meant to be one of several."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
 def _describe(folder: Path, description: Mapping[str, Any]) -> None:

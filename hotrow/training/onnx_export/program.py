@@ -11,7 +11,7 @@ import math
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from onnx import ModelProto
 from torch import Tensor
 from torch.export.graph_signature import InputKind, TensorArgument
 
-from hotrow.training.checkpoints.files import CheckpointReader
+from hotrow.training.checkpoints.files import METADATA_FILE, CheckpointReader
 from hotrow.training.onnx_export.assembly import assemble
 from hotrow.training.onnx_export.dense_network import external_tensor, first_lines, forget_sources, quiet
 from hotrow.training.onnx_export.exported_table import ExportedTable
@@ -95,7 +95,13 @@ def _config_entry(names: list[str]) -> str:
     for name in names:
         if name.endswith(_CONFIG) and _WEIGHTS in name:
             return name
-    raise ValueError(f"no entry {_WEIGHTS}…{_CONFIG}")
+    hint = "; a file of torch.save is a pickle, which is never read: export the live model" if _is_pickle(names) else ""
+    raise ValueError(f"no entry {_WEIGHTS}…{_CONFIG}{hint}")
+
+
+def _is_pickle(names: Iterable[str]) -> bool:
+    """Whether an archive is what torch.save writes."""
+    return any(name.endswith("/data.pkl") for name in names)
 
 
 class _Archive:
@@ -233,6 +239,10 @@ class _SavedWeights:
     def __init__(self, place: str | Path) -> None:
         self.place = str(place)
         self.source = create_source(place)
+        if self.source.stat(METADATA_FILE) is None:
+            has_folder = self.source.stat("") is not None
+            found = f"no {METADATA_FILE} in it; give the folder of one checkpoint, such as {self.place}/STEP"
+            raise ModelFormatError(f"{self.place}: {found if has_folder else 'no such folder'}")
         self.reader = CheckpointReader(self.source)
         self.metadata = self.reader.read_metadata()
         self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)

@@ -38,6 +38,7 @@ def _same(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
 
 
+@pytest.mark.filterwarnings("error:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "Adagrad"])
 def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, kind: str) -> None:
     """Weights, optimizer states and learning rates: bit-equal after further steps."""

@@ -147,6 +147,10 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     training.Checkpoint(other, torch.optim.SGD(other.parameters(), lr=0.1), tmp_path / "other").save(0)
     with pytest.raises(ConfigurationError, match="none of the program's weights"):
         import_program(path, tmp_path / "repository", "ctr", checkpoint=tmp_path / "other" / "0")
+    with pytest.raises(ModelFormatError, match=r"other: no \.metadata in it; give the folder of one checkpoint"):
+        import_program(path, tmp_path / "repository", "ctr", checkpoint=tmp_path / "other")
+    with pytest.raises(ModelFormatError, match="absent: no such folder"):
+        import_program(path, tmp_path / "repository", "ctr", checkpoint=tmp_path / "absent")
     broken = tmp_path / "broken.pt2"
     broken.write_bytes(path.read_bytes()[:5000])
     with pytest.raises(ModelFormatError, match="broken"):
@@ -172,7 +176,7 @@ def _changed(path: Path, change: Callable[[str, bytes], bytes | None]) -> Path:
 def test_weights_alone_are_no_program(tmp_path: Path) -> None:
     """As torch.save writes them; the error says what the archive lacks."""
     torch.save(_Network().state_dict(), tmp_path / "last.pt")
-    with pytest.raises(ModelFormatError, match=r"last\.pt: not a program .*ValueError\('no entry data/weights/"):
+    with pytest.raises(ModelFormatError, match=r"last\.pt: not a program .*no entry data/w.*is a pickle"):
         import_program(tmp_path / "last.pt", tmp_path / "repository", "ctr")
 
 
