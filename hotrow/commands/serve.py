@@ -144,6 +144,7 @@ def _serve(options: ServerOptions, repository: str) -> None:
             folder = _enter_repository(stack, repository, options.models)
             server = stack.enter_context(TritonServer.start(replace(options, repository=folder)))
             _announce(server)
+            _warn(options)
             server.wait()
     except KeyboardInterrupt:
         sys.exit(0)
@@ -163,6 +164,17 @@ def _interrupt(number: int, frame: object) -> None:
     for stop in _STOPS:
         signal.signal(stop, signal.SIG_IGN)
     raise KeyboardInterrupt
+
+
+def _warn(options: ServerOptions) -> None:
+    """Who may load models may run code (docs/how-to/secure.md)."""
+    if endpoints := options.open_to_others():
+        names = " and ".join({"http": "HTTP", "grpc": "gRPC"}[one] for one in endpoints)
+        click.echo(
+            f"hotrow: other machines that reach the {names} port may load and unload models; --restrict-apis FILE "
+            "asks them for a key",
+            err=True,
+        )
 
 
 def _announce(server: TritonServer) -> None:

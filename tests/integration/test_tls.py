@@ -76,6 +76,8 @@ def test_a_server_with_tls_answers_those_who_know_its_authority(
         )
     assert served.http.startswith("127.0.0.1:")
     assert served.metrics.startswith("http://0.0.0.0:")
+    warning = "other machines that reach the gRPC port may load"
+    wait_until(lambda: any(warning in line for line in served.errors), "the warning of an open port")
     _, _, port = served.grpc.rpartition(":")
     with grpc_client.InferenceServerClient(
         f"localhost:{port}", ssl=True, root_certificates=str(authority.file)

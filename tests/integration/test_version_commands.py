@@ -346,7 +346,11 @@ def test_a_restricted_server_wants_its_key(tritonserver: None, tmp_path: Path) -
     key.write_text("s3cret\n", encoding="utf-8")
     served = start(tmp_path / "repository", "--restrict-apis", str(key))
     try:
-        assert "does this only for clients with its key" in fail("load", "ctr", "--url", served.grpc)
+        assert "only for clients with its key; give --key-file" in fail("load", "ctr", "--url", served.grpc)
+        other = tmp_path / "other.key"
+        other.write_text("another", encoding="utf-8")
+        refused = fail("load", "ctr", "--url", served.grpc, "--key-file", other)
+        assert "only for clients with its key; the key that was given is another" in refused
         succeed("load", "ctr", "--version", 1, "--url", served.grpc, "--key-file", key)
         succeed("health", "--model", "ctr", "--url", served.grpc, "--timeout", 60)
     finally:

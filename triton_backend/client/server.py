@@ -278,7 +278,8 @@ class RemoteServer:
         if status == "StatusCode.UNAVAILABLE" and ("connect" in message.lower() or "Socket closed" in message):
             return UnavailableError(f"{self._url}: {_why_not_connected(message)}")
         if "restricted" in message:
-            return RemoteError(f"the server at {self._url} does this only for clients with its key; give --key-file")
+            way_out = "the key that was given is another" if self._headers else "give --key-file"
+            return RemoteError(f"the server at {self._url} does this only for clients with its key; {way_out}")
         kind = RefusedRequestError if status == "StatusCode.INVALID_ARGUMENT" else RemoteError
         return kind(plain_reason(message))
 

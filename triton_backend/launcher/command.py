@@ -17,7 +17,7 @@ from triton_backend.client import probe
 from triton_backend.client.server import RESTRICTED_HEADER
 from triton_backend.client.tls import ServerTls
 from triton_backend.launcher.installation import Installation
-from triton_backend.launcher.ports import reserved_ports
+from triton_backend.launcher.ports import is_of_this_machine, reserved_ports
 from triton_backend.repository.servable import ServableModel, is_plain, ps_json_variables
 
 EXIT_TIMEOUT_S = 5
@@ -65,6 +65,14 @@ class ServerOptions:
         if endpoint != "http":
             return self.host
         return self.http_host or (self.host if self.tls is None else THIS_MACHINE)
+
+    def open_to_others(self) -> tuple[Endpoint, ...]:
+        """Endpoints at which clients of other machines may load and unload models without a key or a certificate."""
+        if self.restricted_key is not None:
+            return ()
+        certified = {"grpc"} if self.tls is not None and self.tls.client_ca is not None else set()
+        endpoints: tuple[Endpoint, ...] = ("http", "grpc")
+        return tuple(one for one in endpoints if one not in certified and not is_of_this_machine(self.host_of(one)))
 
     def port_of(self, endpoint: Endpoint) -> int:
         """The port at which clients reach an endpoint."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import random
 import socket
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,14 @@ def authority(host: str, port: int) -> str:
 def reachable(host: str) -> str:
     """Where this machine reaches what listens on a host: nobody connects to an address that means all of them."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
+
+
+def is_of_this_machine(host: str) -> bool:
+    """Whether an address is one that no other machine reaches."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 @contextlib.contextmanager
