@@ -221,8 +221,8 @@ class TierUpkeep:
         pieces, between which others may write; the next turn does what this one leaves.
         """
         tier.store.check()
+        self._look_for_losses(tier)  # first: it trusts a store that was started again, which else answers nothing
         tier.refuse_other_rows()
-        self._look_for_losses(tier)
         tier.health.is_returning = True
         end = time.monotonic() + BRING_BACK_S
         while time.monotonic() < end and not self._closing.wait(_REST_S):

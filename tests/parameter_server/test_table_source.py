@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,29 @@ def test_a_redis_that_was_down_is_asked_later_whose_rows_it_has(
             wait_until(lambda: session.stats()["tiers"]["volatile"]["failure"] is None, "Redis to be used")
             np.testing.assert_array_equal(session.lookup("user_weight", EVERY), expected)
         assert caplog.text.count("came from other files") == 1
+
+
+def test_a_redis_that_was_started_again_during_an_outage_is_used_again(directory: Path) -> None:
+    """It is another process than took the writes: it drops what it has of these rows, and is asked whose the others
+    are.
+    """
+    push(directory, url_of(directory))
+    with RedisServer() as redis:
+        settings = {"volatile_store": redis.url, "persistent_store": url_of(directory), "cache_bytes": 0}
+        with InferenceSession.open(directory, **settings) as session:
+            for value in (1.0, 2.0, 3.0):
+                session.update("user_weight", EVERY, np.full((50, 4), value, np.float32))
+                if value == 1:
+                    with redis.client() as client:
+                        client.save()
+                    redis.stop(signal.SIGKILL)
+                elif value == 2:
+                    assert session.stats()["tiers"]["volatile"]["failure"] is not None
+                    redis.start()
+                    wait_until(lambda: session.stats()["tiers"]["volatile"]["failure"] is None, "Redis to be used")
+                assert (session.lookup("user_weight", EVERY) == value).all()
+            with redis.client() as client:
+                assert any(name.startswith(b"hotrow_push") for name in client.keys())
 
 
 def test_a_redis_that_was_emptied_learns_again_whose_rows_it_gets(directory: Path) -> None:
