@@ -9,6 +9,8 @@ from tests.campaign.expectations import Writer
 
 CATCH_UP_S = 20
 """The setting of all deployments."""
+SMALL_CACHE_BYTES = 10_000
+"""Of a cache that evicts; on a GPU it must hold a bucket of each table."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Plan:
         if writer is Writer.STREAM and rng.random() < 0.3:
             return cls(writer, by_proxy=by_proxy, on_triton=on_triton, has_clock=has_clock)
         volatile = rng.choices(("redis", "cluster", "sentinel", None), (6, 2, 2, 1))[0]
-        cache_bytes = rng.choice((0, 4000, 1 << 20))
+        cache_bytes = rng.choice((0, SMALL_CACHE_BYTES, 1 << 20))
         if volatile is not None and rng.random() < 0.15:
             return cls(writer, volatile, by_proxy, cache_bytes=cache_bytes, on_triton=on_triton, has_clock=has_clock)
         has_files, has_small_disk = rng.random() < 0.5, rng.random() < 0.3

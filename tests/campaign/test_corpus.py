@@ -9,24 +9,24 @@ import pytest
 from tests.campaign.episode import Episode
 from tests.campaign.expectations import Writer
 from tests.campaign.journal import Journal
-from tests.campaign.plan import Plan
+from tests.campaign.plan import SMALL_CACHE_BYTES, Plan
 
 NUM_STEPS = 15
 MEAN_PAUSE_S = 0.08
 """Of a client: the episodes share the processor with other tests."""
 CORPUS = {
     "5:2": Plan(Writer.DIRECT, "redis", by_proxy=True, has_rocksdb=True, has_files=False),
-    "1:0": Plan(Writer.DIRECT, "redis", has_rocksdb=True, has_files=False, cache_bytes=4000),
+    "1:0": Plan(Writer.DIRECT, "redis", has_rocksdb=True, has_files=False, cache_bytes=SMALL_CACHE_BYTES),
     "41:0": Plan(Writer.DIRECT, "redis", has_rocksdb=True),
     "21:0": Plan(Writer.DIRECT, "cluster", has_rocksdb=True),
     "a": Plan(Writer.STREAM, by_proxy=True),
-    "d": Plan(Writer.DIRECT, "redis", has_rocksdb=True, cache_bytes=4000, has_small_disk=True),
-    "42:0": Plan(Writer.STREAM, has_rocksdb=True, cache_bytes=4000, on_triton=True),
-    "x2:0": Plan(Writer.DIRECT, "redis", cache_bytes=4000, has_clock=True),
+    "d": Plan(Writer.DIRECT, "redis", has_rocksdb=True, cache_bytes=SMALL_CACHE_BYTES, has_small_disk=True),
+    "42:0": Plan(Writer.STREAM, has_rocksdb=True, cache_bytes=SMALL_CACHE_BYTES, on_triton=True),
+    "x2:0": Plan(Writer.DIRECT, "redis", cache_bytes=SMALL_CACHE_BYTES, has_clock=True),
     "90101:13": Plan(Writer.STREAM),
-    "532901:14": Plan(Writer.DIRECT, "redis", cache_bytes=4000),
+    "532901:14": Plan(Writer.DIRECT, "redis", cache_bytes=SMALL_CACHE_BYTES),
     "908317:21": Plan(Writer.STREAM, "redis"),
-    "825503:6": Plan(Writer.STREAM, "sentinel", cache_bytes=4000),
+    "825503:6": Plan(Writer.STREAM, "sentinel", cache_bytes=SMALL_CACHE_BYTES),
     "905516:4": Plan(Writer.STREAM, "sentinel", has_rocksdb=True, cache_bytes=1 << 20),
     "471902:1": Plan(Writer.DIRECT, "cluster", has_rocksdb=True, has_files=False, cache_bytes=1 << 20),
 }
