@@ -5,7 +5,7 @@
     python benchmarks/concat_inputs.py --device cuda:0    on a GPU
 
 26 tables of 20,000 rows, ids in separate inputs, 13 dense inputs. The same version is opened twice. In each round, both
-sessions answer the same batches by `InferenceSession.run_arrays`, one session after the other.
+sessions answer the same batches by `FastPath.run`, one session after the other.
 
 A line shows, for requests x samples, the processor time of a call with concat inputs (on a GPU the time by the clock),
 and this time relative to that with the Concat: of the best rounds, and as median and range over the rounds.
@@ -100,7 +100,7 @@ def record(session: InferenceSession, arrays: Arrays, num_requests: int) -> None
     parts = [arrays[begin : begin + len(names)] for begin in range(0, len(arrays), len(names))]
     for _ in range(3):
         session.run_many([Request(dict(zip(names, part, strict=True)), None) for part in parts])
-    if session.run_arrays(arrays, num_requests) is None:
+    if session.fast_path.run(arrays, num_requests) is None:
         raise SystemExit("the fast path does not answer this batch")
 
 
@@ -122,7 +122,7 @@ def seconds(session: InferenceSession, batches: list[Arrays], num_requests: int,
     begin = clock()
     for _ in range(repetitions):
         for arrays in batches:
-            session.run_arrays(arrays, num_requests)
+            session.fast_path.run(arrays, num_requests)
     return (clock() - begin) / (repetitions * len(batches))
 
 

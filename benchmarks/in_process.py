@@ -8,7 +8,7 @@ answers random requests for some milliseconds, in turns; each round begins with 
 after all others: with 4 M rows, their vectors are then no longer in the processor's caches, except those of single
 samples, which are too few.
 
-arrays    `InferenceSession.run_arrays`, as the Triton backend calls it
+arrays    `FastPath.run`, as the Triton backend calls it
 requests  `InferenceSession.run` or `run_many`, as a program calls it
 plain     ONNX Runtime on the original; several requests are joined by NumPy and their answers split
 
@@ -110,7 +110,7 @@ def ways_to_answer(session: InferenceSession, plain: Any, num_requests: int) -> 
     """Each answers the requests of a batch with a list of arrays."""
 
     def arrays(batch: Arrays) -> Any:
-        return split(session.run_arrays(batch, num_requests, ("click",)))
+        return split(session.fast_path.run(batch, num_requests, ("click",)))
 
     if num_requests == 1:
         return {

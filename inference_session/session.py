@@ -7,7 +7,7 @@ import ctypes
 import os
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,6 @@ from inference_session.execution.fast_path import FastPath
 from inference_session.execution.full_path import FullPath
 from inference_session.execution.model import open_model
 from inference_session.execution.stages import Mark, unmarked
-from inference_session.execution.staging.base import Arrays
 from inference_session.execution.upkeep import SessionUpkeep
 from inference_session.execution.warm_up import WarmUp
 from inference_session.kernels.cpu import lookup as cpu
@@ -46,7 +45,7 @@ from inference_session.requests.caller_arrays import (
     is_on_gpu,
 )
 from inference_session.requests.canary import check_canary
-from inference_session.requests.outputs import Answer, JoinedAnswer
+from inference_session.requests.outputs import Answer
 from inference_session.rows import look_up_keys
 from inference_session.rows.dump import DumpReport, dump
 from inference_session.rows.stats import RowStats
@@ -121,7 +120,7 @@ class InferenceSession:
         self.layout, self.rows = model.layout, model.rows
         self.replicas, self.kept_contexts = model.replicas, model.kept_contexts
         self.has_fast_path = self.replicas.all[0].staging_pool is not None
-        """Whether `run_arrays` answers any requests to this model."""
+        """Whether `fast_path` answers any requests to this model."""
         self._writer = self.rows.writer
         self._count_into(SessionStats(spec), None)  # until warmed up
         self._rows_before: RowStats | None = None
@@ -212,31 +211,6 @@ class InferenceSession:
         if answers := self.fast_path.answer(requests, mark):
             return [*answers]
         return self._full_path.answer(requests, mark)
-
-    def run_arrays(
-        self,
-        arrays: Arrays,
-        num_requests: int,
-        outputs: Collection[str] | None = None,
-        mark: Mark = unmarked,
-        finish: Callable[[JoinedAnswer], Any] = JoinedAnswer.copied,
-    ) -> Any:
-        """Answer requests that match the model's inputs exactly, by one look-up and one run of the network.
-
-        Args:
-            arrays: a list: those of the first request in the order of `spec.inputs`, then those of the next.
-            num_requests: how many requests these are.
-            outputs: what each of them asks for; None: all outputs.
-            mark: see `run_many`.
-            finish: is called with the answer, in arrays that the next batch writes over.
-
-        Returns:
-            What `finish` returned: by default a JoinedAnswer in arrays of its own. None where the caller must use
-            `run_many`, which takes any request, and says what is wrong with it.
-        """
-        if self._closed:
-            self._check_open()
-        return self.fast_path.run(arrays, num_requests, outputs, mark, finish)
 
     def lookup(self, table: str, keys: ArrayLike) -> NDArray[np.float32]:
         """Vectors of one table: float32 [n, embedding_dim].
@@ -378,7 +352,7 @@ class InferenceSession:
         """Count requests in `stats`, and record their keys."""
         self._stats = stats
         self.fast_path = FastPath(self._model, stats, recorder)
-        """Answers most requests; see `run_arrays`."""
+        """Answers most requests; `FastPath.run` takes a list of arrays."""
         self._full_path = FullPath(self._model, stats, recorder)
 
     def _begin_counting(self) -> None:

@@ -154,7 +154,7 @@ def test_requests_of_one_context_are_staged(
     given_counts = {CANDIDATES: np.array([num_candidates], np.int32)} if with_candidates else {}
     before = session.stats()
     arrays = [inputs[tensor.name] for inputs in requests for tensor in session.spec.inputs]
-    staged = session.run_arrays(arrays, len(requests))
+    staged = session.fast_path.run(arrays, len(requests))
     assert staged is not None
     joined = session.run_many([Request({**inputs, **given_counts}) for inputs in requests])
     for inputs, first, second in zip(requests, staged.split(), joined, strict=True):
@@ -171,10 +171,10 @@ def test_requests_that_are_not_staged_are_left_to_the_other_path(session: Infere
     for sizes in ([(1, 4), (1, 5)], [(2, 4)], [(1, 4), (4, 4)], [(4, 4), (1, 4)], [(0, 4)], [(1, 0)]):
         requests = [request(*size) for size in sizes]
         arrays = [inputs[tensor.name] for inputs in requests for tensor in session.spec.inputs]
-        assert session.run_arrays(arrays, len(requests)) is None, sizes
-    assert session.run_arrays([], 0) is None
-    assert session.run_arrays([np.zeros(1)], 1) is None
-    assert session.run_arrays([None] * 5, 1) is None  # type: ignore[list-item]
+        assert session.fast_path.run(arrays, len(requests)) is None, sizes
+    assert session.fast_path.run([], 0) is None
+    assert session.fast_path.run([np.zeros(1)], 1) is None
+    assert session.fast_path.run([None] * 5, 1) is None  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("counts", [[4, 4], [7, 7, 7], [1, 5], [5, 1], [2, 0, 2], [3, 4, 5], [1, 1]])

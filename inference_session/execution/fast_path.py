@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import NoneType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,6 @@ from inference_session.stats import SessionStats
 if TYPE_CHECKING:
     from inference_session.sizing.key_recorder import KeyRecorder
 
-_Finished = TypeVar("_Finished")
 _NAMES = (NoneType, list, tuple)
 """Types of the outputs that a request asks for. NumPy compares arrays of names one by one, and an iterator could not be
 read again.
@@ -73,7 +72,8 @@ class FastPath:
         # Arrays on a GPU are no NumPy arrays: to be refused by compiled code, they would wait for the device.
         if not is_by_name or not arrays or type(arrays[0]) is not np.ndarray:
             return None
-        return self.run(arrays, 1, outputs, unmarked, JoinedAnswer.copied_answer)
+        answer: Answer | None = self.run(arrays, 1, outputs, unmarked, JoinedAnswer.copied_answer)
+        return answer
 
     def answer(self, requests: Sequence[Request], mark: Mark) -> list[Answer] | None:
         """The answers to requests that all ask for the same outputs."""
@@ -82,7 +82,8 @@ class FastPath:
             return self._answer_by_context(requests[0], mark)
         if not arrays or type(arrays[0]) is not np.ndarray:  # see `answer_one`
             return None
-        return self.run(arrays, num, requests[0].outputs, mark, JoinedAnswer.copied_answers)
+        answers: list[Answer] | None = self.run(arrays, num, requests[0].outputs, mark, JoinedAnswer.copied_answers)
+        return answers
 
     def _answer_by_context(self, request: Request, mark: Mark) -> list[Answer] | None:
         """The answer to a request of several contexts, as if each of them were a request."""
@@ -116,20 +117,22 @@ class FastPath:
         self,
         arrays: Arrays,
         num_parts: int,
-        outputs: Collection[str] | None,
-        mark: Mark,
-        finish: Callable[[JoinedAnswer], _Finished],
+        outputs: Collection[str] | None = None,
+        mark: Mark = unmarked,
+        finish: Callable[[JoinedAnswer], Any] = JoinedAnswer.copied,
         *,
         num_requests: int = 0,
         replica: Replica | None = None,
-    ) -> _Finished | None:
-        """See InferenceSession.run_arrays. The arrays are in parts: one for each of `num_requests` (0: each part is
-        one), or for each context of the only request. `replica`: the device that answers them; None: any.
+    ) -> Any:
+        """What `finish` makes of the answer to requests, whose arrays the next batch writes over; None: see the class.
+
+        `arrays` has those of each part in the order of the model's inputs: a part is a request, or one context of the
+        only request. `outputs`: what each request asks for; None: all. `mark`: see `run_many`. `num_requests`: 0: as
+        many as parts. `replica`: the device; None: any.
         """
         replica = replica or self._only_replica
         if replica is None:
-            copied = JoinedAnswer.copied
-            run = partial(self.run, arrays, num_parts, outputs, mark, copied, num_requests=num_requests)
+            run = partial(self.run, arrays, num_parts, outputs, mark, num_requests=num_requests)
             return self._run_on_any(finish, run)
         pool = replica.staging_pool
         if pool is None or (num_parts > 1 and not self._joins_requests):
@@ -193,9 +196,7 @@ class FastPath:
             self._stats.count_contexts(batch.num_contexts, batch.num_samples, 0)
         return True
 
-    def _run_on_any(
-        self, finish: Callable[[JoinedAnswer], _Finished], run: Callable[..., JoinedAnswer | None]
-    ) -> _Finished | None:
+    def _run_on_any(self, finish: Callable[[JoinedAnswer], Any], run: Callable[..., JoinedAnswer | None]) -> Any:
         try:
             joined = self._replicas.run(lambda replica: run(replica=replica))
         except HotrowError:

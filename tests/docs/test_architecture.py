@@ -130,7 +130,7 @@ def test_a_request_on_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
     with InferenceSession.open(ROOT / "model_repository" / "movielens" / "1", device="cpu") as session:
         inputs = session.layout.generated(2).inputs
         arrays = [inputs[tensor.name] for tensor in session.spec.inputs]
-        assert_as_listed(lambda: session.run_arrays(arrays, 1), "InferenceSession.run_arrays")
+        assert_as_listed(lambda: session.fast_path.run(arrays, 1), "FastPath.run")
 
 
 def test_a_missing_key(tmp_path: Path) -> None:

@@ -86,9 +86,10 @@ class RequestHandler:
                 # The fast path for most requests: a list of arrays in, tensors out.
                 if session.has_fast_path and (plain := self._reader.read(requests)) is not None:
                     arrays, outputs = plain
-                    responses = session.fast_path.run(arrays, len(requests), outputs, mark, self._responses)
-                    if responses is not None:
-                        return responses
+                    found: list[TritonResponse] | None
+                    found = session.fast_path.run(arrays, len(requests), outputs, mark, self._responses)
+                    if found is not None:
+                        return found
                 return self._answer_any(session, requests, mark)
         except Exception as error:  # noqa: BLE001  every request must get an answer, whatever the error
             if len(requests) == 1:

@@ -72,7 +72,7 @@ def test_staged_requests_are_answered_as_any_others(  # noqa: PLR0917
         requests = [{name: array[0] for name, array in request.items()} for request in requests]
     before = session.stats()["tables"], plain.stats()["tables"]
 
-    found = session.run_arrays(arrays_of(requests), len(requests))
+    found = session.fast_path.run(arrays_of(requests), len(requests))
 
     expected = plain.run_many([Request(request) for request in requests])
     if not any(n for n, _ in sizes):
@@ -130,7 +130,7 @@ def test_malformed_requests_are_answered_as_before(
     rng = np.random.default_rng(0)
     good = bag_model.inputs(3, rng, key_type)
     bad = _MALFORMED[case](bag_model.inputs(4, rng, key_type, longest=4))
-    assert session.run_arrays(arrays_of([good, bad]), 2) is None
+    assert session.fast_path.run(arrays_of([good, bad]), 2) is None
     outcomes = [outcome(each, bad) for each in (session, plain)]
     if isinstance(outcomes[1], HotrowError):
         assert isinstance(outcomes[0], type(outcomes[1]))
@@ -157,7 +157,7 @@ def test_many_requests_at_once(session: InferenceSession, plain: InferenceSessio
     """More than there is room for at first, so that the memory of keys and bags grows."""
     rng = np.random.default_rng(0)
     requests = [bag_model.inputs(20, rng, key_type, longest=30) for _ in range(40)]
-    found = session.run_arrays(arrays_of(requests), len(requests))
+    found = session.fast_path.run(arrays_of(requests), len(requests))
     assert found is not None
     for answer, expected in zip(found.split(), plain.run_many([Request(request) for request in requests]), strict=True):
         assert_same(answer, expected)

@@ -121,7 +121,7 @@ def test_staged_requests_are_answered_as_any_others(
     before = session.stats()
 
     for _ in range(1 + again):  # the second time over what the first has bound
-        found = session.run_arrays(arrays_of(requests), len(requests))
+        found = session.fast_path.run(arrays_of(requests), len(requests))
 
     expected = plain.run_many([Request(request) for request in requests])
     assert found is not None
@@ -183,7 +183,7 @@ def read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def test_memory_of_any_kind_is_read(directory: Path, plain: InferenceSession, form: Any, name: str) -> None:
     inputs = staged_model.inputs(9, np.random.default_rng(1))
     with InferenceSession.open(directory) as session:
-        found = session.run_arrays(arrays_of([{**inputs, name: form(inputs[name])}]), 1)
+        found = session.fast_path.run(arrays_of([{**inputs, name: form(inputs[name])}]), 1)
     assert found is not None
     assert_same(found.split()[0], plain.run(inputs))
 
@@ -240,7 +240,7 @@ def test_what_does_not_fit_is_left_to_the_plain_way(
     good = staged_model.inputs(6, np.random.default_rng(2))
     bad = {**good, name: form(good[name])}
     with InferenceSession.open(directory) as session:
-        assert session.run_arrays(arrays_of([good, bad]), 2) is None
+        assert session.fast_path.run(arrays_of([good, bad]), 2) is None
         outcomes = [outcome(lambda each=each: each.run(bad)) for each in (session, plain)]
         assert type(outcomes[0]) is type(outcomes[1])
         if isinstance(outcomes[0], Exception):
@@ -284,7 +284,7 @@ def test_names_that_do_not_fit_get_their_messages(directory: Path) -> None:
             session.run(inputs, [["click"]])  # type: ignore[list-item]
         with pytest.raises(InvalidRequestError, match="outputs are 5, expected a list of names"):
             session.run(inputs, 5)  # type: ignore[arg-type]
-        assert session.run_arrays(arrays_of([inputs])[:-1], 1) is None
+        assert session.fast_path.run(arrays_of([inputs])[:-1], 1) is None
         assert session.stats()["failed_requests"] == 4
 
 
@@ -293,7 +293,7 @@ def test_sizes_that_have_to_agree(directory: Path) -> None:
     rng = np.random.default_rng(0)
     first, second = staged_model.inputs(2, rng, length=3), staged_model.inputs(2, rng, length=4)
     with InferenceSession.open(directory) as session:
-        assert session.run_arrays(arrays_of([first, second]), 2) is None
+        assert session.fast_path.run(arrays_of([first, second]), 2) is None
         answers: list[Any] = session.run_many([Request(first), Request(second)])
         assert [answer["alone_out"].shape[1] for answer in answers] == [3, 4]
 
@@ -305,10 +305,10 @@ def test_batches_that_are_too_large_take_the_plain_way(
     monkeypatch.setattr(staged, "MAX_BYTES", 10_000)
     monkeypatch.setattr(staged, "MAX_REQUESTS", 3)
     with InferenceSession.open(directory) as session:
-        assert session.run_arrays(arrays_of([inputs]), 1) is None
+        assert session.fast_path.run(arrays_of([inputs]), 1) is None
         assert_same(session.run(inputs), plain.run(inputs))
         one = staged_model.inputs(1, np.random.default_rng(0))
-        assert session.run_arrays(arrays_of([one] * 20), 20) is None
+        assert session.fast_path.run(arrays_of([one] * 20), 20) is None
 
 
 def test_outputs_of_many_shapes_take_bounded_memory(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +321,7 @@ def test_outputs_of_many_shapes_take_bounded_memory(directory: Path, monkeypatch
         tracemalloc.start()
         for inputs in batches:
             for _ in range(2):
-                assert session.run_arrays(arrays_of([inputs]), 1) is not None
+                assert session.fast_path.run(arrays_of([inputs]), 1) is not None
             num_bytes += sum(array.nbytes for array in session.run(inputs).values())
         kept_bytes, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
@@ -334,7 +334,7 @@ def test_batches_of_many_numbers_of_requests_share_their_counts(directory: Path)
     one = staged_model.inputs(1, np.random.default_rng(0))
     with InferenceSession.open(directory) as session:
         for num_requests in (3, 5):
-            assert session.run_arrays(arrays_of([one] * num_requests), num_requests) is not None
+            assert session.fast_path.run(arrays_of([one] * num_requests), num_requests) is not None
         pool = session.replicas.all[0].staging_pool
         assert pool is not None
         (staging,) = pool.free
@@ -355,7 +355,7 @@ def test_unknown_keys_are_refused_where_they_have_to_be(directory: Path) -> None
     inputs = staged_model.inputs(5, np.random.default_rng(0))
     known = {name: np.zeros_like(array) for name, array in inputs.items()}
     with InferenceSession.open(directory, unknown_keys="reject") as session:
-        assert session.run_arrays(arrays_of([known]), 1) is not None
+        assert session.fast_path.run(arrays_of([known]), 1) is not None
         with pytest.raises(HotrowError, match="unknown keys: "):
             session.run(inputs)
         assert session.stats()["failed_requests"] == 1
@@ -365,7 +365,7 @@ def test_updates_are_answered_at_once(directory: Path) -> None:
     """Rows that change, come and go between two batches of one shape."""
     inputs = {name: np.ones_like(array) for name, array in staged_model.inputs(3, np.random.default_rng(0)).items()}
     with open_updated(directory) as session:
-        assert session.run_arrays(arrays_of([inputs]), 1) is not None
+        assert session.fast_path.run(arrays_of([inputs]), 1) is not None
         session.rows.writer.update("wide", np.array([1]), np.full((1, 16), 7, np.float32))
         answer = session.run(inputs)
         np.testing.assert_array_equal(answer["alone_out"], np.full((3, 3, 16), 7))
@@ -389,7 +389,7 @@ def test_threads_have_memory_of_their_own(directory: Path, plain: InferenceSessi
         def ask(number: int) -> None:
             for i in range(40):
                 at = (number + i) % len(requests)
-                found = session.run_arrays(arrays_of([requests[at]]), 1)
+                found = session.fast_path.run(arrays_of([requests[at]]), 1)
                 same = found and all(map(np.array_equal, found.split()[0].values(), expected[at].values()))
                 wrong.extend([] if same else [at])
 
@@ -420,7 +420,7 @@ def test_where_headers_cannot_be_read_nothing_is_staged(
     inputs = staged_model.inputs(4, np.random.default_rng(0))
     monkeypatch.setattr(staged, "can_read_arrays", lambda: False)
     with InferenceSession.open(directory) as session:
-        assert session.run_arrays(arrays_of([inputs]), 1) is None
+        assert session.fast_path.run(arrays_of([inputs]), 1) is None
         assert_same(session.run(inputs), plain.run(inputs))
 
 
@@ -500,7 +500,7 @@ def test_keys_that_a_graph_computes(
             ids = np.where(rng.random(drawn.shape) < 0.1, rng.choice(ends, drawn.shape), drawn).astype(dtype)
             more = rng.integers(-1000, 1000, len(ids))
             parts = zip(np.split(ids, num_requests), np.split(more, num_requests), strict=True)
-            found = session.run_arrays([array for part in parts for array in part], num_requests)
+            found = session.fast_path.run([array for part in parts for array in part], num_requests)
             expected = run_network(folder / "model.onnx", {"ids": ids, "more": more})["y"]
             assert found is not None
             np.testing.assert_array_equal(np.concatenate([each["y"] for each in found.split()]), expected)
@@ -515,7 +515,7 @@ def test_key_graphs_may_refuse_values(tmp_path: Path) -> None:
     good, bad = ({"at": np.array([at]), "more": np.array([3])} for at in (2, 500))
     with InferenceSession.open(directory) as session:
         for requests in ([good, bad], [good, good], [good, good], [bad, good], [good, good]):
-            staged_answer = session.run_arrays([array for each in requests for array in each.values()], 2)
+            staged_answer = session.fast_path.run([array for each in requests for array in each.values()], 2)
             answers: list[Any] = session.run_many([Request(request) for request in requests])
             assert (staged_answer is None) == (bad in requests)
             for request, answer in zip(requests, answers, strict=True):
@@ -552,7 +552,7 @@ def test_keys_of_contexts_and_candidates_are_computed(tmp_path: Path) -> None:
             for contexts in (given, repeated):
                 requests = [{**context, **item} for context, item in zip(contexts, items, strict=True)]
                 arrays = [request[tensor.name] for request in requests for tensor in session.spec.inputs]
-                found = session.run_arrays(arrays, num_requests)
+                found = session.fast_path.run(arrays, num_requests)
                 assert found is not None
                 for answer, context, item in zip(found.split(), repeated, items, strict=True):
                     expected = run_network(tmp_path / "model.onnx", {**context, **item})["y"]
@@ -646,7 +646,7 @@ def test_each_batch_has_its_own_outputs(tmp_path: Path, labels: str, outputs: tu
     with InferenceSession.open(directory) as session, open_plain(directory) as plain:
         for _ in range(4):
             requests = [{"k": rng.integers(0, 1000, n)} for n in (2, 3)]
-            found = session.run_arrays([request["k"] for request in requests], 2, outputs)
+            found = session.fast_path.run([request["k"] for request in requests], 2, outputs)
             expected = plain.run_many([Request(request, outputs) for request in requests])
             for answer, wanted in zip(found.split(), expected, strict=True):
                 assert_same(answer, wanted)
@@ -680,8 +680,8 @@ def test_requests_are_answered_after_a_lack_of_memory(
             with monkeypatch.context() as patch:
                 patch.setattr(staged, "np", _FullMemory(fails_at))
                 with pytest.raises(MemoryError):
-                    session.run_arrays(arrays_of(requests), len(requests))
-        found = session.run_arrays(arrays_of(requests), len(requests))
+                    session.fast_path.run(arrays_of(requests), len(requests))
+        found = session.fast_path.run(arrays_of(requests), len(requests))
 
     assert found is not None
     for answer, wanted in zip(found.split(), expected, strict=True):
@@ -710,7 +710,7 @@ def test_rows_without_a_dimension_of_their_own(tmp_path: Path, shape: tuple[int,
     keys = np.random.default_rng(0).integers(0, 1000, shape)
 
     with InferenceSession.open(directory) as session:
-        joined = session.run_arrays([keys], 1)
+        joined = session.fast_path.run([keys], 1)
 
     factors = np.exp(weights["x"][keys])
     factors /= factors.sum(1, keepdims=True)
