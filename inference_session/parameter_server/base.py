@@ -165,9 +165,6 @@ class EmbeddingStore(ABC):
     def refresh(self) -> None:  # noqa: B027
         """See what other processes have written since, where that does not happen by itself."""
 
-    def sync(self) -> None:  # noqa: B027
-        """Return when what has been inserted and erased survives the machine, where the store can tell."""
-
     def note(self, table: str) -> str | None:
         """The note of a table, None if there is none: how far a push has come."""
         raise StoreError(f"{self!r} keeps no notes on table {table!r}: the store is read-only")

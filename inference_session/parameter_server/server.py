@@ -155,9 +155,9 @@ class ParameterServer:
 
         Of equal keys the last wins.
 
-        When this returns, every later fetch gives these rows. They survive this process, and the machine after `sync`.
-        A volatile tier that cannot take them, where one below does, is left out until it has dropped what it has of
-        these keys.
+        When this returns, every later fetch gives these rows. They survive this process, and the machine after
+        `save_note`. A volatile tier that cannot take them, where one below does, is left out until it has dropped what
+        it has of these keys.
 
         Raises:
             UnavailableError: a tier that is not volatile cannot take them at present, for instance because another
@@ -207,12 +207,6 @@ class ParameterServer:
                 if tier is not self.tiers[-1]:
                     found.append(keys[new])
             seen = np.unique(np.concatenate([seen, *found]))
-
-    def sync(self) -> None:
-        """Return when what has been written survives the machine, in the tiers that are not volatile."""
-        for tier in self.tiers:
-            if not tier.volatile:
-                tier.store.sync()
 
     @property
     def is_durable(self) -> bool:

@@ -94,9 +94,6 @@ class WrapperStore(EmbeddingStore):
     def refresh(self) -> None:
         self.around("refresh", self.store.refresh)
 
-    def sync(self) -> None:
-        self.around("sync", self.store.sync)
-
     def note(self, table: str) -> str | None:
         return self.around("note", lambda: self.store.note(table))
 

@@ -187,10 +187,6 @@ class RocksDbStore(EmbeddingStore):
         if not opened.is_writer and not opened.catch_up(self._tags.values()):
             self.reopen(opened)
 
-    def sync(self) -> None:
-        if not self.lags:
-            self.database().sync()
-
     def note(self, table: str) -> str | None:
         self.embedding_dim(table)
         text = self.database().note(self._tags[table])

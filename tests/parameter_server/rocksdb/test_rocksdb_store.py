@@ -143,7 +143,6 @@ class TestReaders:
 
             store.erase("user", keys[:10])
             store.insert("odd", keys_of(1), np.ones((1, 1), np.float32))
-            store.sync()
 
             assert fetch(store, "user", keys)[0].tolist() == [False] * 10 + [True] * 90
             assert fetch(store, "odd", keys_of(1))[0].all()
