@@ -30,6 +30,7 @@ import onnx
 from client_load import Protocol, measure_load
 from gpu_cache import NUM_KEYS, draw, lookup_of, random_keys, rows_of
 from gpu_triton import CONFIG, DIM, PEER, TENSORS, model_spec, network, request_of
+from serving import add_settings
 
 from inference_session import InferenceSession
 from inference_session.device.cuda import CudaDevice
@@ -259,10 +260,7 @@ def write_models(repository: Path, num_rows: int) -> dict[str, Path]:
     for name, own in settings.items():
         if name != "one":
             shutil.copytree(first, repository / name / "1", copy_function=os.link)
-        write_model_config(repository / name / "1", spec, name)
-        text = "".join(f'parameters {{ key: "{key}" value {{ string_value: "{own[key]}" }} }}\n' for key in own)
-        with (repository / name / "config.pbtxt").open("a", encoding="utf-8") as file:
-            file.write("\n" + text)
+        add_settings(write_model_config(repository / name / "1", spec, name), own)
     return {name: repository / name / "1" for name in settings}
 
 
@@ -387,8 +385,8 @@ def write_processes(repository: Path, name: str, like: str, settings: Mapping[st
     gpus = ", ".join(map(str, range(NUM_GPUS)))
     groups = f"instance_group [ {{ count: 1 kind: KIND_GPU gpus: [ {gpus} ] }} ]"
     text = text[:begin] + groups + text[end:own]
-    text += "".join(f'parameters {{ key: "{key}" value {{ string_value: "{settings[key]}" }} }}\n' for key in settings)
     config.write_text(text.replace(f'name: "{like}"', f'name: "{name}"'), encoding="utf-8")
+    add_settings(config, settings)
 
 
 def write_zeros(repository: Path) -> None:

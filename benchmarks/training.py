@@ -55,6 +55,7 @@ from tests.testing import trainer
 from tests.testing import training_jobs as jobs
 from tests.testing import training_models as models
 from tests.testing.broker import Broker
+from tests.testing.model_settings import add_settings
 
 warnings.simplefilter("ignore")
 
@@ -230,10 +231,7 @@ def _served(model: nn.Module, broker: str) -> Iterator[str]:
         training.export(
             model, example=torch.zeros(2, 2, dtype=torch.int64), outputs=["score"], repository=folder, name="lookups"
         )
-        config = folder / "lookups" / "config.pbtxt"
-        parameters = {"update_stream": broker, "device": "cpu"}
-        lines = [f'parameters {{ key: "{k}" value {{ string_value: "{v}" }} }}\n' for k, v in parameters.items()]
-        config.write_text(config.read_text() + "".join(lines))
+        add_settings(folder / "lookups" / "config.pbtxt", {"update_stream": broker, "device": "cpu"})
         with TritonServer.start(ServerOptions(folder, http_port=0, grpc_port=0, metrics_port=0)) as server:
             yield server.endpoints["gRPC"]
 

@@ -18,6 +18,7 @@ from inference_session import InferenceSession
 from inference_session.errors import HotrowError, SessionClosedError, UnavailableError
 from inference_session.versions import VersionManager
 from tests.campaign.contents import MODEL, SPEC, TABLES, Arrays, every_key
+from tests.testing.model_settings import add_settings
 from tests.testing.served import Served, start
 from tests.testing.servers import PATIENCE_S, free_port, wait_until
 from triton_backend.client.server import RemoteServer
@@ -243,10 +244,7 @@ class TritonTarget:
         return RemoteServer(f"127.0.0.1:{self._ports[1]}")
 
     def _configure(self, directory: Path) -> None:
-        path = write_model_config(directory, SPEC, MODEL)
-        with path.open("a", encoding="utf-8") as config:
-            for name, value in self._settings.items():
-                config.write(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')
+        add_settings(write_model_config(directory, SPEC, MODEL), self._settings)
 
 
 def _is_free(port: int) -> bool:

@@ -24,6 +24,7 @@ from hotrow import command_line
 from hotrow.command_line import main
 from inference_session.tables.table_index import ensure_index
 from tests.testing import small_model
+from tests.testing.model_settings import add_settings
 from tests.testing.onnx_models import model_of, table
 
 Run = Callable[..., tuple[int, str, str]]
@@ -314,9 +315,7 @@ def test_inspect_shows_full_digits(run: Run, version_dir: Path) -> None:
 def test_inspect_tells_what_computes_the_network(run: Run, version_dir: Path) -> None:
     """Engine and precision, as config.pbtxt sets them, and how much of the network bfloat16 concerns."""
     _, exact, _ = run("inspect", version_dir, "--json")
-    config = version_dir.parent / "config.pbtxt"
-    setting = 'parameters { key: "dense_precision" value { string_value: "bfloat16" } }'
-    config.write_text(f"{config.read_text()}{setting}\n")
+    add_settings(version_dir.parent / "config.pbtxt", {"dense_precision": "bfloat16"})
     _, text, _ = run("inspect", version_dir, "--json")
     _, shown, _ = run("inspect", version_dir)
 

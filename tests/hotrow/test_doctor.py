@@ -33,6 +33,7 @@ from inference_session.parameter_server.rocksdb.store import RocksDbStore
 from inference_session.sizing import memory
 from tests.testing import small_model
 from tests.testing.hugectr_source import Source
+from tests.testing.model_settings import add_settings
 from tests.testing.servers import RedisServer
 from tests.testing.triton_models import write_ctr
 from triton_backend.launcher import installation
@@ -54,11 +55,6 @@ def repository() -> Iterator[Path]:
 def _findings(check: str, **plan: object) -> list[Finding]:
     found = list(examine(Plan(ports=_ANY_PORTS, **plan)))  # type: ignore[arg-type]
     return [finding for finding in found if finding.check == check]
-
-
-def _add_parameter(repository: Path, name: str, value: str) -> None:
-    config = repository / "ctr" / "config.pbtxt"
-    config.write_text(f'{config.read_text()}parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')
 
 
 def test_every_warning_has_a_fix(repository: Path) -> None:
@@ -204,8 +200,8 @@ def test_memory_that_models_need(repository: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_package_that_a_model_needs(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it the model would not load; a password in its URL is not shown."""
-    _add_parameter(repository, "volatile_store", "redis://:secret@127.0.0.1:1/0")
-    _add_parameter(repository, "update_stream", "kafka://127.0.0.1:1")
+    add_settings(repository / "ctr" / "config.pbtxt", {"volatile_store": "redis://:secret@127.0.0.1:1/0"})
+    add_settings(repository / "ctr" / "config.pbtxt", {"update_stream": "kafka://127.0.0.1:1"})
     monkeypatch.setattr(repository_checks, "find_spec", lambda name: None if name == "confluent_kafka" else name)
 
     found = list(examine(Plan(repository, ports=_ANY_PORTS)))
@@ -217,9 +213,9 @@ def test_a_package_that_a_model_needs(repository: Path, monkeypatch: pytest.Monk
 
 def test_stores_and_brokers_that_do_not_listen(repository: Path, tmp_path: Path) -> None:
     """A Redis, a broker and a RocksDB that were not started or filled yet, each with the way out, and no password."""
-    _add_parameter(repository, "volatile_store", "redis://:secret@127.0.0.1:1/0")
-    _add_parameter(repository, "persistent_store", f"rocksdb://{tmp_path}/db")
-    _add_parameter(repository, "update_stream", "kafka://user:secret@127.0.0.1:1")
+    add_settings(repository / "ctr" / "config.pbtxt", {"volatile_store": "redis://:secret@127.0.0.1:1/0"})
+    add_settings(repository / "ctr" / "config.pbtxt", {"persistent_store": f"rocksdb://{tmp_path}/db"})
+    add_settings(repository / "ctr" / "config.pbtxt", {"update_stream": "kafka://user:secret@127.0.0.1:1"})
 
     found = [*_findings("stores", repository=repository), *_findings("brokers", repository=repository)]
 
@@ -260,7 +256,7 @@ def test_what_computes_dense_networks(repository: Path, monkeypatch: pytest.Monk
     """Engine and precision of each model; bfloat16 that is not available is a problem."""
     (exact,) = _findings("dense network", repository=repository)
     assert (exact.level, exact.message) == ("ok", "ctr: ONNX Runtime, float32")
-    _add_parameter(repository, "dense_precision", "bfloat16")
+    add_settings(repository / "ctr" / "config.pbtxt", {"dense_precision": "bfloat16"})
 
     monkeypatch.setattr(openvino, "unusable_bfloat16", lambda: None)
     (usable,) = _findings("dense network", repository=repository)
@@ -273,7 +269,7 @@ def test_what_computes_dense_networks(repository: Path, monkeypatch: pytest.Monk
 
 def test_tensorrt_that_is_not_installed(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is a problem; the fix names setting and model."""
-    _add_parameter(repository, "dense_engine", "tensorrt")
+    add_settings(repository / "ctr" / "config.pbtxt", {"dense_engine": "tensorrt"})
     monkeypatch.setattr(discovery, "unusable_tensorrt", lambda: "TensorRT is not installed")
 
     (finding,) = _findings("dense network", repository=repository)
@@ -317,8 +313,8 @@ def test_hugectr_s_files_are_looked_for(repository: Path) -> None:
 
 def test_a_repository_that_cannot_be_served(repository: Path) -> None:
     """A bad setting or a missing version is found before a server meets it."""
-    _add_parameter(repository, "volatile_store", "redis://h")
-    _add_parameter(repository, "cache_bytes", "plenty")
+    add_settings(repository / "ctr" / "config.pbtxt", {"volatile_store": "redis://h"})
+    add_settings(repository / "ctr" / "config.pbtxt", {"cache_bytes": "plenty"})
     (finding,) = _findings("repository", repository=repository)
     assert (finding.level, "'plenty'" in finding.message) == ("problem", True)
 

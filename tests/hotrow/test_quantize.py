@@ -20,6 +20,7 @@ from inference_session.requests.canary import record_canary
 from inference_session.version_directory import manifest
 from tests.testing import small_model
 from tests.testing.example_models import ExampleModels
+from tests.testing.model_settings import add_settings
 from tests.testing.onnx_models import model_of, table
 
 
@@ -148,8 +149,7 @@ def test_the_models_canary_is_the_request(version_dir: Path, tmp_path: Path) -> 
     """Where config.pbtxt names one and --requests does not."""
     with InferenceSession.open(version_dir) as session:
         record_canary(session.run, inputs(5), tmp_path / "canary.npz")
-    parameter = f'{{ key: "canary_requests" value: {{ string_value: "{tmp_path / "canary.npz"}" }} }}'
-    (version_dir.parent / "config.pbtxt").write_text(f"parameters {parameter}")
+    add_settings(version_dir.parent / "config.pbtxt", {"canary_requests": tmp_path / "canary.npz"})
 
     assert f"Answers to {tmp_path / 'canary.npz'}" in run("quantize", version_dir, "--tables", "int8").output
 

@@ -25,6 +25,7 @@ from inference_session.version_directory.session_file import read_spec
 from tests.testing import small_model
 from tests.testing.browser import Look
 from tests.testing.hugectr_source import Source
+from tests.testing.model_settings import add_settings, settings_text
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -141,9 +142,7 @@ def test_settings_tell_what_is_sharded(version_dir: Path) -> None:
     """Without --shard the model's settings count, whether one process has all GPUs or each has one."""
     config = version_dir.parent / "config.pbtxt"
     for device, place, processes in (("cuda:0,1", "shards", 1), ("auto", "shards", 2)):
-        given = {"device": device, "shard": "rows"}
-        texts = [f'parameters {{ key: "{k}" value {{ string_value: "{v}" }} }}' for k, v in given.items()]
-        config.write_text('backend: "hotrow" ' + " ".join(texts))
+        config.write_text(settings_text({"device": device, "shard": "rows"}))
         document = _json(version_dir, "--devices", 2)
         assert set(document["placement"].values()) == {place}
         assert {item["copies"] for item in document["memory"] if item["name"] == "program"} == {processes}
@@ -151,18 +150,15 @@ def test_settings_tell_what_is_sharded(version_dir: Path) -> None:
 
 def test_one_process_may_have_a_cache_on_each_device(version_dir: Path) -> None:
     """With stores and several GPUs in the settings."""
-    given = {"device": "cuda:0,1", "volatile_store": "redis://h"}
-    texts = [f'parameters {{ key: "{k}" value {{ string_value: "{v}" }} }}' for k, v in given.items()]
-    (version_dir.parent / "config.pbtxt").write_text('backend: "hotrow" ' + " ".join(texts))
+    settings = settings_text({"device": "cuda:0,1", "volatile_store": "redis://h"})
+    (version_dir.parent / "config.pbtxt").write_text(settings)
     copies = {item["name"]: item["copies"] for item in _json(version_dir, "--devices", 2)["memory"]}
     assert (copies["cache"], copies["dense network"], copies["program"]) == (2, 2, 1)
 
 
 def test_rows_of_stores_are_not_on_devices(version_dir: Path) -> None:
     """A GPU has the cache over the stores, and the network."""
-    (version_dir.parent / "config.pbtxt").write_text(
-        'backend: "hotrow" parameters { key: "volatile_store" value { string_value: "redis://h" } }'
-    )
+    (version_dir.parent / "config.pbtxt").write_text(settings_text({"volatile_store": "redis://h"}))
     document = _json(version_dir, "--devices", 2)
     on_device = {item["name"]: item["each_bytes"] for item in document["memory"] if item["place"] == "device"}
     assert list(on_device) == ["cache", "dense network"]
@@ -171,9 +167,7 @@ def test_rows_of_stores_are_not_on_devices(version_dir: Path) -> None:
 
 def test_filters_and_indexes_of_a_rocksdb_are_counted(version_dir: Path) -> None:
     """Once for each process."""
-    (version_dir.parent / "config.pbtxt").write_text(
-        'backend: "hotrow" parameters { key: "persistent_store" value { string_value: "rocksdb:///d" } }'
-    )
+    (version_dir.parent / "config.pbtxt").write_text(settings_text({"persistent_store": "rocksdb:///d"}))
     [item] = [item for item in _json(version_dir, "--processes", 3)["memory"] if item["name"] == "RocksDB"]
     assert (item["place"], item["copies"]) == ("process", 3)
     assert item["each_bytes"] == sum(map(rocksdb_bytes, read_spec(version_dir).tables)) > 0
@@ -182,26 +176,24 @@ def test_filters_and_indexes_of_a_rocksdb_are_counted(version_dir: Path) -> None
 def test_rows_that_a_stream_changes_are_on_devices(version_dir: Path) -> None:
     """Those of the files, as without the stream; what it will change is not known."""
     before = _json(version_dir, "--devices", 2)
-    (version_dir.parent / "config.pbtxt").write_text(
-        'backend: "hotrow" parameters { key: "update_stream" value { string_value: "kafka://h:9092" } }'
-    )
+    (version_dir.parent / "config.pbtxt").write_text(settings_text({"update_stream": "kafka://h:9092"}))
     assert _json(version_dir, "--devices", 2) == before
 
 
 def test_settings_tell_the_cache(version_dir: Path) -> None:
     """Without --cache-bytes the model's own settings count, of which a cache without stores is none."""
     config = version_dir.parent / "config.pbtxt"
-    config.write_text('parameters { key: "cache_bytes" value { string_value: "5000" } }\nbackend: "hotrow"\n')
+    config.write_text(settings_text({"cache_bytes": 5000}))
     assert _json(version_dir)["cache_bytes"] == 0
 
-    config.write_text(config.read_text() + 'parameters { key: "volatile_store" value { string_value: "redis://h" } }')
+    add_settings(config, {"volatile_store": "redis://h"})
     assert _json(version_dir)["cache_bytes"] == 5000
 
 
 def test_tables_that_only_stores_have(version_dir: Path) -> None:
     """They take no memory of this machine's page cache, and the output says where their rows are."""
     config = version_dir.parent / "config.pbtxt"
-    config.write_text('backend: "hotrow" parameters { key: "volatile_store" value { string_value: "redis://h" } }')
+    config.write_text(settings_text({"volatile_store": "redis://h"}))
     shutil.rmtree(version_dir / "tables")
 
     assert all(item["total_bytes"] == 0 for item in _json(version_dir)["memory"] if item["place"] == "page cache")

@@ -9,6 +9,7 @@ import pytest
 import tritonclient.grpc
 
 from inference_session.dense_engine.openvino import unusable_bfloat16
+from tests.testing.model_settings import add_settings
 from tests.testing.onnx_evaluation import run_network
 from tests.testing.onnx_models import import_model, model_of, table
 from tests.testing.served import Serve
@@ -27,10 +28,7 @@ def test_bfloat16(tmp_path: Path, serve: Serve) -> None:
         " { e = Gather(emb, ids) f = Flatten(e) a = MatMul(f, w0) b = Relu(a) y = MatMul(b, w1) click = Sigmoid(y) }"
     )
     report = import_model(tmp_path, model_of(graph, {"emb": table(), **layers}))
-    write_model_config(report.version_dir, report.spec, "m")
-    config = report.version_dir.parent / "config.pbtxt"
-    setting = 'parameters { key: "dense_precision" value { string_value: "bfloat16" } }'
-    config.write_text(f"{config.read_text()}{setting}\n")
+    add_settings(write_model_config(report.version_dir, report.spec, "m"), {"dense_precision": "bfloat16"})
     if unusable_bfloat16() is not None:
         with pytest.raises(AssertionError, match="dense_precision cannot be 'bfloat16'"):
             serve(tmp_path / "repository")

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from inference_session.device.discovery import unusable, unusable_for_sessions
+from tests.testing.model_settings import add_settings
 from tests.testing.served import Served, start
 from tests.testing.servers import wait_until
 from tests.testing.triton_models import NUM_ROWS, ctr_answer, write_ctr
@@ -40,19 +41,13 @@ def write_gpu_model(folder: Path, devices: str, **settings: str) -> None:
     groups = f"instance_group [ {{ count: 1 kind: KIND_GPU gpus: [ {devices} ] }} ]\n"
     kept = config[:begin] + config[config.index("]", begin) + 1 :]
     (folder / "config.pbtxt").write_text(kept + groups + ON_GPU, encoding="utf-8")
-    write_settings(folder, settings)
+    add_settings(folder / "config.pbtxt", settings)
 
 
 def write_model_of_both(folder: Path) -> None:
     """A model whose one process has its rows divided among two GPUs."""
     write_ctr(folder / "1")
-    write_settings(folder, {"device": "cuda:0,1", "shard": "rows"})
-
-
-def write_settings(folder: Path, settings: Mapping[str, str]) -> None:
-    with (folder / "config.pbtxt").open("a", encoding="utf-8") as config:
-        for name, value in settings.items():
-            config.write(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')
+    add_settings(folder / "config.pbtxt", {"device": "cuda:0,1", "shard": "rows"})
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from hotrow.command_line import cli
 from tests.testing.metrics_documentation import METRICS_PAGE, Metric, documented_metrics
+from tests.testing.model_settings import add_settings
 from tests.testing.served import Serve
 from tests.testing.servers import wait_until
 from tests.testing.triton_models import write_ctr
@@ -42,10 +43,9 @@ def test_the_page_has_each_metric_of_a_server_with_its_kind_and_labels(serve: Se
     version_dir, database = tmp_path / "repository/ctr/1", f"rocksdb://{tmp_path}/db"
     write_ctr(version_dir)
     CliRunner().invoke(cli, ["push", str(version_dir), "--to", database], catch_exceptions=False)
-    with (version_dir.parent / "config.pbtxt").open("a") as config:
-        # No broker listens there; the server must serve anyway.
-        for name, value in {"persistent_store": database, "update_stream": "kafka://127.0.0.1:1"}.items():
-            config.write(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')
+    # No broker listens there; the server must serve anyway.
+    settings = {"persistent_store": database, "update_stream": "kafka://127.0.0.1:1"}
+    add_settings(version_dir.parent / "config.pbtxt", settings)
     served = serve(tmp_path / "repository")
 
     def found() -> dict[str, Metric]:

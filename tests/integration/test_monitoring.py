@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from tritonclient.utils import InferenceServerException
 
 from hotrow.command_line import cli
+from tests.testing.model_settings import add_settings
 from tests.testing.prometheus import Prometheus, panels
 from tests.testing.served import Serve, Served, is_ready
 from tests.testing.servers import RedisServer, wait_until
@@ -93,10 +94,8 @@ def monitored(serve: Serve, tmp_path: Path) -> Iterator[MonitoredServer]:
         for url in (redis.url, database):
             result = CliRunner().invoke(cli, ["push", str(version_dir), "--to", url], catch_exceptions=False)
             assert result.exit_code == 0, result.output
-        with (repository / "ctr" / "config.pbtxt").open("a") as config:
-            stores = {"volatile_store": redis.url, "persistent_store": database}
-            for name, value in {**stores, "max_keys_per_request": "12"}.items():
-                config.write(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')
+        stores = {"volatile_store": redis.url, "persistent_store": database}
+        add_settings(repository / "ctr" / "config.pbtxt", {**stores, "max_keys_per_request": 12})
         served = serve(repository)
         with (
             Prometheus(served.metrics, tmp_path) as prometheus,

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from hotrow.command_line import cli
 from tests.testing.command_line import hotrow
+from tests.testing.model_settings import settings_text
 from tests.testing.served import Serve
 from tests.testing.servers import RedisServer, wait_until
 from tests.testing.triton_models import NUM_ROWS, ctr_answer, write_ctr
@@ -34,7 +35,7 @@ def test_secrets_are_nowhere_to_be_read(serve: Serve, tmp_path: Path) -> None:
         hotrow("push", version_dir, "--to", url)
         config = version_dir.parent / "config.pbtxt"
         sound = config.read_text(encoding="utf-8")
-        config.write_text(sound + parameter("volatile_store", url), encoding="utf-8")
+        config.write_text(sound + settings_text({"volatile_store": url}), encoding="utf-8")
         served = serve(tmp_path / "repository", "--restrict-apis", str(key), "--verbose")
         with served.grpc_client() as client:
             answer = client.infer("ctr", ctr_tensors(1)).as_numpy("OUTPUT0")
@@ -43,7 +44,7 @@ def test_secrets_are_nowhere_to_be_read(serve: Serve, tmp_path: Path) -> None:
             for first in range(4, NUM_ROWS - 3, 3):  # rows that the cache lacks, so that the store is asked
                 client.infer("ctr", ctr_tensors(first))
         wait_until(lambda: any(str(redis.port) in line for line in served.errors), "the outage in the log")
-    config.write_text(sound + parameter("volatile_store", f"redis://:{PASSWORD}@127.0.0.1:x"), encoding="utf-8")
+    config.write_text(sound + settings_text({"volatile_store": f"redis://:{PASSWORD}@127.0.0.1:x"}), encoding="utf-8")
     refused = CliRunner().invoke(cli, ["load", "ctr", "--url", served.grpc, "--key-file", str(key)])
 
     assert "malformed host or port" in str(refused.exception)
@@ -54,10 +55,6 @@ def test_secrets_are_nowhere_to_be_read(serve: Serve, tmp_path: Path) -> None:
         texts = [page.read().decode(), str(refused.exception), refused.output, *served.errors]
     assert not [text for text in texts if PASSWORD in text or KEY in text]
     assert not [process for process in served.family() if PASSWORD in " ".join(process.cmdline())]
-
-
-def parameter(name: str, value: str) -> str:
-    return f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n'
 
 
 def ctr_inputs(first: int) -> tuple[np.ndarray, np.ndarray]:

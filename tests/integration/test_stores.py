@@ -13,6 +13,7 @@ from inference_session.importers.onnx import import_onnx
 from inference_session.model_spec import TABLES_FOLDER
 from tests.testing.command_line import hotrow
 from tests.testing.example_models import ExampleModels
+from tests.testing.model_settings import add_settings
 from tests.testing.served import Serve, metric
 from tests.testing.served_requests import ask
 from tests.testing.servers import RedisServer, wait_until
@@ -36,9 +37,7 @@ def test_a_model_is_served_from_stores_alone(models: ExampleModels, serve: Serve
             hotrow("push", report.version_dir, "--to", url)
         shutil.move(report.version_dir / TABLES_FOLDER, tmp_path / "tables")
         stores = {"volatile_store": server.url, "persistent_store": database, "cache_fraction": "0.01"}
-        with path.open("a") as config:
-            for name, value in stores.items():
-                config.write(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')
+        add_settings(path, stores)
         served = serve(repository)
         client = served.grpc_client()
         tier = f'{{model="{MODEL}",tier="volatile",version="1"}}'

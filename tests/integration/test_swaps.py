@@ -29,6 +29,7 @@ from inference_session.version_directory.manifest import write_manifest
 from tests.testing.command_line import hotrow
 from tests.testing.example_models import ExampleModels
 from tests.testing.hugectr_source import requests_of
+from tests.testing.model_settings import add_settings
 from tests.testing.served import Serve, Served, shared_memory
 from tests.testing.served_requests import DENSE, IDS, ask, counters
 from tests.testing.servers import PATIENCE_MS, PATIENCE_S, RedisServer, wait_until
@@ -344,8 +345,7 @@ def test_a_stub_that_is_killed_while_it_loads_takes_nothing_with_it(serve: Serve
 def waiting_for_canary(config: Path, pipe: Path) -> Iterator[None]:
     """Let a load wait, when all else is done, for canary requests that come by a pipe."""
     text = config.read_text(encoding="utf-8")
-    parameter = f'parameters {{ key: "canary_requests" value {{ string_value: "{pipe}" }} }}'
-    config.write_text(f"{text}\n{parameter}\n", encoding="utf-8")
+    add_settings(config, {"canary_requests": pipe})
     yield
     config.write_text(text, encoding="utf-8")
 
@@ -374,8 +374,7 @@ def test_wild_answers_to_canary_requests_refuse_a_version(serve: Serve, tmp_path
     np.savez(tmp_path / "requests.npz", **CTR)
     arguments = [repository / "ctr" / "1", tmp_path / "requests.npz", "--to", tmp_path / "canary.npz"]
     assert CliRunner().invoke(cli, ["record-canary", *map(str, arguments)]).exit_code == 0
-    with (repository / "ctr" / "config.pbtxt").open("a", encoding="utf-8") as config:
-        config.write(f'parameters {{ key: "canary_requests" value {{ string_value: "{tmp_path}/canary.npz" }} }}\n')
+    add_settings(repository / "ctr" / "config.pbtxt", {"canary_requests": tmp_path / "canary.npz"})
     served = serve(repository)
 
     with served.grpc_client() as client:
@@ -398,8 +397,7 @@ def test_content_is_replaced_in_place_under_load(serve: Serve, tmp_path: Path) -
     """With watch_interval_s new content of the same version serves without a new process; a damaged one does not."""
     repository = tmp_path / "repository"
     write_ctr(repository / "ctr" / "1")
-    with (repository / "ctr" / "config.pbtxt").open("a", encoding="utf-8") as config:
-        config.write('parameters { key: "watch_interval_s" value { string_value: "0.1" } }\n')
+    add_settings(repository / "ctr" / "config.pbtxt", {"watch_interval_s": 0.1})
     served = serve(repository)
     before = served.stubs()
 
@@ -432,10 +430,8 @@ def test_the_new_version_starts_with_the_hot_rows(serve: Serve, tmp_path: Path) 
     repository = tmp_path / "repository"
     write_ctr(repository / "ctr" / "1")
     with RedisServer() as redis:
-        with (repository / "ctr" / "config.pbtxt").open("a", encoding="utf-8") as config:
-            settings = {"volatile_store": redis.url, "cache_fraction": 1, "store_timeout_ms": PATIENCE_MS}
-            for name, value in {**settings, "warm_up_s": PATIENCE_S}.items():
-                config.write(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')
+        settings = {"volatile_store": redis.url, "cache_fraction": 1, "store_timeout_ms": PATIENCE_MS}
+        add_settings(repository / "ctr" / "config.pbtxt", {**settings, "warm_up_s": PATIENCE_S})
         served = serve(repository)
 
         def hits_and_misses(version: str) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from inference_session.version_directory import manifest
 from tests.testing import small_model
 from tests.testing.broker import Broker
 from tests.testing.command_line import hotrow
+from tests.testing.model_settings import add_settings
 from tests.testing.served import Serve, Served, metric
 from tests.testing.servers import wait_until
 from triton_backend.client.server import RemoteServer
@@ -46,9 +47,7 @@ def test_published_rows_are_served(serve: Serve, tmp_path: Path) -> None:
     expected = small_model.expected(tables, inputs)
     begun_s = time.time()
     with Broker() as broker:
-        path = write_model_config(version, small_model.SPEC, "small")
-        with path.open("a") as config:
-            config.write(f'parameters {{ key: "update_stream" value {{ string_value: "{broker.url}" }} }}\n')
+        add_settings(write_model_config(version, small_model.SPEC, "small"), {"update_stream": broker.url})
         manifest.verify(version, checksums=True)
         served = serve(repository)
 

@@ -16,6 +16,7 @@ from tritonclient.utils import InferenceServerException
 
 from inference_session.version_directory import manifest
 from tests.testing.command_line import run_main
+from tests.testing.model_settings import add_settings
 from tests.testing.served import NUMPY_1, Served, start
 from tests.testing.served_requests import DENSE, IDS, ask
 from tests.testing.servers import wait_until
@@ -162,8 +163,7 @@ def test_settings_that_triton_has_not_read_are_named(server: Served, model: str)
     url = ("--url", server.grpc)
     succeed("load", model, *url)
     config = server.repository / model / "config.pbtxt"
-    text = config.read_text(encoding="utf-8")
-    config.write_text(f'{text}parameters {{ key: "unknown_keys" value {{ string_value: "reject" }} }}\n', "utf-8")
+    add_settings(config, {"unknown_keys": "reject"})
     request = {"ids": IDS + 1000, "dense": DENSE}
 
     succeed("load", model, "--version", 1, *url)

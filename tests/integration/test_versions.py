@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from tests.testing.model_settings import settings_text
 from tests.testing.served import Serve, Served, start
 from tests.testing.served_requests import DENSE, IDS, ask, counted_since, counters, settled
 from tests.testing.servers import wait_until
@@ -103,16 +104,16 @@ def test_a_damaged_version_is_refused_and_the_old_one_serves(server: Served) -> 
 
 
 @pytest.mark.parametrize(
-    ("parameter", "message"),
+    ("settings", "message"),
     [
-        ('key: "colour" value { string_value: "red" }', "unknown setting 'colour'"),
-        ('key: "verify" value { string_value: "maybe" }', "setting 'verify' cannot be 'maybe'"),
-        ('key: "max_samples_per_request" value { string_value: "0" }', "'max_samples_per_request' cannot be '0'"),
+        ({"colour": "red"}, "unknown setting 'colour'"),
+        ({"verify": "maybe"}, "setting 'verify' cannot be 'maybe'"),
+        ({"max_samples_per_request": "0"}, "'max_samples_per_request' cannot be '0'"),
     ],
 )
-def test_wrong_settings_are_refused(server: Served, parameter: str, message: str) -> None:
+def test_wrong_settings_are_refused(server: Served, settings: dict[str, str], message: str) -> None:
     """A parameter that is no setting, or has no allowed value, keeps the model from loading and is named."""
-    write_with(server, "wrong", f"parameters {{ {parameter} }}\n")
+    write_with(server, "wrong", settings_text(settings))
     try:
         with server.grpc_client() as client, pytest.raises(InferenceServerException, match=message):
             client.load_model("wrong")
@@ -122,9 +123,7 @@ def test_wrong_settings_are_refused(server: Served, parameter: str, message: str
 
 def test_tritons_own_parameters_are_none_of_ours(server: Served) -> None:
     """Parameters in capitals belong to Triton's Python backend and are left to it."""
-    ours = 'parameters { key: "unknown_keys" value { string_value: "reject" } }\n'
-    theirs = 'parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "yes" } }\n'
-    write_with(server, "both", theirs + ours)
+    write_with(server, "both", settings_text({"FORCE_CPU_ONLY_INPUT_TENSORS": "yes", "unknown_keys": "reject"}))
 
     with server.grpc_client() as client:
         client.load_model("both")

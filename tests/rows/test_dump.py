@@ -30,6 +30,7 @@ from inference_session.version_directory.session_file import read_spec
 from tests.testing import small_model
 from tests.testing.hadoop import Hdfs
 from tests.testing.memory_store import MemoryStore
+from tests.testing.model_settings import settings_text
 from tests.testing.server_calls import fetch_any
 from tests.testing.servers import PATIENCE_MS, RedisServer
 from tests.testing.stored_model import DIMS
@@ -121,8 +122,7 @@ def test_the_command_goes_by_config_pbtxt(version: Path, tmp_path: Path) -> None
     with create_store(f"rocksdb://{tmp_path}/db", Namespace("model"), DIMS, writable=True) as store:
         store.insert("hashed", *rows(77))
     settings = {"persistent_store": f"rocksdb://{tmp_path}/db", "store_namespace": "shared"}
-    parameters = ", ".join(f'{{ key: "{n}" value: {{ string_value: "{v}" }} }}' for n, v in settings.items())
-    (version.parent / "config.pbtxt").write_text(f'backend: "hotrow"\nparameters [ {parameters} ]\n')
+    (version.parent / "config.pbtxt").write_text(f'backend: "hotrow"\n{settings_text(settings)}')
 
     run("dump", str(version), "--to", str(tmp_path / "dump"))
 
@@ -172,8 +172,7 @@ def test_rows_changed_in_memory_are_dumped(version: Path, tmp_path: Path) -> Non
 
 def test_the_command_does_not_miss_updates_in_memory(version: Path, tmp_path: Path) -> None:
     """If only a server's memory has the updates, the command says so instead of dumping the rows before them."""
-    parameter = '{ key: "update_stream" value: { string_value: "kafka://127.0.0.1:9092" } }'
-    (version.parent / "config.pbtxt").write_text(f'backend: "hotrow"\nparameters [ {parameter} ]\n')
+    (version.parent / "config.pbtxt").write_text(settings_text({"update_stream": "kafka://127.0.0.1:9092"}))
     with pytest.raises(ConfigurationError, match="in the memory of the process that serves it"):
         run("dump", str(version), "--to", str(tmp_path / "dump"))
 

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.testing.hugectr_graphs import GraphMaker
+from tests.testing.model_settings import settings_text
 
 Bags = list[list[int]]
 """The keys of one table in a request, slot by slot, sample after sample."""
@@ -221,7 +222,7 @@ def _write_model(folder: Path, model: HugectrModel, requests: dict[str, Question
     _write_ps_json(folder / "ps.json", model, {"model": model.name, **files})
     config = _config(model)
     if version:
-        config += _parameter("sparse_files", ",".join(sparse_files)) + _parameter("dense_file", dense)
+        config += settings_text({"sparse_files": ",".join(sparse_files), "dense_file": dense})
     (folder / "config.pbtxt").write_text(config, encoding="utf-8")
     if not version:
         arrays = {f"{name}__{key}": value for name, asked in requests.items() for key, value in asked.encode().items()}
@@ -251,10 +252,6 @@ def _tensor(name: str, data_type: str) -> str:
     return f'{{ name: "{name}" data_type: TYPE_{data_type} dims: [ -1 ] }}'
 
 
-def _parameter(key: str, value: str) -> str:
-    return f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}\n'
-
-
 def _config(model: HugectrModel, *, hps: bool = False) -> str:
     name, backend = (f"{model.name}_hps", "hps") if hps else (model.name, "hugectr")
     inputs = [("DES", "FP32"), ("CATCOLUMN", "INT64"), ("ROWINDEX", "INT32")]
@@ -263,7 +260,7 @@ def _config(model: HugectrModel, *, hps: bool = False) -> str:
         f'name: "{name}"\nbackend: "{backend}"\nmax_batch_size: {model.max_batch_size},\n'
         f"input [ {', '.join(_tensor(*item) for item in inputs)} ]\noutput [ {_tensor('OUTPUT0', 'FP32')} ]\n"
         "instance_group [ { count: 1 kind: KIND_GPU gpus: [ 0 ] } ]\n"
-        + ("" if hps else _parameter("config", "graph.json"))
+        + ("" if hps else settings_text({"config": "graph.json"}))
     )
 
 
