@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
-import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,8 @@ from inference_session.parameter_server.redis import client as redis_client
 from inference_session.parameter_server.redis.connection import Deadline, DisconnectedError, Login, RedisConnection
 from inference_session.urls.store_url import StoreUrl
 from tests.testing import small_model
-from tests.testing.servers import PATIENCE_MS, PATIENCE_S, RedisServer, serving, slowed, wait_until
+from tests.testing.proxy import Proxy
+from tests.testing.servers import PATIENCE_MS, PATIENCE_S, RedisServer, wait_until
 from tests.testing.store_contract import assert_same_bits, fetch, random_keys, random_vectors
 from tests.testing.stored_model import push
 
@@ -53,9 +55,13 @@ def test_work_may_take_longer_than_the_timeout_as_long_as_it_goes_on(monkeypatch
     monkeypatch.setattr("inference_session.parameter_server.redis.store.BYTES_PER_BATCH", 16 << 10)
     monkeypatch.setattr(redis_client, "BYTES_UNDER_WAY", 16 << 10)
     keys, vectors = random_keys(2000), random_vectors(2000, 64)
-    with RedisServer() as server, slowed(server.port, lambda size: 0.05 if size > 1000 else 0.0) as port:
+
+    def delay(data: bytes, is_answer: bool) -> None:
+        time.sleep(0.05 if is_answer and len(data) > 1000 else 0.0)
+
+    with RedisServer() as server, Proxy(server.port, delay) as network:
         namespace, dims = Namespace("large", "1"), {"user": 64}
-        url = f"redis://127.0.0.1:{port}?partitions=1"
+        url = f"redis://127.0.0.1:{network.port}?partitions=1"
         with create_store(server.url + "?partitions=1", namespace, dims, timeout_ms=PATIENCE_MS) as patient:
             patient.insert("user", keys, vectors)
         with create_store(url, namespace, dims, timeout_ms=3000) as store:
@@ -68,13 +74,13 @@ def test_a_late_request_concerns_itself(tmp_path: Path) -> None:
     """Large answers never come, small ones do: requests for few rows are still answered from Redis."""
     stalled = threading.Event()
 
-    def delay_s(num_bytes: int) -> float:
-        return 3.0 if num_bytes >= LARGE_BYTES and stalled.is_set() else 0.0
+    def delay(data: bytes, is_answer: bool) -> None:
+        time.sleep(3.0 if is_answer and len(data) >= LARGE_BYTES and stalled.is_set() else 0.0)
 
     with (
         RedisServer() as server,
-        slowed(server.port, delay_s) as port,
-        opened(tmp_path, server, port, store_timeout_ms=1000) as session,
+        Proxy(server.port, delay) as network,
+        opened(tmp_path, server, network.port, store_timeout_ms=1000) as session,
     ):
         expected = session.lookup("user_weight", EVERY)
         stalled.set()
@@ -113,28 +119,10 @@ def test_a_redis_that_has_missed_many_updates_comes_back(tmp_path: Path) -> None
         assert session.stats()["tiers"]["volatile"]["hits"] > hits
 
 
-@contextlib.contextmanager
-def holding_back(target_port: int, held: threading.Event, let_go: threading.Event) -> Iterator[int]:
-    """A server that forwards all bytes, but once `held` is set large pieces of commands only after `let_go`."""
-
-    def pass_on(source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(65_536):
-                if held.is_set() and len(data) >= LARGE_BYTES:
-                    assert let_go.wait(PATIENCE_S)
-                target.sendall(data)
-        with contextlib.suppress(OSError):
-            target.shutdown(socket.SHUT_RDWR)
-
-    def handle(connection: socket.socket) -> None:
-        with socket.create_connection(("127.0.0.1", target_port)) as inside:
-            answering = threading.Thread(target=pass_on, args=(inside, connection))
-            answering.start()
-            pass_on(connection, inside)
-            answering.join()
-
-    with serving(handle) as port:
-        yield port
+def hold_back(held: threading.Event, let_go: threading.Event, data: bytes, is_answer: bool) -> None:
+    """Once `held` is set, pass large pieces of commands on only after `let_go`."""
+    if held.is_set() and len(data) >= LARGE_BYTES and not is_answer:
+        assert let_go.wait(PATIENCE_S)
 
 
 def test_a_late_write_never_follows_a_newer_one() -> None:
@@ -144,10 +132,10 @@ def test_a_late_write_never_follows_a_newer_one() -> None:
     rows = [np.full((3, 256), value, np.float32) for value in range(3)]
     with (
         RedisServer() as server,
-        holding_back(server.port, held, let_go) as port,
+        Proxy(server.port, partial(hold_back, held, let_go)) as network,
         server.client() as client,
         create_store(server.url + "?partitions=1", namespace, dims) as other,
-        create_store(f"redis://127.0.0.1:{port}?partitions=1", namespace, dims, timeout_ms=3000) as store,
+        create_store(f"redis://127.0.0.1:{network.port}?partitions=1", namespace, dims, timeout_ms=3000) as store,
     ):
         store.insert("user", keys, rows[0])
         held.set()
@@ -171,8 +159,8 @@ def test_a_write_that_ended_with_its_server_takes_nobody_elses_connection() -> N
     held, let_go = threading.Event(), threading.Event()
     with (
         RedisServer() as server,
-        holding_back(server.port, held, let_go) as port,
-        create_store(f"redis://127.0.0.1:{port}?partitions=1", namespace, dims, timeout_ms=3000) as store,
+        Proxy(server.port, partial(hold_back, held, let_go)) as network,
+        create_store(f"redis://127.0.0.1:{network.port}?partitions=1", namespace, dims, timeout_ms=3000) as store,
     ):
         store.insert("user", keys, rows)
         held.set()

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Callable
 from enum import Enum
 
 _CHUNK_BYTES = 65_536
@@ -24,8 +25,11 @@ class Network(Enum):
 class Proxy:
     """Passes connections to its port on to another one of this machine. A context manager."""
 
-    def __init__(self, target_port: int) -> None:
-        self._target_port = target_port
+    def __init__(
+        self, target_port: int, delay: Callable[[bytes, bool], object] = lambda _data, _is_answer: None
+    ) -> None:
+        """`delay` is called before bytes, 64 KiB at most, are passed on: with them, and whether they are an answer."""
+        self._target_port, self._delay = target_port, delay
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self.damage: tuple[bytes, bytes] | None = None
@@ -78,14 +82,15 @@ class Proxy:
             source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             threading.Thread(target=self._pump, args=(source, sink, source is inside), daemon=True).start()
 
-    def _pump(self, source: socket.socket, sink: socket.socket, are_answers: bool) -> None:
+    def _pump(self, source: socket.socket, sink: socket.socket, is_answer: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(_CHUNK_BYTES):
                 with self._changed:
                     self._changed.wait_for(lambda: self._network is not Network.SILENT)
                 if self._network is Network.SLOW:
                     time.sleep(_SLOW_S)
-                damage = self.damage if are_answers else None
+                self._delay(data, is_answer)
+                damage = self.damage if is_answer else None
                 sink.sendall(data if damage is None else data.replace(*damage))
         with self._changed:
             self._sockets -= {source, sink}

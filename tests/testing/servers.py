@@ -430,33 +430,3 @@ def encrypting(target_port: int, certificate: Path, key: Path) -> Iterator[int]:
 
     with serving(handle) as port:
         yield port
-
-
-@contextlib.contextmanager
-def slowed(target_port: int, delay_s: Callable[[int], float]) -> Iterator[int]:
-    """A server that forwards all bytes to another port of this machine. Before it forwards an answer of some bytes,
-    64 KiB at most, it waits `delay_s(number of bytes)`.
-    """
-
-    def pass_on(source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(65_536):
-                target.sendall(data)
-        with contextlib.suppress(OSError):
-            target.shutdown(socket.SHUT_RDWR)
-
-    def handle(connection: socket.socket) -> None:
-        with socket.create_connection(("127.0.0.1", target_port)) as inside:
-            asking = threading.Thread(target=pass_on, args=(connection, inside))
-            asking.start()
-            with contextlib.suppress(OSError):
-                while data := inside.recv(65_536):
-                    time.sleep(delay_s(len(data)))
-                    connection.sendall(data)
-            for end in (inside, connection):
-                with contextlib.suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)
-            asking.join()
-
-    with serving(handle) as port:
-        yield port
