@@ -1,6 +1,6 @@
 """The models of benchmarks/context.py: six kinds of ranking networks, with random weights.
 
-`ranking_models()` returns each as ONNX, with the names of its context inputs. Inputs are int64 keys, or float32.
+Each of `KINDS` makes one as ONNX, with the names of its context inputs. Inputs are int64 keys, or float32.
 """
 
 from __future__ import annotations
@@ -325,8 +325,3 @@ def two_towers(rows: int) -> RankingModel:
 
 
 KINDS: tuple[Callable[[int], RankingModel], ...] = (din, mmoe, self_attention, dcn, dlrm, two_towers)
-
-
-def ranking_models(rows: int) -> list[RankingModel]:
-    """All kinds, each with tables of this many rows."""
-    return [kind(rows) for kind in KINDS]
