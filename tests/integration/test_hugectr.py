@@ -22,6 +22,7 @@ from tests.testing.command_line import hotrow, run_main
 from tests.testing.example_models import ExampleModels
 from tests.testing.hugectr_evaluator import Evaluator
 from tests.testing.hugectr_source import Requests, Source, array_of, place_small, requests_of
+from tests.testing.model_settings import settings_text
 from tests.testing.programs import run_program
 from tests.testing.served import Serve, Served, is_ready, start
 from tests.testing.served_requests import counted_since, settled
@@ -31,7 +32,13 @@ from triton_backend.repository.config_writer import write_model_config
 
 pytestmark = pytest.mark.triton
 
-NUM_ROWS = (0, 1, 65)
+SMALL_MODELS: dict[str, dict[str, Any]] = {
+    **{f"rows_{num_rows}": {"num_rows": (num_rows, num_rows)} for num_rows in (0, 1, 65)},
+    "labels": {"label_dim": 3},
+    "short_keys": {},
+}
+"""What is said of the source of each; those of few rows have none, one, and more than a set of HugeCTR's cache holds.
+"""
 ENSEMBLE = """
 platform: "ensemble"
 max_batch_size: 64
@@ -65,13 +72,10 @@ def in_place(tritonserver: None, models: ExampleModels, tmp_path_factory: pytest
     place(models.wide_and_deep, repository / "hugectr_wdl_hps", prefix="hps_")
     (repository / "ensemble/1").mkdir(parents=True)
     (repository / "ensemble/config.pbtxt").write_text(ENSEMBLE, encoding="utf-8")
-    for num_rows in NUM_ROWS:
-        folder = repository / f"rows_{num_rows}"
-        place_small(folder, Source(folder, (num_rows, num_rows)))
-    place_small(repository / "labels", Source(repository / "labels", label_dim=3))
-    short = Source(repository / "short_keys")
-    short.settings["supportlonglong"] = False
-    place_small(repository / "short_keys", short)
+    for name, options in SMALL_MODELS.items():
+        source = Source(repository / name, **options)
+        source.settings["supportlonglong"] = name != "short_keys"
+        place_small(repository / name, source)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOTROW_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         served = start(repository)
@@ -179,75 +183,42 @@ def test_malformed_requests_get_what_they_must(in_place: Served, models: Example
             np.testing.assert_allclose(mate.result(), right, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("concurrency", [1, 8, 64])
-def test_requests_at_once_are_joined(in_place: Served, models: ExampleModels, concurrency: int) -> None:
+@pytest.mark.parametrize(
+    ("model", "files", "concurrency"),
+    [("hugectr_wdl", "", 1), ("hugectr_wdl", "", 8), ("hugectr_wdl", "", 64), ("hugectr_wdl_hps", "hps_", 16)],
+)
+def test_requests_at_once_are_joined(
+    in_place: Served, models: ExampleModels, model: str, files: str, concurrency: int
+) -> None:
     """However many wait, all get right answers; requests that wait together are computed together."""
     folder = models.wide_and_deep
-    requests = requests_of(folder / "requests.npz")
-    with np.load(folder / "expected.npz") as archive:
+    requests = requests_of(folder / f"{files}requests.npz")
+    with np.load(folder / f"{files}expected.npz") as archive:
         answers = dict(archive)
     names = [name for _ in range(20) for name in requests]
     with in_place.grpc_client() as client, ThreadPoolExecutor(concurrency) as threads:
 
         def ask_all() -> None:
-            found = threads.map(lambda name: ask(client, "hugectr_wdl", requests[name]), names)
+            found = threads.map(lambda name: ask(client, model, requests[name]), names)
             for name, answer in zip(names, found, strict=True):
-                np.testing.assert_allclose(answer, answers[name].ravel(), rtol=0, atol=1e-5)
+                np.testing.assert_allclose(answer, answers[name].ravel(), rtol=0, atol=0 if files else 1e-5)
 
-        await_joined(client, "hugectr_wdl", len(names), ask_all, alone=concurrency == 1)
-
-
-def test_requests_of_hps_at_once_are_joined(in_place: Served, models: ExampleModels) -> None:
-    """Keys of many requests in one execute call are one look-up, and each gets its own vectors."""
-    folder = models.wide_and_deep
-    requests = requests_of(folder / "hps_requests.npz")
-    names = [name for _ in range(20) for name in requests]
-    with np.load(folder / "hps_expected.npz") as archive:
-        answers = dict(archive)
-    with in_place.grpc_client() as client, ThreadPoolExecutor(16) as threads:
-
-        def ask_all() -> None:
-            found = threads.map(lambda name: ask(client, "hugectr_wdl_hps", requests[name]), names)
-            for name, answer in zip(names, found, strict=True):
-                np.testing.assert_array_equal(answer, answers[name].ravel())
-
-        await_joined(client, "hugectr_wdl_hps", len(names), ask_all, alone=False)
+        await_joined(client, model, len(names), ask_all, alone=concurrency == 1)
 
 
-@pytest.mark.parametrize("num_rows", NUM_ROWS)
-def test_tables_of_few_rows_are_served(in_place: Served, tmp_path: Path, num_rows: int) -> None:
-    """None, one, and more than a set of HugeCTR's cache holds."""
-    folder = in_place.repository / f"rows_{num_rows}"
-    (report,) = import_hugectr(folder / "ps.json", tmp_path)
-    request = Source(tmp_path / "source", (num_rows, num_rows)).request()
+@pytest.mark.parametrize("model", SMALL_MODELS)
+def test_small_models_are_served(in_place: Served, tmp_path: Path, model: str) -> None:
+    """Tables of few rows; several tasks, as [num_samples, label_dim]; UINT32 keys with `supportlonglong` false."""
+    (report,) = import_hugectr(in_place.repository / model / "ps.json", tmp_path)
+    source = Source(tmp_path / "source", **SMALL_MODELS[model])
+    request = source.request("uint32") if model == "short_keys" else source.request()
+    expected = Evaluator(report.version_dir).predict(request)
 
-    with in_place.http_client() as client:
-        answer = ask(client, folder.name, request)
-
-    np.testing.assert_allclose(answer, Evaluator(report.version_dir).predict(request).ravel(), rtol=0, atol=1e-5)
-
-
-def test_all_labels_are_answered(in_place: Served, tmp_path: Path) -> None:
-    """A model of several tasks gives [num_samples, label_dim]."""
-    (report,) = import_hugectr(in_place.repository / "labels/ps.json", tmp_path)
-    request = Source(tmp_path / "source", label_dim=3).request()
-
-    with in_place.grpc_client() as client:
-        answer = ask(client, "labels", request)
-
-    assert answer.shape == (2, 3)
-    np.testing.assert_allclose(answer, Evaluator(report.version_dir).predict(request), rtol=0, atol=1e-5)
-
-
-def test_uint32_keys_are_served(in_place: Served, tmp_path: Path) -> None:
-    """With `supportlonglong` false CATCOLUMN is UINT32."""
-    (report,) = import_hugectr(in_place.repository / "short_keys/ps.json", tmp_path)
-    request = Source(tmp_path / "source").request("uint32")
-
-    with in_place.grpc_client() as client:
-        answer = ask(client, "short_keys", request)
-
-    np.testing.assert_allclose(answer, Evaluator(report.version_dir).predict(request).ravel(), rtol=0, atol=1e-5)
+    with in_place.grpc_client() as grpc, in_place.http_client() as http:
+        for client in (grpc, http):
+            answer = ask(client, model, request)
+            assert answer.shape == (expected.shape if model == "labels" else (expected.size,))
+            np.testing.assert_allclose(answer, expected.reshape(answer.shape), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["hugectr_wdl", "hugectr_dcn", "hugectr_wdl_hps", "labels", "short_keys"])
@@ -281,7 +252,7 @@ def switch_to_v2(v2: Path, folder: Path, *, keep_rows: bool) -> None:
     config = (v2 / "config.pbtxt").read_text(encoding="utf-8")
     if keep_rows:
         earlier = "hugectr_wdl0_sparse_0.model, hugectr_wdl1_sparse_0.model"
-        config += f'parameters {{ key: "keep_rows_of" value: {{ string_value: "{earlier}" }} }}\n'
+        config += settings_text({"keep_rows_of": earlier})
     staged = folder / ".config"
     staged.write_text(config, encoding="utf-8")
     (folder / "2").mkdir()
