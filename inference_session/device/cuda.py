@@ -14,7 +14,6 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import cupy
@@ -330,9 +329,7 @@ class _Held:
             self._lock.release()
             raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         try:
             if error is not None:
                 self._device.end_of(error)

@@ -8,7 +8,6 @@ from concurrent.futures import Executor, Future
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 Parameters = ParamSpec("Parameters")
@@ -48,9 +47,7 @@ class DaemonThreads(Executor):
         for thread in self._threads if wait else ():
             thread.join()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         is_interrupted = kind is not None and not issubclass(kind, Exception)
         self.shutdown(wait=not is_interrupted, cancel_futures=is_interrupted)
 

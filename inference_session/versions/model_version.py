@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 
 from inference_session.session import InferenceSession
 
@@ -42,9 +41,7 @@ class ModelVersion:
     def __enter__(self) -> InferenceSession:
         return self.session
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, _error: object, _traceback: object) -> None:
         self._leases.pop()
         if self._retired:  # looked at afterwards: it is set before `drain` looks at the leases
             with self._changed:

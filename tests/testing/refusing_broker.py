@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import confluent_kafka
@@ -53,9 +52,7 @@ class RefusingBroker:
     def __enter__(self) -> RefusingBroker:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._library.rd_kafka_mock_cluster_destroy(self._cluster)
         self._library.rd_kafka_destroy(self._owner)
 

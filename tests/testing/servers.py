@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -197,11 +196,9 @@ class RedisClusterServers:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for server in self.servers:
-            server.__exit__(kind, error, traceback)
+            server.__exit__(*error)
 
     def _join(self) -> None:
         clients = [server.client() for server in self.servers]

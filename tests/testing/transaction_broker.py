@@ -13,7 +13,6 @@ import struct
 import threading
 import time
 from collections import defaultdict
-from types import TracebackType
 from typing import NamedTuple
 
 Content = tuple[bytes | None, bytes | None]
@@ -247,9 +246,7 @@ class TransactionBroker:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
