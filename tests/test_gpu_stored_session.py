@@ -30,8 +30,6 @@ from inference_session.parameter_server.tier import Tier
 from inference_session.rows import Rows, StoredRows, look_up_keys
 from inference_session.rows.hot_keys import read_hot_keys
 from tests.testing import concat_model, small_model
-from tests.testing.faulty_stores import FaultStore
-from tests.testing.hooked_store import HookedStore
 from tests.testing.memory_store import MemoryStore
 from tests.testing.server_calls import await_inserts
 from tests.testing.servers import PATIENCE_S, wait_until
@@ -44,6 +42,7 @@ from tests.testing.stored_model import (
     url_of,
     write_stored,
 )
+from tests.testing.wrapper_store import FaultStore, HookedStore
 
 NO_GPU = unusable_for_sessions(0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NO_GPU is not None, reason=f"no GPU: {NO_GPU}")]
@@ -563,7 +562,7 @@ def test_others_are_answered_while_rows_are_fetched() -> None:
         thread.start()
         thread.join(PATIENCE_S)
 
-    hooked.hook = ask_in_between
+    hooked.hooks["fetch_many"] = ask_in_between
     found, _ = answers_of(rows, [miss, pooled, hit])
 
     np.testing.assert_array_equal(answered[0], expected(hit, known).astype(np.float32))
@@ -577,7 +576,9 @@ def test_a_row_updated_while_it_is_fetched_is_not_cached() -> None:
     store = HookedStore(memory_store()[0])
     rows = gpu_rows(ParameterServer([Tier("memory", store)]), cache_bytes=1 << 20)
     out = np.zeros((90, 4), np.float32)
-    store.hook = lambda: rows.writer.update(SPECS[2].folder, np.array([3, 48]), np.full((2, 4), 7, np.float32))
+    store.hooks["fetch_many"] = lambda: rows.writer.update(
+        SPECS[2].folder, np.array([3, 48]), np.full((2, 4), 7, np.float32)
+    )
 
     look_up_keys(rows.readers[0], 2, np.arange(-90, 0), out)
     await_inserts(rows)

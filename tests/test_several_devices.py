@@ -26,7 +26,6 @@ from inference_session.parameter_server.tier import Tier
 from inference_session.rows import StoredRows, look_up_keys
 from inference_session.rows.hot_keys import interleaved, read_hot_keys
 from tests.testing import small_model
-from tests.testing.hooked_store import HookedStore
 from tests.testing.memory_store import MemoryStore
 from tests.testing.server_calls import await_inserts
 from tests.testing.servers import PATIENCE_S, wait_until
@@ -39,6 +38,7 @@ from tests.testing.stored_model import (
     url_of,
     write_stored,
 )
+from tests.testing.wrapper_store import HookedStore
 
 CACHE_BYTES = 1 << 20
 NO_PAIR = unusable_for_sessions(0) or unusable(1)
@@ -233,7 +233,9 @@ def test_a_row_updated_while_it_is_fetched_is_not_cached(devices: str) -> None:
     out = np.empty((50, 4), np.float32)
     look_up_keys(rows.readers[0], 0, np.arange(10), out[:10])
     await_inserts(rows)
-    hooked.hook = lambda: rows.writer.update(spec.folder, np.array([3, 20]), np.full((2, 4), 7, np.float32))
+    hooked.hooks["fetch_many"] = lambda: rows.writer.update(
+        spec.folder, np.array([3, 20]), np.full((2, 4), 7, np.float32)
+    )
     look_up_keys(rows.readers[1], 0, np.arange(50), out)
     await_inserts(rows)
     for each in rows.readers:

@@ -33,12 +33,11 @@ from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
 from inference_session.rows import StoredRows, look_up_keys
 from tests.testing import small_model
-from tests.testing.faulty_stores import FaultStore
-from tests.testing.hooked_store import HookedStore
 from tests.testing.memory_store import MemoryStore
 from tests.testing.server_calls import await_inserts
 from tests.testing.servers import PATIENCE_S, wait_until
 from tests.testing.stored_model import DIMS, HASHED_DEFAULT, assert_answers, push, url_of, write_stored
+from tests.testing.wrapper_store import FaultStore, HookedStore
 
 TINY_CACHE_BYTES = 2000
 """Room for some eight rows of each table."""
@@ -296,7 +295,7 @@ def test_a_row_has_one_age_by_both_its_keys(cached: int) -> None:
             look_up_keys(rows.readers[0], 0, np.array([key]), out)
             seen.append(float(out[0, 0]))
 
-    store.insertion_hook = ask_by_both
+    store.hooks["insert"] = ask_by_both
     rows.writer.update("user_weight", np.array([3]), np.full((1, 4), 7, np.float32))
     ask_by_both()
 
@@ -327,7 +326,7 @@ def test_a_row_updated_while_it_is_fetched_is_not_cached(refreshing: bool, fails
                 rows.writer.erase("user_weight", np.array([5]))
             store.erase("user_weight", np.array([5]))  # done anyway
 
-    store.hook = write
+    store.hooks["fetch_many"] = write
     if refreshing:
         rows.writer.refresh()
     else:
@@ -362,7 +361,7 @@ def test_a_row_that_was_fetched_before_a_write_is_not_cached_while_it_is_under_w
         assert may_end.wait(PATIENCE_S)
 
     def begin_to_write() -> None:
-        store.insertion_hook = pause
+        store.hooks["insert"] = pause
         writing.start()
         assert is_stored.wait(PATIENCE_S)
         answers.append(_first_of(rows, 3))
@@ -370,7 +369,7 @@ def test_a_row_that_was_fetched_before_a_write_is_not_cached_while_it_is_under_w
     writing = threading.Thread(
         target=lambda: rows.writer.update("user_weight", np.array([3]), np.full((1, 4), 7, np.float32))
     )
-    store.hook = begin_to_write  # the row has been fetched, and is not cached yet
+    store.hooks["fetch_many"] = begin_to_write  # the row has been fetched, and is not cached yet
 
     fetched_before = _first_of(rows, 3)
     answers += [_first_of(rows, 3), _first_of(rows, 3)]

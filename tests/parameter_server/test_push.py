@@ -23,10 +23,10 @@ from inference_session.parameter_server.table_source import push_note
 from inference_session.tables.table_file import write_table
 from inference_session.version_directory import manifest
 from inference_session.version_directory.session_file import read_spec
-from tests.testing.faulty_stores import FaultStore
 from tests.testing.memory_store import MemoryStore
 from tests.testing.servers import PATIENCE_MS, RedisClusterServers, RedisServer
 from tests.testing.store_contract import assert_same_bits, fetch, random_keys, random_vectors
+from tests.testing.wrapper_store import FaultStore
 
 NUM_ROWS = 5000
 DIMS = {"hashed": 16, "numbered": 4, "halved": 3}

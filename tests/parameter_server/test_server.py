@@ -24,13 +24,12 @@ from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.promotions import MAX_PENDING_PROMOTIONS, PROMOTIONS_AT_ONCE
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
-from tests.testing.faulty_stores import FaultStore
-from tests.testing.hooked_store import HookedStore
 from tests.testing.memory_store import MemoryStore
 from tests.testing.server_calls import await_promotions, fetch_any
 from tests.testing.servers import PATIENCE_MS, RedisServer, wait_until
 from tests.testing.store_contract import DIMS, assert_same_bits, fetch, keys_of, random_keys, random_vectors
 from tests.testing.table_files import table_files
+from tests.testing.wrapper_store import FaultStore, HookedStore
 
 KEYS, VECTORS = random_keys(200), random_vectors(200, 4)
 
@@ -141,7 +140,7 @@ def test_a_row_erased_while_it_is_fetched_is_not_promoted() -> None:
     persistent.insert("user", KEYS, VECTORS)
     tiers = [Tier("volatile", volatile, volatile=True, cache_missed_keys=True), Tier("persistent", persistent)]
     server = ParameterServer(tiers)
-    persistent.hook = lambda: server.erase("user", KEYS[:5])
+    persistent.hooks["fetch_many"] = lambda: server.erase("user", KEYS[:5])
 
     fetch_any(server, [FetchRequest("user", KEYS[:20], np.empty((20, 4), np.float32))])
     await_promotions(server)
@@ -163,7 +162,7 @@ def test_rows_that_another_process_has_changed_are_not_promoted() -> None:
         behind.erase("user", KEYS[:5])
         behind.insert("user", KEYS[5:8], -VECTORS[5:8])
 
-    lagging.hook = change
+    lagging.hooks["fetch_many"] = change
     found = fetch_any(server, [FetchRequest("user", KEYS[:20], np.empty((20, 4), np.float32))])[0]
 
     def held() -> list[bool]:

@@ -14,11 +14,10 @@ from inference_session.parameter_server.base import ERASED_SUFFIX, EmbeddingStor
 from inference_session.parameter_server.file_store import TableFileStore
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.rocksdb.store import RocksDbStore
-from tests.testing.faulty_stores import FaultStore, LatencyStore
 from tests.testing.memory_store import MemoryStore
 from tests.testing.store_contract import DIMS, ReadContract, StoreContract, fetch, keys_of, random_vectors
 from tests.testing.table_files import table_files
-from tests.testing.wrapper_store import WrapperStore
+from tests.testing.wrapper_store import FaultStore, HookedStore, WrapperStore
 
 
 class MemoryContract(StoreContract):
@@ -49,7 +48,7 @@ class TestWrapped(MemoryContract):
     @pytest.fixture
     def store(self) -> EmbeddingStore:
         self.memory = MemoryStore(DIMS)
-        return LatencyStore(FaultStore(self.memory, lambda _: None), 0.01)
+        return HookedStore(FaultStore(self.memory, lambda _: None))
 
 
 class TestTableFiles(ReadContract):

@@ -17,11 +17,10 @@ from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
 from inference_session.parameter_server.unknown_keys import MEMORY_S, UnknownKeys
 from inference_session.parameter_server.write_log import WriteLog
-from tests.testing.faulty_stores import FaultStore
 from tests.testing.memory_store import MemoryStore
 from tests.testing.server_calls import fetch_any
 from tests.testing.servers import wait_until
-from tests.testing.wrapper_store import WrapperStore
+from tests.testing.wrapper_store import FaultStore, WrapperStore
 
 DIMS = {"user": 2}
 

@@ -13,9 +13,9 @@ from inference_session.model_spec import TableSpec
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
 from inference_session.rows.stored import StoredRows
-from tests.testing.faulty_stores import FaultStore
 from tests.testing.memory_store import MemoryStore
 from tests.testing.servers import wait_until
+from tests.testing.wrapper_store import FaultStore
 
 
 def test_a_fetch_that_fails_harms_no_other_look_ups_rows() -> None:

@@ -17,10 +17,10 @@ from inference_session.parameter_server.tier import Tier
 from inference_session.rows import stored_writer
 from inference_session.rows.stored_writer import StoredWriter
 from tests.testing.cache_lookups import look_up
-from tests.testing.faulty_stores import FaultStore
 from tests.testing.memory_store import MemoryStore
 from tests.testing.missed_rows import missed_rows
 from tests.testing.servers import wait_until
+from tests.testing.wrapper_store import FaultStore
 
 NUM_ROWS, DIM = 10, 2
 SPEC = TableSpec("t", "t", NUM_ROWS, DIM, keys="row_number")

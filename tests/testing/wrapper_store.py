@@ -1,4 +1,4 @@
-"""A store that wraps a store: it adds what a call needs around it, so that no store has switches for it."""
+"""Stores that wrap a store: they add what a call needs around it, so that no store has switches for it."""
 
 from __future__ import annotations
 
@@ -112,3 +112,34 @@ class WrapperStore(EmbeddingStore):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.store!r}>"
+
+
+class FaultStore(WrapperStore):
+    """Calls fail when a test demands it."""
+
+    def __init__(self, store: EmbeddingStore, fault: Callable[[str], Exception | None]) -> None:
+        """`fault` gets the verb before each call, and returns an exception to raise in its place, or None."""
+        super().__init__(store)
+        self.fault = fault
+
+    def around(self, verb: str, call: Callable[[], Result]) -> Result:
+        """Raise, or call."""
+        error = self.fault(verb)
+        if error is not None:
+            raise error
+        return call()
+
+
+class HookedStore(WrapperStore):
+    """Calls a hook once, between a call of a verb and its return."""
+
+    def __init__(self, store: EmbeddingStore) -> None:
+        super().__init__(store)
+        self.hooks: dict[str, Callable[[], object]] = {}
+        """By verb."""
+
+    def around(self, verb: str, call: Callable[[], Result]) -> Result:
+        """Call the store, then the hook."""
+        result = call()
+        self.hooks.pop(verb, lambda: None)()
+        return result
