@@ -173,7 +173,7 @@ def create_file(path: Path, num_bytes: int) -> None:
 class FileWriter:
     """Writes parts of an existing file. Computes their checksum and writes them to disk meanwhile."""
 
-    def __init__(self, path: Path, *, hashed: bool = False) -> None:
+    def __init__(self, path: Path, *, hashed: bool) -> None:
         """`hashed`: whether all of the file will be written here, in order, so that its checksum is known."""
         self._path = path
         self._digest = hashlib.sha256() if hashed else None

@@ -45,7 +45,7 @@ def bytes_on_each(tables: Sequence[TableSpec], places: Sequence[Place], num_devi
     )
 
 
-def places_of(tables: Sequence[TableSpec], budget: int, num_devices: int = 1, shard: Shard = "auto") -> list[Place]:
+def places_of(tables: Sequence[TableSpec], budget: int, num_devices: int, shard: Shard = "auto") -> list[Place]:
     """Where the vectors of each table lie, within this many bytes on each GPU for vectors and indexes.
 
     Indexes lie on each GPU in any case. If the vectors do not fit, the largest tables are sharded, as few as possible;

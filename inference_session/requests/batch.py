@@ -64,7 +64,7 @@ class JoinedBatch:
     the look-up gathers the keys of all tables at once.
     """
 
-    def __init__(self, parts: dict[str, list[Part]], num_samples: int, shapes: Hashable = ()) -> None:
+    def __init__(self, parts: dict[str, list[Part]], num_samples: int, shapes: Hashable) -> None:
         self.num_samples = num_samples
         self.shapes = shapes
         """CheckedRequest.shapes, which all requests have in common."""

@@ -13,9 +13,6 @@ from numpy.typing import NDArray
 
 from inference_session.kernels.cpu.stack_distances import ALL_KEYS, assign_groups, select_keys
 
-DEFAULT_MAX_KEYS = 1 << 24
-"""Uses that are kept: 128 MiB."""
-
 
 class KeySample:
     """Uses of one table's keys, in their order: all of a trace, or where that is long, those of a sample of the keys.
@@ -23,7 +20,7 @@ class KeySample:
     Takes a trace of any length in memory of about 16 bytes per `max_keys`.
     """
 
-    def __init__(self, max_keys: int = DEFAULT_MAX_KEYS) -> None:
+    def __init__(self, max_keys: int) -> None:
         """`max_keys`: the most uses that are kept; the sampled part of the keys is halved until they fit."""
         self.max_keys = max_keys
         self.num_keys = 0

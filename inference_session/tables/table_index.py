@@ -182,7 +182,7 @@ def ensure_index(
     return index_in_memory(keys, progress)
 
 
-def index_in_memory(keys: NDArray[np.int64], progress: Progress | None = None) -> TableIndex:
+def index_in_memory(keys: NDArray[np.int64], progress: Progress | None) -> TableIndex:
     """An index of keys, int64 [num_rows], that is in no file. Of rows with equal keys the last wins."""
     content = np.frombuffer(mmap.mmap(-1, _file_size(_bucket_count(len(keys)))), np.uint8)
     _fill(content, keys, progress)

@@ -165,8 +165,8 @@ def publish_version(
 def finish_version(
     staging: Path,
     spec: ModelSpec,
-    progress: Progress | None = None,
-    complete: Callable[[Path, ModelSpec], object] | None = None,
+    progress: Progress | None,
+    complete: Callable[[Path, ModelSpec], object] | None,
 ) -> None:
     """Write session.json and the manifest of a staged version, and share its files with the model's other versions.
 

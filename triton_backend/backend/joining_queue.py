@@ -40,7 +40,7 @@ class JoiningQueue:
         *,
         max_samples: int,
         name: str,
-        num_threads: int = 1,
+        num_threads: int,
     ) -> None:
         self._answer = answer
         self._num_samples = num_samples

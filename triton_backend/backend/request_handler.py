@@ -43,9 +43,9 @@ class RequestHandler:
         self,
         versions: VersionManager,
         *,
-        max_samples: int = 0,
-        device_id: int = 0,
-        tracing: RequestTracer | None = None,
+        max_samples: int,
+        device_id: int,
+        tracing: RequestTracer | None,
     ) -> None:
         self._versions = versions
         self._has_own_inputs = versions.spec.has_own_inputs

@@ -13,7 +13,7 @@ from inference_session.platform.progress import Progress
 
 
 @contextmanager
-def local_repository(place: str | Path, models: Sequence[str] = (), progress: Progress | None = None) -> Iterator[Path]:
+def local_repository(place: str | Path, models: Sequence[str], progress: Progress | None) -> Iterator[Path]:
     """Yield a repository on this machine: a path unchanged; for a URL a copy of its models, or of those wanted.
 
     Every version is copied once, verified and kept in the cache folder; the yielded folder has links to these copies.

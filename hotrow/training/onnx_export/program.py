@@ -76,7 +76,7 @@ def import_program(
         with stage_version(repository, name, version) as (staging, target):
             files = _write_tables(staging, tables, weights, progress)
             spec = replace(assemble(staging, target, _network(loaded, files), files), source=program.name)
-            finish_version(staging, spec, complete=complete)
+            finish_version(staging, spec, None, complete)
     return ImportReport(target, spec, notes=weights.notes())
 
 

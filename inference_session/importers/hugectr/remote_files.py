@@ -20,7 +20,7 @@ def remote_files(model: PsModel) -> Iterator[str]:
     return (name for name in names if name and is_url(name))
 
 
-def with_local_files(model: PsModel, progress: Progress | None = None) -> PsModel:
+def with_local_files(model: PsModel, progress: Progress | None) -> PsModel:
     """The model with copies of its remote files, which are kept in the cache folder.
 
     Raises:

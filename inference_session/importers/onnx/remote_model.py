@@ -19,7 +19,7 @@ from inference_session.platform.progress import Progress
 
 
 @contextmanager
-def local_model(place: str | Path, progress: Progress | None = None) -> Iterator[Path]:
+def local_model(place: str | Path, progress: Progress | None) -> Iterator[Path]:
     """Yield a model file of this machine: a path unchanged, for a URL a copy, which is removed after success.
 
     Raises:

@@ -46,9 +46,7 @@ class Shards(NamedTuple):
 class CudaTable:
     """The records of one table for the look-up kernel; it keeps the memory that they point to."""
 
-    def __init__(
-        self, keys: ArrayLike | None, vectors: Any, dim: int, *, code: VectorCode = VectorCode.FLOAT32
-    ) -> None:
+    def __init__(self, keys: ArrayLike | None, vectors: Any, dim: int, *, code: VectorCode) -> None:
         """Index the rows; of equal keys the last row counts.
 
         Args:

@@ -39,8 +39,8 @@ class CudaTables(DeviceTables):
         vectors: Sequence[Any],
         placement: Placement,
         *,
-        rows_change: bool = False,
-        copy_bytes: Mapping[int, int] | None = None,
+        rows_change: bool,
+        copy_bytes: Mapping[int, int] | None,
     ) -> None:
         """Use `placed_tables.open_cuda_tables`.
 

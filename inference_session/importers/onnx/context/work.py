@@ -141,12 +141,12 @@ class Work:
         tensor = self._initializers.get(name)
         return None if tensor is None else numpy_helper.to_array(tensor)
 
-    def tiled(self, name: str, axis: int = 0) -> str | None:
-        """The context's value that this one repeats for its candidates, along that axis; None if it repeats none."""
+    def tiled(self, name: str) -> str | None:
+        """The context's value that this one repeats for its candidates; None if it repeats none."""
         node = self.made_by.get(name)
         if node is None or node.op_type != "Gather" or node.input[1] != ROW_CONTEXT:
             return None
-        return str(node.input[0]) if attribute(node, "axis", 0) == axis else None
+        return str(node.input[0]) if attribute(node, "axis", 0) == 0 else None
 
     # Changes
 
