@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +12,7 @@ import pytest
 
 from inference_session import InferenceSession
 from inference_session.errors import HotrowError, UnavailableError
+from inference_session.platform.staging import exchange
 from inference_session.version_directory.publishing import publish_version
 from tests.campaign.contents import MODEL, write_version
 from tests.campaign.expectations import Content, Expectations, Permit, Writer
@@ -154,7 +153,7 @@ class Operator:
             if self._plan.writer is Writer.STREAM:
                 self.catch_up()
             shutil.copytree(database, copy)
-            _exchange(database, copy)
+            assert exchange(database, copy)
             self.refresh()
             raise_any(self.differing())
             shutil.rmtree(copy)
@@ -234,9 +233,3 @@ def _restored(files: list[Path], folder: Path) -> Iterator[list[Path]]:
         for number, file in enumerate(files):
             (folder / str(number)).replace(file)
         folder.rmdir()
-
-
-def _exchange(one: Path, other: Path) -> None:
-    """Exchange two folders atomically."""
-    arguments = (-100, os.fsencode(one), -100, os.fsencode(other), 2)  # AT_FDCWD, RENAME_EXCHANGE
-    assert ctypes.CDLL(None, use_errno=True).renameat2(*arguments) == 0, os.strerror(ctypes.get_errno())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import random
 import re
@@ -24,6 +23,7 @@ from hotrow.command_line import cli
 from inference_session import InferenceSession
 from inference_session.errors import HotrowError
 from inference_session.importers.onnx import import_onnx
+from inference_session.platform.staging import exchange
 from inference_session.rows.hot_keys import read_hot_keys
 from inference_session.version_directory.manifest import write_manifest
 from tests.testing.command_line import hotrow
@@ -387,12 +387,6 @@ def test_wild_answers_to_canary_requests_refuse_a_version(serve: Serve, tmp_path
         client.load_model("ctr")
 
 
-def exchange(one: Path, other: Path) -> None:
-    """Swap two folders in one step."""
-    arguments = (-100, os.fsencode(one), -100, os.fsencode(other), 2)
-    assert ctypes.CDLL(None, use_errno=True).renameat2(*arguments) == 0
-
-
 def test_content_is_replaced_in_place_under_load(serve: Serve, tmp_path: Path) -> None:
     """With watch_interval_s new content of the same version serves without a new process; a damaged one does not."""
     repository = tmp_path / "repository"
@@ -409,13 +403,13 @@ def test_content_is_replaced_in_place_under_load(serve: Serve, tmp_path: Path) -
         for number in range(2, 6):
             beside = tmp_path / "next" / "ctr" / "1"
             write_ctr(beside, scale=2 * number - 1)
-            exchange(beside, repository / "ctr" / "1")
+            assert exchange(beside, repository / "ctr" / "1")
             wait_until(lambda number=number: counted("in_place_updates") == number - 1, "the update")
             load.reaches(number)
             shutil.rmtree(beside)
         write_ctr(beside, scale=11)
         damage(beside, "tables/item/emb_vector")
-        exchange(beside, repository / "ctr" / "1")
+        assert exchange(beside, repository / "ctr" / "1")
         wait_until(lambda: counted("failed_in_place_updates") > 0, "the failed update")
         seen = load.stop()
 

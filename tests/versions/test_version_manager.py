@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import gc
 import os
@@ -22,6 +21,7 @@ import pytest
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, SessionClosedError
 from inference_session.model_spec import ModelSpec, RankingSpec, TableSpec
+from inference_session.platform.staging import exchange
 from inference_session.version_directory.manifest import describe_version, write_manifest
 from inference_session.versions import VersionManager
 from inference_session.versions.version_manager import check_same
@@ -29,14 +29,7 @@ from tests.testing import small_model
 from tests.testing.servers import RedisServer, wait_until
 from tests.testing.stored_model import push
 
-RENAME_EXCHANGE = 2
 REQUEST = small_model.random_inputs(4, np.random.default_rng(0))
-
-
-def exchange(one: Path, other: Path) -> None:
-    """Swap two folders in one step."""
-    arguments = (-100, os.fsencode(one), -100, os.fsencode(other), RENAME_EXCHANGE)
-    assert ctypes.CDLL(None, use_errno=True).renameat2(*arguments) == 0
 
 
 def manage(directory: Path, **settings: object) -> VersionManager:
@@ -55,7 +48,7 @@ def replace(directory: Path, seed: int) -> None:
     """Put the content of another seed in the directory's place."""
     beside = directory.with_name(f".tmp-{seed}")
     small_model.write(beside, seed=seed)
-    exchange(beside, directory)
+    assert exchange(beside, directory)
     shutil.rmtree(beside)
 
 
@@ -167,7 +160,7 @@ def test_the_watch_finds_new_content_and_goes_on_after_bad_one(
         small_model.write(beside, seed=2)
         with (beside / "dense.onnx").open("r+b") as file:
             file.write(b"\0")
-        exchange(beside, directory)
+        assert exchange(beside, directory)
         wait_until(lambda: versions.stats()["failed_in_place_updates"] > 0, "the failed update")
         with versions.lease() as session:
             np.testing.assert_allclose(answer(session), expected(1), rtol=1e-5, atol=1e-6)
@@ -206,7 +199,7 @@ def test_content_for_other_requests_is_refused(directory: Path) -> None:
         text = session_json.read_text(encoding="utf-8").replace('"click"', '"clicks"')
         (beside / "session.json").write_text(text, encoding="utf-8")
         write_manifest(beside)
-        exchange(beside, directory)
+        assert exchange(beside, directory)
 
         with pytest.raises(HotrowError):
             versions.update()
@@ -225,7 +218,7 @@ def test_other_labels_are_refused(directory: Path) -> None:
             text.replace('"labels": [\n  "click"', '"labels": [\n  "tap"'), encoding="utf-8"
         )
         write_manifest(beside)
-        exchange(beside, directory)
+        assert exchange(beside, directory)
 
         with pytest.raises(ConfigurationError, match=r"'labels' of the new content is .*'tap'.*a new version"):
             versions.update()
@@ -355,7 +348,7 @@ def retrain(directory: Path, *, labels: tuple[str, ...] = small_model.SPEC.label
     network.producer_name = "another training"
     onnx.save(network, beside / "dense.onnx")
     describe_version(dataclasses.replace(small_model.SPEC, labels=labels), beside)
-    exchange(beside, directory)
+    assert exchange(beside, directory)
 
 
 def pushed(directory: Path) -> Path:

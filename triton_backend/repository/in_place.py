@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -59,18 +59,12 @@ class InPlaceModel:
     statements: Mapping[str, str]
     """Statements in config.pbtxt about the model that do not affect it."""
 
-    @contextmanager
-    def imported(self, version: int, progress: Progress | None = None) -> Iterator[Path]:
+    def imported(self, version: int, progress: Progress | None = None) -> AbstractContextManager[Path]:
         """A version directory made of the files; see `cached_import`."""
-        with cached_import(
-            self.ps_json,
-            self.model,
-            self.folder,
-            version=version,
-            keep_rows_of=self.keep_rows_of,
-            progress=progress,
-        ) as version_dir:
-            yield version_dir
+        keep_rows_of = self.keep_rows_of
+        return cached_import(
+            self.ps_json, self.model, self.folder, version=version, keep_rows_of=keep_rows_of, progress=progress
+        )
 
     @contextmanager
     def served_before(self, version: int) -> Iterator[Path]:

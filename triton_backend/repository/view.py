@@ -11,13 +11,13 @@ Triton would stumble over: then links to all else in them take the place of the 
 from __future__ import annotations
 
 import ctypes
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from inference_session.platform.repeated_call import RepeatedCall
+from inference_session.platform.staging import exchange
 from triton_backend.repository import text_format
 from triton_backend.repository.leased_file import LeasedFile
 from triton_backend.repository.model_config import CONFIG_FILE
@@ -143,17 +143,11 @@ def _put_in_place(staged: Path, target: Path) -> None:
     """Put a folder atomically where nothing or a link is: Triton must not find a model without its files."""
     if not target.is_symlink():
         staged.rename(target)
-    elif _exchange(staged, target):
+    elif exchange(staged, target):
         staged.unlink()
     else:
         target.unlink()
         staged.rename(target)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names atomically; False: this file system or kernel does not support it."""
-    here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return bool(ctypes.CDLL(None).renameat2(here, os.fsencode(one), here, os.fsencode(other), swap) == 0)
 
 
 def _delete(path: Path) -> None:
