@@ -37,11 +37,6 @@ from inference_session.tables.table_index import (
     open_index,
 )
 
-_CODES: dict[VectorType, VectorCode] = {
-    "float32": VectorCode.FLOAT32,
-    "float16": VectorCode.FLOAT16,
-    "int8": VectorCode.INT8,
-}
 _ROWS_PER_CHUNK = 1 << 16
 
 
@@ -150,7 +145,7 @@ class TableFile:
         return table_record(
             self._vectors,
             self.spec.embedding_dim,
-            code=_CODES[self.spec.dtype],
+            code=VectorCode[self.spec.dtype.upper()],
             keys=self._keys if has_index else None,
             index_address=self._index.address if self._index is not None else 0,
             num_buckets=self._index.num_buckets if self._index is not None else 0,

@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from inference_session.platform.json_records import is_text
+
 Value = TypeVar("Value")
 Reader = Callable[[Any], Value]
 
@@ -20,7 +22,7 @@ def text(value: Any) -> str:
     """A string that can be a name or a path: JSON allows some that no file system and no ONNX file accepts."""
     if not isinstance(value, str):
         raise ValueError("allowed: a string")
-    if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
+    if "\0" in value or not is_text(value):
         raise ValueError("allowed: a string without NUL characters and unpaired surrogates")
     return value
 
