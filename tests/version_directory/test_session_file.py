@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import reduce
 from operator import getitem
@@ -29,6 +28,7 @@ from inference_session.model_spec import (
 )
 from inference_session.version_directory.manifest import read_manifest
 from inference_session.version_directory.session_file import read_spec, write_spec
+from tests.testing.json_places import places, setting
 from triton_backend.repository.model_config import ModelConfig
 
 SPEC = ModelSpec(
@@ -79,15 +79,7 @@ def test_a_table_is_found_by_its_folder_alone() -> None:
 
 def _set(path: str, value: Any) -> Any:
     """A change of one place in the document."""
-
-    def change(document: dict[str, Any]) -> None:
-        *parents, last = path.split(".")
-        place: Any = document
-        for part in parents:
-            place = place[int(part)] if part.isdigit() else place[part]
-        place[last] = value
-
-    return change
+    return setting(*(int(part) if part.isdigit() else part for part in path.split(".")), value=value)
 
 
 _COLUMNS = {
@@ -231,14 +223,6 @@ def test_a_folder_above_a_version_names_one(tmp_path: Path) -> None:
             read_spec(folder)
 
 
-def _places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every field and list element below a value."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, item in items:
-        yield (*place, name)
-        yield from _places(item, (*place, name))
-
-
 def _written(spec: ModelSpec) -> dict[str, Any]:
     return {"format": 1, **json.loads(json.dumps(asdict(spec)))}
 
@@ -270,18 +254,17 @@ _OTHERS: dict[type, tuple[Any, ...]] = {
 """By the type of a field's value, what is not allowed there."""
 
 
-@pytest.mark.parametrize("place", [pytest.param(p, id=".".join(map(str, p))) for p in _places(_written(_FULL))])
+@pytest.mark.parametrize("place", [pytest.param(p, id=".".join(map(str, p))) for p in places(_written(_FULL))])
 def test_a_value_of_another_type_is_refused_in_every_field(tmp_path: Path, place: tuple[Any, ...]) -> None:
     """The error names the field; no such value is taken for one of the field's own type."""
     if len(place) > 1 and place[0] in _OF_ANY_TYPE:
         place = place[:1]
-    *parents, last = place
     field = next(name for name in reversed(place) if isinstance(name, str))
     for value in _OTHERS[type(reduce(getitem, place, _written(_FULL)))]:
         if value is None and field in _OPTIONAL:
             continue
         document = _written(_FULL)
-        reduce(getitem, parents, document)[last] = value
+        setting(*place, value=value)(document)
         (tmp_path / SESSION_FILE).write_text(json.dumps(document))
         with pytest.raises(ModelFormatError, match=rf"session\.json: .*{field}"):
             read_spec(tmp_path)

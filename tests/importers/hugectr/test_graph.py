@@ -18,6 +18,7 @@ from inference_session.importers.hugectr.dense_weights import BatchStatistics, D
 from inference_session.importers.hugectr.graph import Graph, read_graph
 from inference_session.importers.hugectr.onnx_graph import build_dense_network
 from tests.testing.hugectr_graphs import GraphMaker
+from tests.testing.json_places import dropping, places, setting
 
 Document = dict[str, Any]
 
@@ -69,70 +70,50 @@ def test_a_key_count_may_be_a_number_or_a_list_per_slot(tmp_path: Path) -> None:
         read(content, tmp_path)
 
 
-def _set(*field: str | int, value: Any) -> Callable[[Document], None]:
-    def damage(content: Document) -> None:
-        target: Any = content
-        for part in field[:-1]:
-            target = target[part]
-        target[field[-1]] = value
-
-    return damage
-
-
-def _drop(*field: str | int) -> Callable[[Document], None]:
-    def damage(content: Document) -> None:
-        target: Any = content
-        for part in field[:-1]:
-            target = target[part]
-        del target[field[-1]]
-
-    return damage
-
-
 DAMAGES: list[tuple[Callable[[Document], None], str]] = [
-    (_set("layers", value={}), "'layers': expected a list of layers, found"),
-    (_set("layers", value=[]), "'layers': expected a list of layers, found"),
-    (_set("layers", 3, value=7), r"'layers\[3\]': expected an object, found 7"),
-    (_drop("layers", 3, "type"), r"'layers\[3\]\.type': layer 3: expected a name or a list of names, found"),
-    (_set("layers", 0, "type", value="Add"), "the first layer must be of type 'Data'"),
-    (_drop("layers", 0, "dense"), r"dense\.top': layer 0: expected a name or a list of names, found"),
+    (setting("layers", value={}), "'layers': expected a list of layers, found"),
+    (setting("layers", value=[]), "'layers': expected a list of layers, found"),
+    (setting("layers", 3, value=7), r"'layers\[3\]': expected an object, found 7"),
+    (dropping("layers", 3, "type"), r"'layers\[3\]\.type': layer 3: expected a name or a list of names, found"),
+    (setting("layers", 0, "type", value="Add"), "the first layer must be of type 'Data'"),
+    (dropping("layers", 0, "dense"), r"dense\.top': layer 0: expected a name or a list of names, found"),
     (
-        _set("layers", 3, "top", value="\ud800"),
+        setting("layers", 3, "top", value="\ud800"),
         r"layers\[3\]\.top': layer 3: expected a name or a list of names, found",
     ),
     (
-        _set("layers", 3, "top", value=["ok", ""]),
+        setting("layers", 3, "top", value=["ok", ""]),
         r"layers\[3\]\.top': layer 3: expected a name or a list of names, found",
     ),
-    (_set("layers", 0, "dense", "dense_dim", value=-1), "dense_dim': layer 0 Data: found -1; allowed: whole"),
-    (_set("layers", 0, "dense", "dense_dim", value=1e30), "dense_dim"),
-    (_set("layers", 0, "dense", "dense_dim", value=True), "dense_dim"),
-    (_set("layers", 0, "label", "label_dim", value=0), "label_dim': layer 0 Data: found 0"),
-    (_set("layers", 0, "label", value={"top": ["a", "b"], "label_dim": [1]}), "2 names, but the dimensions"),
-    (_set("layers", 0, "label", "top", value="dense"), "the label and the dense input need different names"),
-    (_set("layers", 0, "sparse", value="x"), "sparse': layer 0 Data: expected a list, found"),
-    (_set("layers", 0, "sparse", 0, value=[]), r"sparse\[0\]': expected an object, found"),
-    (_set("layers", 0, "sparse", 0, "top", value="data_emb2"), "'data_emb2' is used twice"),
-    (_set("layers", 0, "sparse", 0, "top", value=[1]), r"sparse\[0\].top': layer 0: expected a name"),
-    (_set("layers", 0, "sparse", 0, "slot_num", value=0), "slot_num': found 0"),
-    (_set("layers", 0, "sparse", 0, "slot_num", value="2"), "slot_num': found '2'"),
-    (_set("layers", 1, "bottom", value="nothing"), "must be one of the sparse inputs: 'data_emb', 'data_emb2'"),
-    (_set("layers", 1, "top", value=["a", "b"]), "expected one name, found"),
-    (_set("layers", 2, "top", value="emb"), "the name 'emb' is used twice"),
-    (_drop("layers", 1, "sparse_embedding_hparam"), "embedding_vec_size': layer 1"),
-    (_set("layers", 1, "sparse_embedding_hparam", "combiner", value="max"), "found 'max'; allowed: 'sum', 'mean'"),
+    (setting("layers", 0, "dense", "dense_dim", value=-1), "dense_dim': layer 0 Data: found -1; allowed: whole"),
+    (setting("layers", 0, "dense", "dense_dim", value=1e30), "dense_dim"),
+    (setting("layers", 0, "dense", "dense_dim", value=True), "dense_dim"),
+    (setting("layers", 0, "label", "label_dim", value=0), "label_dim': layer 0 Data: found 0"),
+    (setting("layers", 0, "label", value={"top": ["a", "b"], "label_dim": [1]}), "2 names, but the dimensions"),
+    (setting("layers", 0, "label", "top", value="dense"), "the label and the dense input need different names"),
+    (setting("layers", 0, "sparse", value="x"), "sparse': layer 0 Data: expected a list, found"),
+    (setting("layers", 0, "sparse", 0, value=[]), r"sparse\[0\]': expected an object, found"),
+    (setting("layers", 0, "sparse", 0, "top", value="data_emb2"), "'data_emb2' is used twice"),
+    (setting("layers", 0, "sparse", 0, "top", value=[1]), r"sparse\[0\].top': layer 0: expected a name"),
+    (setting("layers", 0, "sparse", 0, "slot_num", value=0), "slot_num': found 0"),
+    (setting("layers", 0, "sparse", 0, "slot_num", value="2"), "slot_num': found '2'"),
+    (setting("layers", 1, "bottom", value="nothing"), "must be one of the sparse inputs: 'data_emb', 'data_emb2'"),
+    (setting("layers", 1, "top", value=["a", "b"]), "expected one name, found"),
+    (setting("layers", 2, "top", value="emb"), "the name 'emb' is used twice"),
+    (dropping("layers", 1, "sparse_embedding_hparam"), "embedding_vec_size': layer 1"),
+    (setting("layers", 1, "sparse_embedding_hparam", "combiner", value="max"), "found 'max'; allowed: 'sum', 'mean'"),
     (
-        _set("layers", 1, "sparse_embedding_hparam", "embedding_vec_size", value=16_000_000),
+        setting("layers", 1, "sparse_embedding_hparam", "embedding_vec_size", value=16_000_000),
         "elements are too many; at most",
     ),
-    (_set("layers", 3, "bottom", value="later"), "no layer before this one produces 'later'"),
-    (_set("layers", 3, "bottom", value="reshape3"), "no layer before this one produces 'reshape3'"),
+    (setting("layers", 3, "bottom", value="later"), "no layer before this one produces 'later'"),
+    (setting("layers", 3, "bottom", value="reshape3"), "no layer before this one produces 'reshape3'"),
     (
-        _set("layers", 3, "bottom", value=[["x"]]),
+        setting("layers", 3, "bottom", value=[["x"]]),
         r"'layers\[3\]\.bottom': layer 3: expected a name or a list of names, found",
     ),
-    (_set("layers", 4, "top", value="dense"), "the name 'dense' is used twice"),
-    (_set("layers", 4, "bottom", value=["dense", "label"]), "no layer before this one produces 'label'"),
+    (setting("layers", 4, "top", value="dense"), "the name 'dense' is used twice"),
+    (setting("layers", 4, "bottom", value=["dense", "label"]), "no layer before this one produces 'label'"),
 ]
 
 
@@ -328,19 +309,13 @@ _JSON = st.recursive(
 )
 
 
-def _places(value: Any, at: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
-    """Every place in a document that can be overwritten."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [place for key, inner in items for place in [(*at, key), *_places(inner, (*at, key))]]
-
-
 @settings(max_examples=300)
 @given(data=st.data(), replacement=_JSON)
 def test_no_replaced_value_does_worse_than_an_error(data: st.DataObject, replacement: Any, tmp_path: Path) -> None:
     """Any value in any place of the graph gives a network, or an error of ours."""
     content = document()
-    place = data.draw(st.sampled_from(_places(content)))
-    _set(*place, value=replacement)(content)
+    place = data.draw(st.sampled_from(list(places(content))))
+    setting(*place, value=replacement)(content)
     (tmp_path / "dense.model").write_bytes(bytes(4 * 12))
 
     with contextlib.suppress(ModelFormatError, UnsupportedModelError):

@@ -24,6 +24,7 @@ from inference_session.importers.hugectr.ps_fields import (
     acting_settings,
 )
 from inference_session.importers.hugectr.ps_json import read_ps_json
+from tests.testing.json_places import setting
 
 Document = dict[str, Any]
 
@@ -76,10 +77,7 @@ def read(document: Document | str, folder: Path) -> PsJson:
 
 def changed(document: Document, *field: str | int, value: Any) -> Document:
     copy: Document = json.loads(json.dumps(document))
-    target: Any = copy
-    for part in field[:-1]:
-        target = target[part]
-    target[field[-1]] = value
+    setting(*field, value=value)(copy)
     return copy
 
 
