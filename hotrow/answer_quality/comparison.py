@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,8 +42,14 @@ class LabelAuc:
     """The AUC of one label's predictions by both versions."""
 
     label: str
-    before: float
-    after: float
+    before: float | None
+    """None: there is no AUC, because all samples have the same label."""
+    after: float | None
+
+    def __str__(self) -> str:
+        if self.before is None or self.after is None:
+            return f"AUC of {self.label!r}: none, because all samples have the same label"
+        return f"AUC of {self.label!r}: {self.before:.6f} before, {self.after:.6f} after"
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class AnswerQuality:
     def __str__(self) -> str:
         lines = [f"Answers to {self.requests}:"]
         lines += [f"  {d.output!r}: largest difference {d.largest:.3g}, mean {d.mean:.3g}" for d in self.differences]
-        lines += [f"  AUC of {a.label!r}: {a.before:.6f} before, {a.after:.6f} after" for a in self.aucs]
+        lines += [f"  {auc}" for auc in self.aucs]
         return "\n".join(lines)
 
 
@@ -141,8 +148,11 @@ def _aucs(spec: ModelSpec, path: Path, before: Sequence[NamedArrays], after: Seq
             f"labels {path}: shape {list(labels.shape)}, expected {list(scores[0].shape)}, one column for each of "
             f"{', '.join(map(repr, spec.labels))}"
         )
+    if not np.isin(labels, (0, 1)).all():
+        raise ConfigurationError(f"labels {path}: holds {labels[~np.isin(labels, (0, 1))][0]:g}, expected 0 and 1")
     before_after = zip(*(auc_by_label(labels, each) for each in scores), strict=True)
-    return [LabelAuc(name, *pair) for name, pair in zip(spec.labels, before_after, strict=True)]
+    found = ([None if math.isnan(auc) else auc for auc in pair] for pair in before_after)
+    return [LabelAuc(name, *pair) for name, pair in zip(spec.labels, found, strict=True)]
 
 
 def _read_labels(path: Path, names: Sequence[str]) -> NDArray[Any]:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from inference_session.errors import TraceFormatError
 
 TRACE_FORMATS = ("auto", "npy", "int64", "int64-be", "text", "csv")
-_SUFFIXES = {".npy": "npy", ".txt": "text", ".csv": "csv"}
+_SUFFIXES = {".npy": "npy", ".npz": "npy", ".txt": "text", ".csv": "csv"}
 _COMPRESSED = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 CHUNK_KEYS = 1 << 20
 CHUNK_BYTES = 1 << 22
@@ -55,7 +55,8 @@ def read_trace(path: Path, trace_format: str = "auto") -> Iterator[TracePart]:
 
     Args:
         path: the file.
-        trace_format: one of TRACE_FORMATS; `auto` goes by the name's suffix, and takes `int64` for an unknown one.
+        trace_format: one of TRACE_FORMATS; `auto` goes by the name's suffix, and takes `int64` for an unknown one
+            (.npz, an archive of arrays, is refused as no .npy).
 
     Raises:
         TraceFormatError: the file is not of that format, or damaged; names it.

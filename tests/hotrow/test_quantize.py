@@ -172,6 +172,20 @@ def test_auc_of_each_label_is_told(kind: str, version_dir: Path, tmp_path: Path)
         assert item["after"] == pytest.approx(slow_auc(labels[:, column], scores[1][:, column]))
 
 
+def test_labels_that_are_all_the_same_have_no_auc(version_dir: Path, tmp_path: Path) -> None:
+    """The report says why, and JSON has null: NaN is none of its numbers."""
+    np.savez(tmp_path / "requests.npz", **inputs(5))
+    np.save(tmp_path / "labels.npy", np.array([[0, 1]] * 4 + [[1, 1]]))
+    options = ("--requests", tmp_path / "requests.npz", "--labels", tmp_path / "labels.npy")
+
+    text = run("quantize", version_dir, "--tables", "int8", *options).output
+    assert "AUC of 'stay': none, because all samples have the same label" in text
+    found = run("quantize", version_dir, "--tables", "int8", *options, "--json").output
+    click, stay = json.loads(found)["quality"]["aucs"]
+    assert isinstance(click["before"], float)
+    assert stay == {"label": "stay", "before": None, "after": None}
+
+
 def slow_auc(labels: np.ndarray, scores: np.ndarray) -> float:
     """By all pairs."""
     pairs = [(a > b) + (a == b) / 2 for a in scores[labels == 1] for b in scores[labels == 0]]
@@ -187,6 +201,7 @@ def slow_auc(labels: np.ndarray, scores: np.ndarray) -> float:
         (("--requests", "empty.npz", "--max-error", "0"), "empty.npz: the request has no sample"),
         (("--requests", "requests.npz", "--labels", "short.npy"), r"shape [3, 2], expected [5, 2]"),
         (("--requests", "requests.npz", "--labels", "broken.npz"), "expected 0 and 1"),
+        (("--requests", "requests.npz", "--labels", "stars.npy"), "labels stars.npy: holds 5, expected 0 and 1"),
         (("--requests", "requests.npz", "--labels", "other.npz"), "an array for each of 'click', 'stay'"),
     ],
 )
@@ -200,6 +215,7 @@ def test_what_does_not_fit_is_refused(
     np.savez("other.npz", x=np.zeros(3))
     np.save("labels.npy", np.zeros((5, 2)))
     np.save("short.npy", np.zeros((3, 2)))
+    np.save("stars.npy", np.full((5, 2), 5))
     Path("broken.npz").write_bytes(b"nothing")
     done = run("quantize", version_dir, "--tables", "int8", *options)
 

@@ -96,6 +96,7 @@ def test_csv_without_tables(tmp_path: Path) -> None:
         ("t.csv", b"key\n1\n\xff\n", "codec can't decode"),
         ("t.npy", b"\x93NUMPY", "EOF"),
         ("t.npy", b"PK\x03\x04 not numpy's", "magic"),
+        ("t.npz", b"PK\x03\x04 an archive, whole keys", "magic"),
         ("t.npy.gz", b"not gzip", "Not a gzipped file"),
         ("t.xz", b"not xz", "not supported|corrupt"),
         ("t.bin.xz", lzma.compress(_KEYS.tobytes())[:-20], "end-of-stream|Compressed file ended"),
