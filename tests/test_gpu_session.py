@@ -89,6 +89,13 @@ def test_all_outputs_agree_with_numpy(
         assert_answers(session.run(inputs), small_model.expected(version[1], inputs))
 
 
+def test_nothing_is_printed(version: tuple[Path, small_model.Arrays], capfd: pytest.CaptureFixture[str]) -> None:
+    """By libraries below us: a server's log would have it at each load."""
+    with InferenceSession.open(version[0], device="cuda:0") as session:
+        session.run(small_model.random_inputs(3, np.random.default_rng(0)))
+    assert capfd.readouterr() == ("", "")
+
+
 def test_requests_are_joined_and_harm_no_other(
     session: InferenceSession, version: tuple[Path, small_model.Arrays]
 ) -> None:

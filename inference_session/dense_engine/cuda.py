@@ -113,7 +113,7 @@ class CudaEngine(OnnxEngine):
         if reason := unusable_network():
             raise ConfigurationError(f"device cannot be 'cuda:{gpu.device_id}': {reason}")
         settings = {
-            "device_id": str(gpu.device_id),
+            **device_option(gpu),
             "user_compute_stream": str(gpu.stream.ptr),
             "use_tf32": str(int(use_tf32)),
             "arena_extend_strategy": "kSameAsRequested",
@@ -395,6 +395,14 @@ def _has_large_node(network: NetworkFile) -> bool:
     except (OSError, DecodeError):  # ONNX Runtime says why
         return False
     return most_arrays(model.graph) > _MAX_NODE_ARRAYS
+
+
+def device_option(gpu: CudaDevice) -> dict[str, str]:
+    """The option of ONNX Runtime's providers that names the device; none for the first one, which is the default.
+
+    Where it is named, ONNX Runtime prints a warning from 1.26 on: that no plugin has the device.
+    """
+    return {"device_id": str(gpu.device_id)} if gpu.device_id else {}
 
 
 @contextlib.contextmanager

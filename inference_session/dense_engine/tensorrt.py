@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inference_session.dense_engine.base import PreparedRuns
-from inference_session.dense_engine.cuda import CudaBoundRun, CudaEngine
+from inference_session.dense_engine.cuda import CudaBoundRun, CudaEngine, device_option
 from inference_session.dense_engine.network_file import NetworkFile
 from inference_session.dense_engine.onnx import OnnxEngine
 from inference_session.dense_engine.tensorrt_profile import profile_shapes
@@ -45,7 +45,7 @@ class TensorRtEngine(CudaEngine):
             raise ConfigurationError(f"dense_engine cannot be 'tensorrt', use 'onnxruntime': {reason}")
         self._max_samples = max_samples
         self._settings = {
-            "device_id": str(gpu.device_id),
+            **device_option(gpu),
             "user_compute_stream": str(gpu.stream.ptr),
             "trt_fp16_enable": str(int(in_float16)),
             "trt_timing_cache_enable": "1",  # it holds durations of kernels, and no results of a network
