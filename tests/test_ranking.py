@@ -18,6 +18,7 @@ from inference_session.model_spec import CANDIDATES
 from inference_session.requests.ranking_layout import split_by_context
 from tests.testing.onnx_evaluation import Arrays, run_network
 from tests.testing.onnx_models import import_model, model_of, table
+from tests.testing.ranking import tiled
 
 DIM, CONTEXT = 4, ("user", "clicks", "age")
 TEXT = """g (int64[n] user, int64[n, length] clicks, float[n, 2] age, int64[n] item, float[n, 1] price)
@@ -73,8 +74,7 @@ def request(num_contexts: int, num_candidates: int, *, length: int = 5, seed: in
 
 def expected(model: Path, inputs: Arrays, counts: Sequence[int]) -> Arrays:
     """The original's answers to tiled inputs."""
-    rows = np.repeat(np.arange(len(counts)), counts)
-    return run_network(model, {name: array[rows] if name in CONTEXT else array for name, array in inputs.items()})
+    return run_network(model, tiled(CONTEXT, inputs, counts))
 
 
 def assert_alike(found: Any, wanted: Arrays) -> None:

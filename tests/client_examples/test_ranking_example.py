@@ -6,35 +6,23 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import onnx
 import pytest
 
 from inference_session.importers.onnx import import_onnx
 from tests.testing import ROOT
-from tests.testing.onnx_models import model_of, table
 from tests.testing.programs import run_program
+from tests.testing.ranking import CONTEXT, small_ranker
 from triton_backend.launcher.server import ServerOptions, TritonServer
 from triton_backend.repository.config_writer import write_model_config
-
-TEXT = """ranker (int64[n] user_id, int64[n, length] clicks, int64[n] item_id) => (float[n, 1] score) {
-    u = Gather(users, user_id)
-    h = Gather(items, clicks)
-    p = ReduceMean<axes = [1], keepdims = 0>(h)
-    t = Gather(items, item_id)
-    both = Add(u, p)
-    product = Mul(both, t)
-    score = ReduceSum<keepdims = 1>(product, one)
-}"""
 
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a model `ranker`, whose user and clicks are the context."""
     folder = tmp_path_factory.mktemp("ranking")
-    constants = {"users": table(seed=1), "items": table(seed=2), "one": np.array([1])}
-    onnx.save(model_of(TEXT, constants, opset=17), folder / "model.onnx")
-    report = import_onnx(folder / "model.onnx", folder / "repository", "ranker", context=["user_id", "clicks"])
+    onnx.save(small_ranker(), folder / "model.onnx")
+    report = import_onnx(folder / "model.onnx", folder / "repository", "ranker", context=CONTEXT)
     write_model_config(report.version_dir, report.spec, "ranker")
     return folder / "repository"
 
@@ -45,7 +33,7 @@ def test_items_are_ranked_for_each_user(tritonserver: None, repository: Path) ->
     options = ServerOptions(repository, ("ranker",), http_port=0, grpc_port=0, metrics_port=0)
     with TritonServer.start(options) as server:
         command = (sys.executable, ROOT / "client_examples" / "rank_candidates.py", "--url", server.endpoints["gRPC"])
-        context = ("--model", "ranker", "--context", "user_id", "--context", "clicks")
+        context = ("--model", "ranker", "--context", "user", "--context", "clicks")
         for num_users in ("1", "3"):
             lines = run_program(*command, *context, "--users", num_users).splitlines()
             assert [line.partition(":")[0] for line in lines] == [f"user {i}" for i in range(int(num_users))]
@@ -64,7 +52,7 @@ def test_perf_analyzer_sends_one_context_with_many_candidates(repository: Path, 
     entries = json.loads(path.read_text(encoding="utf-8"))["data"]
     assert len(entries) == 3
     assert {name: entry["shape"] for name, entry in entries[0].items()} == {
-        "user_id": [1],
+        "user": [1],
         "clicks": [1, 8],
-        "item_id": [500],
+        "item": [500],
     }

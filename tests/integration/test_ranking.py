@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException
 
 from inference_session.importers.onnx import import_onnx
-from tests.testing.onnx_models import model_of, table
+from tests.testing.ranking import CONTEXT, ITEMS, USERS, random_keys, small_ranker
 from tests.testing.served import Served, start
 from tests.testing.served_requests import ask, counters, is_unregistered
 from tests.testing.servers import PATIENCE_S, wait_until
@@ -23,41 +23,18 @@ from triton_backend.repository.config_writer import write_model_config
 
 pytestmark = pytest.mark.triton
 
-DIM, ROWS = 4, 1000
-USERS, ITEMS = table(dim=DIM, seed=1), table(dim=DIM, seed=2)
-TEXT = """ranker (int64[n] user, int64[n, 3] clicks, int64[n] item) => (float[n, 1] score) {
-    u = Gather(users, user)
-    h = Gather(items, clicks)
-    p = ReduceSum<keepdims = 0>(h, one)
-    t = Gather(items, item)
-    both = Add(u, p)
-    product = Mul(both, t)
-    score = ReduceSum<keepdims = 1>(product, one)
-}"""
-
 
 @pytest.fixture(scope="module")
 def ranker(tritonserver: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server with one model whose user and clicks are its context."""
     folder = tmp_path_factory.mktemp("ranker")
-    constants = {"users": USERS, "items": ITEMS, "one": np.array([1])}
-    onnx.save(model_of(TEXT, constants), folder / "model.onnx")
+    onnx.save(small_ranker(), folder / "model.onnx")
     repository = folder / "repository"
-    report = import_onnx(folder / "model.onnx", repository, "ranker", context=["user", "clicks"])
+    report = import_onnx(folder / "model.onnx", repository, "ranker", context=CONTEXT)
     write_model_config(report.version_dir, report.spec, "ranker")
     served = start(repository)
     yield served
     served.close()
-
-
-def request(num_users: int, num_items: int, seed: int = 0) -> dict[str, NDArray[Any]]:
-    """Random keys."""
-    random = np.random.default_rng(seed)
-    return {
-        "user": random.integers(0, ROWS, num_users),
-        "clicks": random.integers(0, ROWS, (num_users, 3)),
-        "item": random.integers(0, ROWS, num_items),
-    }
 
 
 def scores(inputs: Mapping[str, NDArray[Any]], counts: list[int]) -> NDArray[np.float64]:
@@ -76,15 +53,15 @@ def assert_alike(answer: Any, wanted: NDArray[np.float64], output: str = "score"
 def test_a_context_is_sent_once(ranker: Served, protocol: str) -> None:
     """One context for all candidates; several with CANDIDATES; as many as candidates, as clients that tile send."""
     with ranker.http_client() if protocol == "http" else ranker.grpc_client() as client:
-        inputs = request(1, 500)
+        inputs = random_keys(1, 500)
         assert_alike(ask(client, "ranker", inputs), scores(inputs, [500]), "OUTPUT0")
-        inputs = request(3, 10)
+        inputs = random_keys(3, 10)
         counts = np.array([7, 0, 3], np.int32)
         assert_alike(ask(client, "ranker", {**inputs, "CANDIDATES": counts}), scores(inputs, [7, 0, 3]))
-        inputs = request(4, 4)
+        inputs = random_keys(4, 4)
         assert_alike(ask(client, "ranker", inputs), scores(inputs, [1] * 4))
         assert_alike(ask(client, "ranker", {**inputs, "CANDIDATES": np.ones(4, np.int32)}), scores(inputs, [1] * 4))
-        inputs = request(1, 0)
+        inputs = random_keys(1, 0)
         assert ask(client, "ranker", inputs).as_numpy("score").shape == (0, 1)
 
 
@@ -92,7 +69,7 @@ def test_shared_memory(ranker: Served) -> None:
     """Inputs of different first dimensions out of one region."""
     import tritonclient.grpc as triton
 
-    arrays = request(1, 30)
+    arrays = random_keys(1, 30)
     num_bytes = sum(array.nbytes for array in arrays.values())
     with ranker.grpc_client() as client:
         handle = system_memory.create_shared_memory_region("ranker", "/hotrow_test_ranker", num_bytes)
@@ -115,7 +92,7 @@ def test_bad_requests_harm_no_other(ranker: Served) -> None:
     """Of requests that come together, those with contradictory numbers are refused; the error says what was found."""
 
     def send(seed: int) -> str:
-        inputs = request(1, 20 + seed, seed)
+        inputs = random_keys(1, 20 + seed, seed)
         with ranker.grpc_client() as client:
             if seed % 3:
                 assert_alike(ask(client, "ranker", inputs, client_timeout=PATIENCE_S), scores(inputs, [20 + seed]))
@@ -135,7 +112,7 @@ def test_contexts_and_candidates_are_counted(ranker: Served) -> None:
     wait_until(lambda: "hotrow_contexts_total" in counters(ranker, **labels), "metrics of contexts")
     with ranker.grpc_client() as client:
         before = counters(ranker, **labels)
-        ask(client, "ranker", request(1, 11, seed=99))
+        ask(client, "ranker", random_keys(1, 11, seed=99))
 
     def counted() -> bool:
         after = counters(ranker, **labels)

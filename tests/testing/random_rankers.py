@@ -50,11 +50,6 @@ class RandomRanker:
             found[each.name] = random.integers(0, NUM_ROWS, shape) if each.is_key else numbers.astype(np.float32)
         return found
 
-    def tiled(self, request: dict[str, Array], counts: Sequence[int]) -> dict[str, Array]:
-        """The same with a context's row for each of its candidates."""
-        rows = np.repeat(np.arange(len(counts)), counts)
-        return {each.name: request[each.name][rows] if each.is_contexts else request[each.name] for each in self.inputs}
-
 
 @dataclass(frozen=True)
 class _Value:

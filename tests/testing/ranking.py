@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from inference_session.importers.report import ImportReport
 from inference_session.model_spec import BLOCK_CONTEXT, RANKING_FILE, RANKING_KEYS_FILE, ROW_CONTEXT
 from inference_session.requests.blocks import arrange
 from tests.testing.onnx_evaluation import Arrays, run_network
-from tests.testing.onnx_models import import_model
+from tests.testing.onnx_models import import_model, model_of, table
 
 TOLERANCE = 1e-6
 
@@ -33,16 +33,16 @@ def check_ranking(
 
 def assert_alike(tmp_path: Path, report: ImportReport, inputs: Arrays, counts: Sequence[int]) -> None:
     """One request."""
-    expected = run_network(tmp_path / "model.onnx", tiled(report, inputs, counts))
+    expected = run_network(tmp_path / "model.onnx", tiled(report.spec.context, inputs, counts))
     for name, found in rank(report, inputs, counts).items():
         limit = TOLERANCE * max(1.0, float(np.abs(expected[name]).max(initial=0)))
         np.testing.assert_allclose(found, expected[name], rtol=0, atol=limit, err_msg=name)
 
 
-def tiled(report: ImportReport, inputs: Arrays, counts: Sequence[int]) -> Arrays:
-    """Inputs with a context's row for each of its candidates."""
+def tiled(context: Collection[str], inputs: Arrays, counts: Sequence[int]) -> Arrays:
+    """Inputs with a context's row for each of its candidates; `context`: the names of its inputs."""
     rows = np.repeat(np.arange(len(counts)), counts)
-    return {name: array[rows] if name in report.spec.context else array for name, array in inputs.items()}
+    return {name: array[rows] if name in context else array for name, array in inputs.items()}
 
 
 def rank(report: ImportReport, inputs: Arrays, counts: Sequence[int]) -> Arrays:
@@ -98,3 +98,28 @@ def requests(**shapes: tuple[int, ...]) -> list[tuple[Arrays, tuple[int, ...]]]:
             inputs[name] = random.standard_normal(size, np.float32) if is_number else random.integers(0, 1000, size)
         found.append((inputs, counts))
     return found
+
+
+CONTEXT = ("user", "clicks")
+USERS, ITEMS = table(dim=DIM, seed=1), table(dim=DIM, seed=2)
+_RANKER = """ranker (int64[n] user, int64[n, length] clicks, int64[n] item) => (float[n, 1] score) {
+    u = Gather(users, user)
+    h = Gather(items, clicks)
+    p = ReduceSum<keepdims = 0>(h, one)
+    t = Gather(items, item)
+    both = Add(u, p)
+    product = Mul(both, t)
+    score = ReduceSum<keepdims = 1>(product, one)
+}"""
+
+
+def small_ranker() -> ModelProto:
+    """A model that scores items for users by vectors alone; `CONTEXT` are its context inputs."""
+    return model_of(_RANKER, {"users": USERS, "items": ITEMS, "one": np.array([1])})
+
+
+def random_keys(num_contexts: int, num_candidates: int, seed: int = 0) -> Arrays:
+    """A request to `small_ranker`."""
+    random = np.random.default_rng(seed)
+    shapes = {"user": (num_contexts,), "clicks": (num_contexts, 3), "item": (num_candidates,)}
+    return {name: random.integers(0, len(USERS), shape) for name, shape in shapes.items()}

@@ -19,7 +19,7 @@ from inference_session.version_directory.session_file import read_spec
 from tests.testing.onnx_evaluation import Arrays, run_network
 from tests.testing.onnx_models import import_model, model_of, table
 from tests.testing.random_rankers import RandomRanker, random_ranker
-from tests.testing.ranking import DIM, matrix
+from tests.testing.ranking import DIM, matrix, tiled
 
 PROMISED = 1e-6
 COUNTS = ([300], [1], [7, 0, 100, 3], [10] * 8, [1, 1, 1], [2], [1] * 9, [40] * 16)
@@ -46,7 +46,7 @@ def test_random_models(tmp_path: Path, seed: int) -> None:
     with InferenceSession.open(report.version_dir) as session:
         for number, (counts, scale) in enumerate(zip(COUNTS, SCALES, strict=True)):
             request = ranker.request(number, counts, *scale)
-            wanted = run_network(tmp_path / "model.onnx", ranker.tiled(request, counts))
+            wanted = run_network(tmp_path / "model.onnx", tiled(ranker.context, request, counts))
             found = session.run({**request, CANDIDATES: np.array(counts, np.int32)}, list(wanted))
             assert_within(found, wanted)
 
@@ -64,7 +64,7 @@ def test_a_network_that_tiles_answers_bitwise_as_the_original(
     with InferenceSession.open(report.version_dir, dense_threads=1) as session:
         for number, counts in enumerate([[50], [2], [3, 4], [0, 9, 1]]):
             request = ranker.request(number, counts, 100.0)
-            wanted = run_network(tmp_path / "model.onnx", ranker.tiled(request, counts))
+            wanted = run_network(tmp_path / "model.onnx", tiled(ranker.context, request, counts))
             found = session.run({**request, CANDIDATES: np.array(counts, np.int32)}, list(wanted))
             for name, expected in wanted.items():
                 np.testing.assert_array_equal(found[name], expected)
@@ -157,7 +157,7 @@ def test_a_model_of_which_every_division_answers_differently_stays_whole(
     assert not report.spec.is_divided
     assert "the network is not divided: every way of dividing it that was tried answers differently" in str(report)
     request = ranker.request(0, [5])
-    wanted = run_network(tmp_path / "model.onnx", ranker.tiled(request, [5]))
+    wanted = run_network(tmp_path / "model.onnx", tiled(ranker.context, request, [5]))
     with InferenceSession.open(report.version_dir) as session:
         assert_within(session.run(request, list(wanted)), wanted)
 

@@ -16,23 +16,13 @@ from inference_session.importers.onnx.ranking.times import Times
 from inference_session.importers.report import ImportReport
 from inference_session.model_spec import CANDIDATES, RANKING_FILE
 from tests.testing.onnx_evaluation import run_network
-from tests.testing.onnx_models import import_model, model_of, table
-
-TEXT = """g (int64[n] user, int64[n, length] clicks, int64[n] item) => (float[n, 4] y) {
-    u = Gather(users, user)
-    h = Gather(users, clicks)
-    p = ReduceSum<keepdims = 0>(h, one)
-    t = Gather(users, item)
-    z = Mul(u, t)
-    y = Add(z, p)
-}"""
-CONTEXT = ["user", "clicks"]
+from tests.testing.onnx_models import import_model
+from tests.testing.ranking import CONTEXT, random_keys, small_ranker, tiled
 
 
 def imported(tmp_path: Path) -> ImportReport:
     """A small model."""
-    constants = {"users": table(dim=4), "one": np.array([1])}
-    return import_model(tmp_path, model_of(TEXT, constants, opset=17), context=CONTEXT)
+    return import_model(tmp_path, small_ranker(), context=CONTEXT)
 
 
 @pytest.fixture
@@ -42,34 +32,23 @@ def undivided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ImportReport:
     return imported(tmp_path)
 
 
-def request(num_contexts: int, num_candidates: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random keys."""
-    random = np.random.default_rng(seed)
-    return {
-        "user": random.integers(0, 1000, num_contexts),
-        "clicks": random.integers(0, 1000, (num_contexts, 3)),
-        "item": random.integers(0, 1000, num_candidates),
-    }
-
-
 def test_the_whole_network_answers(tmp_path: Path, undivided: ImportReport) -> None:
     """One context, several, joined, and with others that are refused."""
     assert not (undivided.version_dir / RANKING_FILE).exists()
     with InferenceSession.open(undivided.version_dir) as session:
         cases = [[5], [2, 0, 3], [1, 1], [1]]
         requests = [
-            Request({**request(len(counts), sum(counts), seed), CANDIDATES: np.array(counts, np.int32)})
+            Request({**random_keys(len(counts), sum(counts), seed), CANDIDATES: np.array(counts, np.int32)})
             for seed, counts in enumerate(cases)
         ]
-        bad = Request({**request(2, 5), CANDIDATES: np.array([1, 1], np.int32)})
+        bad = Request({**random_keys(2, 5), CANDIDATES: np.array([1, 1], np.int32)})
         *answers, refused = session.run_many([*requests, bad])
         assert isinstance(refused, HotrowError)
         for counts, each, answer in zip(cases, requests, answers, strict=True):
             inputs = {name: each.inputs[name] for name in ("user", "clicks", "item")}
-            tiled = {n: np.repeat(a, counts, axis=0) if n in CONTEXT else a for n, a in inputs.items()}
-            wanted = run_network(tmp_path / "model.onnx", tiled)
-            np.testing.assert_allclose(answer["y"], wanted["y"], rtol=0, atol=1e-6)  # type: ignore[index]
-        assert session.predict(request(1, 7)).shape == (7, 4)
+            wanted = run_network(tmp_path / "model.onnx", tiled(CONTEXT, inputs, counts))["score"]
+            np.testing.assert_allclose(answer["score"], wanted, rtol=0, atol=1e-5)  # type: ignore[index]
+        assert session.predict(random_keys(1, 7)).shape == (7, 1)
         stats = session.stats()
         assert stats["contexts_total"] == 1 + 3 + 2 + 1 + 1
         assert stats["candidates_total"] == 5 + 5 + 2 + 1 + 7
