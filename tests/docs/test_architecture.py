@@ -90,6 +90,16 @@ def calls_of(act: Callable[[], object]) -> list[Call]:
     return found
 
 
+def num_modules(act: Callable[[], object]) -> int:
+    """The modules of the library whose functions are called."""
+    return len({call.module for call in calls_of(act)})
+
+
+def said() -> str:
+    """The page's text in one line."""
+    return " ".join(PAGE.read_text(encoding="utf-8").split())
+
+
 def _name(frame: FrameType) -> str:
     """The function's name, with that of the class that has it."""
     name, self = frame.f_code.co_name, frame.f_locals.get("self")
@@ -121,6 +131,7 @@ def test_a_request_of_any_kind(tmp_path: Path) -> None:
         inputs = session.layout.generated(2).inputs
         request = Request({**inputs, "codes": np.asfortranarray(inputs["codes"])})
         assert_as_listed(lambda: session.run_many([request]), "InferenceSession.run_many")
+        assert f"a request through `run_many` passes {num_modules(lambda: session.run_many([request]))}." in said()
 
 
 def test_a_request_on_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +142,8 @@ def test_a_request_on_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
         inputs = session.layout.generated(2).inputs
         arrays = [inputs[tensor.name] for tensor in session.spec.inputs]
         assert_as_listed(lambda: session.fast_path.run(arrays, 1), "FastPath.run")
+        number = num_modules(lambda: session.fast_path.run(arrays, 1))
+        assert f"A request on the fast path passes {number} modules of the library" in said()
 
 
 def test_a_missing_key(tmp_path: Path) -> None:
