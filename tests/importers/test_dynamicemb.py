@@ -6,12 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from hotrow.command_line import cli
 from inference_session import InferenceSession
 from inference_session.errors import ModelFormatError
 from inference_session.importers.dynamicemb import import_dynamicemb
+from tests.testing.command_line import hotrow
 
 RANDOM = np.random.default_rng(0)
 EXTREMES = np.array([-(2**63), -1, 0, 2**63 - 1], np.int64)
@@ -39,11 +38,9 @@ def test_all_ranks_of_all_tables_are_imported(tmp_path: Path) -> None:
         "users": _dump(tmp_path / "dump" / "model.users", "users", [EXTREMES, np.arange(10, 50), empty], 4),
         "item ids": _dump(tmp_path / "dump" / "model.items", "item ids", [np.arange(100)], 8),
     }
-    arguments = [str(tmp_path / "dump"), "--name", "tables", "--repository", str(tmp_path / "repository")]
 
-    result = CliRunner().invoke(cli, ["import", "dynamicemb", *arguments], catch_exceptions=False)
+    hotrow("import", "dynamicemb", tmp_path / "dump", "--name", "tables", "--repository", tmp_path / "repository")
 
-    assert result.exit_code == 0
     assert (tmp_path / "repository" / "tables" / "config.pbtxt").exists()
     with InferenceSession.open(tmp_path / "repository" / "tables" / "1", device="cpu") as session:
         for name, rows in expected.items():

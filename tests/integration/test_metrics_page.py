@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from click.testing import CliRunner
 
-from hotrow.command_line import cli
+from tests.testing.command_line import hotrow
 from tests.testing.metrics_documentation import METRICS_PAGE, Metric, documented_metrics
 from tests.testing.model_settings import add_settings
 from tests.testing.served import Serve
@@ -42,7 +41,7 @@ def test_the_page_has_each_metric_of_a_server_with_its_kind_and_labels(serve: Se
     """A model with a store and an update stream has all metrics; and all metrics of the page exist."""
     version_dir, database = tmp_path / "repository/ctr/1", f"rocksdb://{tmp_path}/db"
     write_ctr(version_dir)
-    CliRunner().invoke(cli, ["push", str(version_dir), "--to", database], catch_exceptions=False)
+    hotrow("push", version_dir, "--to", database)
     # No broker listens there; the server must serve anyway.
     settings = {"persistent_store": database, "update_stream": "kafka://127.0.0.1:1"}
     add_settings(version_dir.parent / "config.pbtxt", settings)

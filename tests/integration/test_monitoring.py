@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc_client
 import yaml
-from click.testing import CliRunner
 from tritonclient.utils import InferenceServerException
 
-from hotrow.command_line import cli
+from tests.testing.command_line import hotrow
 from tests.testing.model_settings import add_settings
 from tests.testing.prometheus import Prometheus, panels
 from tests.testing.served import Serve, Served, is_ready
@@ -92,8 +91,7 @@ def monitored(serve: Serve, tmp_path: Path) -> Iterator[MonitoredServer]:
     database = f"rocksdb://{tmp_path}/db"
     with RedisServer() as redis:
         for url in (redis.url, database):
-            result = CliRunner().invoke(cli, ["push", str(version_dir), "--to", url], catch_exceptions=False)
-            assert result.exit_code == 0, result.output
+            hotrow("push", version_dir, "--to", url)
         stores = {"volatile_store": redis.url, "persistent_store": database}
         add_settings(repository / "ctr" / "config.pbtxt", {**stores, "max_keys_per_request": 12})
         served = serve(repository)

@@ -19,7 +19,6 @@ import pytest
 from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException
 
-from hotrow.command_line import cli
 from inference_session import InferenceSession
 from inference_session.errors import HotrowError
 from inference_session.importers.onnx import import_onnx
@@ -367,13 +366,10 @@ def opened_pipe(pipe: Path) -> Iterator[None]:
 
 def test_wild_answers_to_canary_requests_refuse_a_version(serve: Serve, tmp_path: Path) -> None:
     """The load says which output is off by how much; the old version serves on; a near enough version loads."""
-    from click.testing import CliRunner
-
     repository = tmp_path / "repository"
     write_ctr(repository / "ctr" / "1")
     np.savez(tmp_path / "requests.npz", **CTR)
-    arguments = [repository / "ctr" / "1", tmp_path / "requests.npz", "--to", tmp_path / "canary.npz"]
-    assert CliRunner().invoke(cli, ["record-canary", *map(str, arguments)]).exit_code == 0
+    hotrow("record-canary", repository / "ctr" / "1", tmp_path / "requests.npz", "--to", tmp_path / "canary.npz")
     add_settings(repository / "ctr" / "config.pbtxt", {"canary_requests": tmp_path / "canary.npz"})
     served = serve(repository)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from hotrow.command_line import cli
 from inference_session.errors import ConfigurationError, ModelFormatError, StoreError, UnavailableError
@@ -23,6 +23,7 @@ from inference_session.parameter_server.table_source import push_note
 from inference_session.tables.table_file import write_table
 from inference_session.version_directory import manifest
 from inference_session.version_directory.session_file import read_spec
+from tests.testing.command_line import hotrow
 from tests.testing.memory_store import MemoryStore
 from tests.testing.servers import PATIENCE_MS, RedisClusterServers, RedisServer
 from tests.testing.store_contract import assert_same_bits, fetch, random_keys, random_vectors
@@ -56,15 +57,8 @@ def server() -> Iterator[RedisServer]:
         yield server
 
 
-def run(*arguments: object) -> Result:
-    """Run a command; errors of ours are raised."""
-    result = CliRunner().invoke(cli, [str(a) for a in arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result
-
-
 def stored(url: str) -> dict[str, Any]:
-    tables = json.loads(run("inspect", url, "--json").output)["tables"]
+    tables = json.loads(hotrow("inspect", url, "--json"))["tables"]
     return {table["tag"]: (table["rows"], table["embedding_dim"]) for table in tables}
 
 
@@ -85,7 +79,7 @@ def check_rows(url: str, namespace: Namespace, version_dir: Path) -> None:
 def test_a_version_is_pushed_to_redis(server: RedisServer, version_dir: Path) -> None:
     """All rows arrive under the version's tags, the counts are printed, and pushing again changes nothing."""
     for _ in range(2):
-        output = run("push", version_dir, "--to", f"{server.url}/1", "--verify").output
+        output = hotrow("push", version_dir, "--to", f"{server.url}/1", "--verify")
         assert "hashed: 5000 rows\n" in output
         assert "5800 rows pushed in" in output
         assert "rows/s" in output
@@ -106,15 +100,15 @@ def test_a_damaged_version_is_not_pushed(name: str, server: RedisServer, version
     path.write_bytes(path.read_bytes()[:-1] + b"\x55")
 
     with pytest.raises(ModelFormatError, match=f"{name}: damaged"):
-        run("push", damaged, "--to", f"{server.url}/5")
+        hotrow("push", damaged, "--to", f"{server.url}/5")
     assert stored(f"{server.url}/5") == {}
 
 
 def test_the_shared_name_space_is_hps_own(server: RedisServer, version_dir: Path) -> None:
     """With --namespace shared there is no version in the tags."""
-    run("push", version_dir, "--to", f"{server.url}/2", "--namespace", "shared", "--verify-sample", 50)
+    hotrow("push", version_dir, "--to", f"{server.url}/2", "--namespace", "shared", "--verify-sample", 50)
     check_rows(f"{server.url}/2", Namespace("ctr"), version_dir)
-    output = run("inspect", f"{server.url}/2").output
+    output = hotrow("inspect", f"{server.url}/2")
     assert "hps_et.ctr.hashed" in output
     assert "4900" in output
 
@@ -122,7 +116,7 @@ def test_the_shared_name_space_is_hps_own(server: RedisServer, version_dir: Path
 def test_a_version_is_pushed_to_a_cluster(version_dir: Path) -> None:
     """A Cluster takes the same commands, and all of its masters get rows."""
     with RedisClusterServers() as cluster:
-        run("push", version_dir, "--to", cluster.url, "--verify")
+        hotrow("push", version_dir, "--to", cluster.url, "--verify")
         check_rows(cluster.url, Namespace("ctr", "3"), version_dir)
         assert stored(cluster.url)["hps_et.ctr@3.hashed"] == (4900, 16)
         for master in cluster.masters:
@@ -133,7 +127,7 @@ def test_a_version_is_pushed_to_a_cluster(version_dir: Path) -> None:
 def test_a_version_is_pushed_to_rocksdb(tmp_path: Path, version_dir: Path) -> None:
     """A database is made, filled, and readable by a reader right after."""
     url = f"rocksdb://{tmp_path}/db"
-    run("push", version_dir, "--to", url, "--verify")
+    hotrow("push", version_dir, "--to", url, "--verify")
     check_rows(url, Namespace("ctr", "3"), version_dir)
     assert stored(url)["hps_et.ctr@3.hashed"] == (4900, 16)
 
@@ -176,7 +170,7 @@ def test_rows_of_other_files_are_dropped(
         store.insert("hashed", np.array([-5]), np.ones((1, 16), np.float32))
         store.insert("hashed~erased", random_keys(1), np.ones((1, 1), np.float32))
         store.set_note("hashed", push_note("another", 1, 1))
-    run("push", version_dir, "--to", url, "--namespace", namespace, "--verify")
+    hotrow("push", version_dir, "--to", url, "--namespace", namespace, "--verify")
     with create_store(url, bound_to, DIMS | {"hashed~erased": 1}) as store:
         is_kept = namespace == "shared"
         assert fetch(store, "hashed", np.array([-5]))[0].tolist() == [is_kept]
@@ -261,20 +255,20 @@ def test_the_version_is_named_by_its_folders(
 ) -> None:
     """A relative path is as good as an absolute one."""
     monkeypatch.chdir(version_dir)
-    run("push", ".", "--to", f"{server.url}/4")
+    hotrow("push", ".", "--to", f"{server.url}/4")
     assert "hps_et.ctr@3.hashed" in stored(f"{server.url}/4")
 
 
 def test_mistakes_are_told_in_one_line(server: RedisServer, version_dir: Path) -> None:
     """An unknown scheme, a host that is down, a store asked for checksums: each says what is wrong."""
     with pytest.raises(ConfigurationError, match="allowed: redis://"):
-        run("push", version_dir, "--to", "mysql://host")
+        hotrow("push", version_dir, "--to", "mysql://host")
     with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
-        run("push", version_dir, "--to", "redis://127.0.0.1:1")
+        hotrow("push", version_dir, "--to", "redis://127.0.0.1:1")
     with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
-        run("inspect", "redis://127.0.0.1:1")
+        hotrow("inspect", "redis://127.0.0.1:1")
     with pytest.raises(ConfigurationError, match="push --verify"):
-        run("inspect", server.url, "--verify")
+        hotrow("inspect", server.url, "--verify")
     swapped = CliRunner().invoke(cli, ["push", "redis://:secret@host", "--to", str(version_dir)])
     assert swapped.exit_code == 2
     assert "give the store with --to" in swapped.output
@@ -286,7 +280,7 @@ def test_names_that_others_gave_are_shown_and_not_obeyed() -> None:
     with RedisServer() as server, server.client() as client:
         for tag in ("[bold]a[/none]", "b\x1b[31m\x07"):
             client.hset(f"hps_et{{{tag}/p0}}v", b"12345678", bytes(8))
-        shown = run("inspect", server.url).output
+        shown = hotrow("inspect", server.url)
     assert "[bold]a[/none]" in shown
     assert "\x1b" not in shown
     assert "\x07" not in shown
@@ -297,4 +291,4 @@ def test_a_key_that_is_no_hash_is_named() -> None:
     with RedisServer() as server, server.client() as client:
         client.set("hps_et{hps_et.ctr@3.user/p2}v", "text")
         with pytest.raises(StoreError, match=r"hps_et\{hps_et\.ctr@3\.user/p2\}v'.*WRONGTYPE"):
-            run("inspect", server.url)
+            hotrow("inspect", server.url)

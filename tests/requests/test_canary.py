@@ -11,25 +11,21 @@ import numpy as np
 import onnx
 import pytest
 
-from hotrow.command_line import cli
 from inference_session import InferenceSession
 from inference_session.errors import CanaryError, ConfigurationError
 from inference_session.requests.canary import read_arrays, record_canary
 from inference_session.version_directory.manifest import write_manifest
 from tests.testing import small_model
+from tests.testing.command_line import hotrow
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """Version 1 of a model, and the canary recorded from it."""
-    from click.testing import CliRunner
-
     small_model.write(tmp_path / "small" / "1")
     np.savez(tmp_path / "requests.npz", **small_model.random_inputs(20, np.random.default_rng(0)))
-    arguments = [str(tmp_path / name) for name in ("small/1", "requests.npz")]
-    result = CliRunner().invoke(cli, ["record-canary", *arguments, "--to", str(tmp_path / "canary.npz")])
-    assert result.exit_code == 0, result.output
-    assert "4 outputs recorded" in result.output
+    said = hotrow("record-canary", tmp_path / "small/1", tmp_path / "requests.npz", "--to", tmp_path / "canary.npz")
+    assert "4 outputs recorded" in said
     return tmp_path / "small"
 
 

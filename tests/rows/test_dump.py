@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from numpy.typing import NDArray
 
-from hotrow.command_line import cli
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, SessionClosedError, StoreError, UnavailableError
 from inference_session.model_source import Copy
@@ -28,6 +26,7 @@ from inference_session.tables.table_file import TableFile
 from inference_session.version_directory import manifest
 from inference_session.version_directory.session_file import read_spec
 from tests.testing import small_model
+from tests.testing.command_line import hotrow
 from tests.testing.hadoop import Hdfs
 from tests.testing.memory_store import MemoryStore
 from tests.testing.model_settings import settings_text
@@ -76,12 +75,6 @@ def of_files(version: Path) -> dict[str, Table]:
     return {table: dict(zip(keys[table].tolist(), vectors[table], strict=True)) for table in DIMS}
 
 
-def run(*arguments: str) -> str:
-    """Run the command line; raises what it would report."""
-    runner = CliRunner().invoke(cli, arguments, catch_exceptions=False, standalone_mode=False)
-    return runner.output
-
-
 def rows(*keys: int, dim: int = 2, value: float = 1.5) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     return np.array(keys, np.int64), np.full((len(keys), dim), value, np.float32)
 
@@ -111,7 +104,7 @@ def test_all_tiers_and_updates_are_in_a_dump(version: Path, tmp_path: Path, redi
         assert read_all(tmp_path / "dump") == expected
 
     arguments = [part for name, url in stores.items() for part in (f"--{name.replace('_', '-')}", url)]
-    said = run("dump", str(version), "--to", str(tmp_path / "again"), *arguments)
+    said = hotrow("dump", version, "--to", tmp_path / "again", *arguments)
     assert read_all(tmp_path / "again") == expected
     assert "hashed: 32 rows" in said
     assert third in expected["hashed"]
@@ -124,7 +117,7 @@ def test_the_command_goes_by_config_pbtxt(version: Path, tmp_path: Path) -> None
     settings = {"persistent_store": f"rocksdb://{tmp_path}/db", "store_namespace": "shared"}
     (version.parent / "config.pbtxt").write_text(f'backend: "hotrow"\n{settings_text(settings)}')
 
-    run("dump", str(version), "--to", str(tmp_path / "dump"))
+    hotrow("dump", version, "--to", tmp_path / "dump")
 
     assert read(tmp_path / "dump" / "hashed", 2)[77] == [1.5, 1.5]
 
@@ -132,7 +125,7 @@ def test_the_command_goes_by_config_pbtxt(version: Path, tmp_path: Path) -> None
 def test_a_dump_goes_to_hdfs(version: Path, tmp_path: Path, hdfs: Hdfs, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dump to HDFS, read back from there, is the same; nothing stays in the cache folder."""
     monkeypatch.setenv("HOTROW_CACHE_DIR", str(tmp_path / "cache"))
-    run("dump", str(version), "--to", f"{hdfs.url}/dumps/one")
+    hotrow("dump", version, "--to", f"{hdfs.url}/dumps/one")
     with Copy(f"{hdfs.url}/dumps/one", tmp_path / "back") as copy:
         copy.run()
     assert read_all(tmp_path / "back") == of_files(version)
@@ -174,7 +167,7 @@ def test_the_command_does_not_miss_updates_in_memory(version: Path, tmp_path: Pa
     """If only a server's memory has the updates, the command says so instead of dumping the rows before them."""
     (version.parent / "config.pbtxt").write_text(settings_text({"update_stream": "kafka://127.0.0.1:9092"}))
     with pytest.raises(ConfigurationError, match="in the memory of the process that serves it"):
-        run("dump", str(version), "--to", str(tmp_path / "dump"))
+        hotrow("dump", version, "--to", tmp_path / "dump")
 
 
 class _HookedStore(WrapperStore):

@@ -6,15 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from hotrow.command_line import cli
 from inference_session import InferenceSession, Request
 from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.importers.onnx.ranking import ranking_import, times
 from inference_session.importers.onnx.ranking.times import Times
 from inference_session.importers.report import ImportReport
 from inference_session.model_spec import CANDIDATES, RANKING_FILE
+from tests.testing.command_line import hotrow
 from tests.testing.onnx_evaluation import run_network
 from tests.testing.onnx_models import import_model
 from tests.testing.ranking import CONTEXT, random_keys, small_ranker, tiled
@@ -58,8 +57,7 @@ def test_the_reason_is_named(undivided: ImportReport) -> None:
     """By the report of the import, and by `hotrow inspect`."""
     reason = "the network is not divided: it takes 3.00 ms divided and 2.00 ms whole for 500 candidates of one context"
     assert reason in str(undivided)
-    shown = CliRunner().invoke(cli, ["inspect", str(undivided.version_dir)])
-    assert reason in shown.output
+    assert reason in hotrow("inspect", undivided.version_dir)
 
 
 def test_contexts_cannot_be_kept(undivided: ImportReport) -> None:
