@@ -8,17 +8,22 @@ Redis that is redis-py with hiredis, a pipeline of one HMGET per partition, its 
 RocksDB it is rocksdict's multiget on the very same database, its replies left as Python objects, and on a database
 with rocksdict's default settings. Every repetition draws fresh keys, poisons its output and checks it. A line shows
 the medians, the median of the ratio within a repetition, and its range.
+
+Updates of a stream that several servers may write (`EmbeddingStore.apply`) are compared with `insert` of the same rows,
+by the processor time of the Redis server: written by this server, and found written by another.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import redis
@@ -30,6 +35,7 @@ from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.redis import layout as redis_layout
 from inference_session.parameter_server.rocksdb.store import RocksDbStore
+from inference_session.tables.ordered_updates import OrderedUpdates, Progress
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.testing.servers import RedisServer
@@ -56,6 +62,7 @@ def main() -> None:
     vectors = rng.standard_normal((num_rows, DIM), np.float32)
     print(f"{num_rows} rows x {DIM} float32\n")
     bench_redis(keys, vectors)
+    bench_updates(keys, vectors)
     bench_rocksdb(keys, vectors)
 
 
@@ -71,6 +78,51 @@ def bench_redis(keys: Keys, vectors: Vectors) -> None:
                 fill(f"Redis, {name}", store, keys, vectors)
                 peers: dict[str, Fetch] = {"redis-py + hiredis": lambda k, out, c=client: pipelined_hmget(c, k, out)}
                 compare(store, keys, vectors, peers)
+
+
+def bench_updates(keys: Keys, vectors: Vectors) -> None:
+    """What Redis pays for the notes of a stream's updates."""
+    with RedisServer() as server, server.client() as client, contextlib.ExitStack() as opened:
+        namespaces = NAMESPACE, Namespace("noted", "1"), Namespace("noted", "1")
+        plain, first, second = (
+            opened.enter_context(create_store(server.url, namespace, {"table": DIM}, timeout_ms=60_000))
+            for namespace in namespaces
+        )
+        for num_rows in (100, 1_000, 10_000):
+            times = []
+            for repetition in range(REPETITIONS * max(1, 5_000 // num_rows)):
+                rows = np.random.default_rng().permutation(len(keys))[:num_rows]
+                updates = updates_of(keys[rows], vectors[rows], f"topic/{num_rows}", repetition)
+                calls = (
+                    lambda r=rows: plain.insert("table", keys[r], vectors[r]),
+                    lambda u=updates: first.apply("table", u),
+                    lambda u=updates: second.apply("table", u),
+                )
+                times.append([server_s(client, call) for call in calls])
+            insert, written, found = np.sum(times, axis=0)
+            print(
+                f"  {num_rows:>6} rows: Redis's time relative to insert: written {written / insert:.2f},"
+                f" found written by another server {found / insert:.2f}"
+            )
+    print()
+
+
+def updates_of(keys: Keys, vectors: Vectors, source: str, number: int) -> OrderedUpdates:
+    """Rows as the updates of that number from a source, each of which is as long as this."""
+    begin, sources = number * len(keys), np.zeros(len(keys), np.intp)
+    progress = [Progress(source, "id", 0, begin, begin + len(keys))]
+    return OrderedUpdates(keys, vectors, keys[:0], sources, sources[:0], progress)
+
+
+def server_s(client: redis.Redis, call: Callable[[], object]) -> float:
+    """Processor time of the server during a call, in seconds."""
+    begin, _, end = _used_s(client), call(), _used_s(client)
+    return end - begin
+
+
+def _used_s(client: redis.Redis) -> float:
+    used: Any = client.info("cpu")
+    return float(used["used_cpu_user"] + used["used_cpu_sys"])
 
 
 def bench_rocksdb(keys: Keys, vectors: Vectors) -> None:

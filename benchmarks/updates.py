@@ -52,7 +52,7 @@ PUBLISH_S = 0.05
 ROUNDS = 3
 NUM_ROWS, NUM_ROWS_QUICK = 400_000, 100_000
 
-TIERS = ("files", "RocksDB", "Redis and RocksDB")
+TIERS = ("files", "RocksDB", "Redis", "Redis and RocksDB")
 
 Rows = tuple[NDArray[np.int64], NDArray[np.float32]]
 

@@ -20,6 +20,7 @@ from inference_session.errors import (
     UnavailableError,
 )
 from inference_session.tables.base import RowBatch
+from inference_session.tables.ordered_updates import OrderedUpdates, Outcome
 
 Store = TypeVar("Store", bound="EmbeddingStore")
 
@@ -137,6 +138,18 @@ class EmbeddingStore(ABC):
     @abstractmethod
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
         """Drop the rows of keys [n]. Keys without a row are ignored."""
+
+    @property
+    def orders_updates(self) -> bool:
+        """Whether `apply` leaves out what the rows already contain."""
+        return False
+
+    def apply(self, table: str, updates: OrderedUpdates) -> Outcome:
+        """Insert and erase rows, except where the store's rows contain these updates, and perhaps newer ones."""
+        raise StoreError(f"{self!r} keeps no order among the updates of table {table!r} ({len(updates.keys)} rows)")
+
+    def forget_applied(self, table: str) -> None:  # noqa: B027
+        """Let all updates of a table be applied again: other rows have been written over them."""
 
     def clear(self, table: str) -> None:
         """Drop all rows of a table, and its note."""

@@ -32,6 +32,7 @@ from inference_session.parameter_server.upkeep import TierUpkeep
 from inference_session.parameter_server.write_log import TierWrites
 from inference_session.tables.base import RowBatch
 from inference_session.tables.ordered_keys import contains
+from inference_session.tables.ordered_updates import OrderedUpdates, Outcome, Status
 
 OnStoreFailure = Literal["default_vector", "error"]
 
@@ -107,6 +108,7 @@ class ParameterServer:
         for depth, tier in enumerate(self.tiers):
             tier.is_backed = any(below.store.keeps_rows for below in self.tiers[depth + 1 :])
         self._durable = next((tier for tier in self.tiers if tier.durable), None)
+        self._keeper = next((tier for tier in reversed(self.tiers) if tier.store.keeps_rows), None)
         self._on_store_failure = on_store_failure
         self._retirement = retirement
         self._writes = TierWrites()
@@ -170,6 +172,29 @@ class ParameterServer:
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
         """Drop the rows of keys [n] from all tiers that take writes, as `insert` writes them."""
         self._write(table, keys, lambda store: store.erase(table, keys))
+
+    @property
+    def orders_updates(self) -> bool:
+        """Whether `apply` works: the store that keeps all that is written leaves out what its rows already contain."""
+        return self._keeper is not None and self._keeper.store.orders_updates
+
+    def apply(self, table: str, updates: OrderedUpdates) -> Outcome:
+        """Insert and erase rows as `insert` and `erase` do, except where newer ones may be in the lowest store."""
+        outcomes: list[Outcome] = []
+
+        def write(store: EmbeddingStore) -> None:
+            if self._keeper is not None and store is self._keeper.store:
+                outcomes.append(store.apply(table, updates))
+                return
+            store.insert(table, updates.keys, updates.vectors)
+            store.erase(table, updates.deleted)
+
+        def written() -> NDArray[np.int64]:
+            inserted, erased = (which == Status.WRITTEN for which in (outcomes[-1].inserted, outcomes[-1].erased))
+            return np.concatenate([updates.keys[inserted], updates.deleted[erased]])
+
+        self._write(table, updates.all_keys, write, written=written)
+        return outcomes[-1]
 
     def forget(self, table: str, keys: NDArray[np.int64]) -> None:
         """Refresh the stores, and drop rows, keys [n], from the volatile tiers that others have changed below."""
@@ -306,8 +331,13 @@ class ParameterServer:
         keys: NDArray[np.int64],
         write: Callable[[EmbeddingStore], None],
         tiers: Sequence[Tier] | None = None,
+        *,
+        written: Callable[[], NDArray[np.int64]] | None = None,
     ) -> None:
-        """Write to these tiers, or to all; an error if none of the tiers that keep rows has taken them."""
+        """Write to these tiers, or to all; an error if none of the tiers that keep rows has taken them.
+
+        `written`: tells afterwards which of the keys this process has written; None: all.
+        """
         keepers = [tier for tier in self.tiers if tier.store.keeps_rows]
         if tiers is None and not keepers:
             raise StoreError(f"table {table!r} cannot be written to: {self!r} has no writable store")
@@ -326,7 +356,7 @@ class ParameterServer:
                 self._unknown.forget(table, keys)
                 self._writes.keys.add(table, keys)
             if tiers is None and not failures:
-                self._writes.own.add(table, keys)
+                self._writes.own.add(table, keys if written is None else written())
         if tiers is None and all(tier in failures for tier in keepers):
             raise failures[keepers[-1]]
 

@@ -66,6 +66,7 @@ class TablePush:
         if self._drops_others and noted_source(self._store, self.spec) not in (None, self.source):
             for table in {self.spec.folder, self.spec.folder + ERASED_SUFFIX}.intersection(self._store.tables):
                 self._store.clear(table)
+        self._store.forget_applied(self.spec.folder)
         self._note(first_row)  # before any of the rows: sessions on other files must not take the store for theirs
         noted = time.monotonic()
         for begin, keys, vectors in self._batches(first_row):
@@ -75,6 +76,7 @@ class TablePush:
                 noted = time.monotonic()
             if progress is not None:
                 progress(len(keys))
+        self._store.forget_applied(self.spec.folder)  # updates that were written meanwhile
         self._note(self.spec.num_rows)
         return PushReport(self.spec.folder, self.spec.num_rows, first_row)
 

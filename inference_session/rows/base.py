@@ -14,6 +14,7 @@ from inference_session.kernels.records import Lookup, key_segments
 from inference_session.parameter_server.write_log import WriteLog
 from inference_session.rows.stats import RowStats
 from inference_session.tables.base import HotKeys, RowBatch, RowReader
+from inference_session.tables.ordered_updates import OrderedUpdates
 
 _READ_ONLY = (
     "rows in table files are read-only; to change them, set volatile_store or persistent_store, or update_stream"
@@ -45,6 +46,17 @@ class RowWriter:
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:  # noqa: ARG002
         """Drop the rows of keys [n], as `update` writes them: the default vector answers, whatever is in files."""
+        raise StoreError(_READ_ONLY)
+
+    @property
+    def orders_updates(self) -> bool:
+        """Whether `apply` works: whether the stores leave out updates that their rows already contain."""
+        return False
+
+    def apply(self, table: str, updates: OrderedUpdates) -> bool:  # noqa: ARG002
+        """Write and drop rows as `update` and `erase` do, except where the stores may have newer ones: look-ups answer
+        these. Returns False if the stores have lost earlier updates, so that all must be applied again.
+        """
         raise StoreError(_READ_ONLY)
 
     def forget(self, table: str, keys: NDArray[np.int64]) -> None:

@@ -7,6 +7,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +21,15 @@ from inference_session.parameter_server.server import ParameterServer
 from inference_session.platform.pacing import paced
 from inference_session.platform.repeated_call import RepeatedCall
 from inference_session.rows.base import RowWriter
+from inference_session.tables.ordered_updates import OrderedUpdates, Outcome, Status
 from inference_session.tables.row_numbers import stored_keys
 
 _KEYS_PER_REFRESH = 256
 """Few enough that a request waits only briefly for them in a store, or for the interpreter."""
 _BYTES_PER_INSERT = 1 << 20
 _CLOSE_TIMEOUT_S = 10.0
+
+Result = TypeVar("Result")
 
 
 class StoredWriter(RowWriter):
@@ -67,11 +71,43 @@ class StoredWriter(RowWriter):
     def update(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """See RowWriter. Caches update only rows that they hold: the others may never be requested."""
         insert = partial(self._server.insert, table, keys, vectors)
-        self._write(table, keys, insert, lambda cache: cache.update(table, keys, vectors))
+        self._write_all(table, keys, insert, lambda cache: cache.update(table, keys, vectors))
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
         erase = partial(self._server.erase, table, keys)
-        self._write(table, keys, erase, lambda cache: cache.erase(table, keys))
+        self._write_all(table, keys, erase, lambda cache: cache.erase(table, keys))
+
+    @property
+    def orders_updates(self) -> bool:
+        return self._server.orders_updates
+
+    def apply(self, table: str, updates: OrderedUpdates) -> bool:
+        """See RowWriter. Cached rows are read again where the stores may have newer ones."""
+        apply, change = partial(self._server.apply, table, updates), partial(self._change_applied, table, updates)
+        return not self._write(table, updates.all_keys, apply, change).lost
+
+    def _change_applied(self, table: str, updates: OrderedUpdates, outcome: Outcome) -> None:
+        """Make caches follow what a store has done."""
+        is_stored, is_erased = (status != Status.OTHER for status in (outcome.inserted, outcome.erased))
+        keys, vectors, erased = updates.keys[is_stored], updates.vectors[is_stored], updates.deleted[is_erased]
+        self._change_caches(table, keys, lambda cache: cache.update(table, keys, vectors))
+        self._change_caches(table, erased, lambda cache: cache.erase(table, erased))
+        others = np.concatenate([updates.keys[~is_stored], updates.deleted[~is_erased]])
+        if any(cache.cache_bytes for cache in self._caches):
+            for begin in range(0, len(others), _KEYS_PER_REFRESH):
+                self._read_again(table, others[begin : begin + _KEYS_PER_REFRESH])
+
+    def _read_again(self, table: str, keys: NDArray[np.int64]) -> None:
+        """Read rows, keys [n], into the caches that hold them; drop those that cannot be read now. Must be called while
+        they are being written: no other thread caches them.
+        """
+        vectors = np.empty((len(keys), self._by_folder[table].embedding_dim), np.float32)
+        try:
+            found = self._server.fetch([FetchRequest(table, keys, vectors)], on_store_failure="error")[0]
+        except UnavailableError:
+            found = np.zeros(len(keys), np.bool_)
+        self._change_caches(table, keys, lambda cache: cache.update(table, keys[found], vectors[found]))
+        self._change_caches(table, keys, lambda cache: cache.erase(table, keys[~found]))
 
     @property
     def is_durable(self) -> bool:  # type: ignore[override]
@@ -178,9 +214,15 @@ class StoredWriter(RowWriter):
         keys = [cache.dump(table) for cache in self._caches]
         return keys[0] if len(keys) == 1 else np.unique(np.concatenate(keys))
 
-    def _write(
+    def _write_all(
         self, table: str, keys: NDArray[np.int64], write: Callable[[], None], then: Callable[[EmbeddingCache], None]
     ) -> None:
+        """`_write` where all rows are written."""
+        self._write(table, keys, write, lambda _: self._change_caches(table, keys, then))
+
+    def _write(
+        self, table: str, keys: NDArray[np.int64], write: Callable[[], Result], then: Callable[[Result], None]
+    ) -> Result:
         """Write to the stores, then to the caches: one write after the other, so that all see them in the same order.
 
         Rows that were fetched before the write has ended are not cached from its beginning on: a look-up that misses
@@ -191,11 +233,12 @@ class StoredWriter(RowWriter):
             with self._caching:  # what is on its way into a cache is there when the write begins
                 writing.enter_context(self.log.writing(table, keys))
             try:
-                write()
+                result = write()
             except BaseException:  # the stores may have written any of the rows
                 self._change_caches(table, keys, lambda cache: cache.erase(table, keys))
                 raise
-            self._change_caches(table, keys, then)
+            then(result)
+        return result
 
     def _forget(self, table: str, keys: NDArray[np.int64] | None) -> None:
         """Drop cached rows that the parameter server has had to drop from a tier."""

@@ -53,6 +53,10 @@ class Updates(NamedTuple):
     deleted: NDArray[np.int64]
     """[m], rows to be erased."""
     refusals: Sequence[Refusal]
+    origins: NDArray[np.intp]
+    """[n]: the position of the message that each inserted row came in."""
+    deleted_origins: NDArray[np.intp]
+    """[m]: the same of erased rows."""
 
 
 class _Rows(NamedTuple):
@@ -243,5 +247,6 @@ def _last_of_each_key(rows: _Rows, refusals: list[Refusal]) -> Updates:
     _, last = np.unique(rows.keys[::-1].byteswap().view(np.uint64), return_index=True)
     rows = rows.at(len(rows.keys) - 1 - last)
     if not rows.deleted.any():
-        return Updates(rows.keys, rows.vectors, rows.keys[:0], refusals)
-    return Updates(rows.keys[~rows.deleted], rows.vectors[~rows.deleted], rows.keys[rows.deleted], refusals)
+        return Updates(rows.keys, rows.vectors, rows.keys[:0], refusals, rows.origins, rows.origins[:0])
+    inserted, deleted = rows.at(~rows.deleted), rows.at(rows.deleted)
+    return Updates(inserted.keys, inserted.vectors, deleted.keys, refusals, inserted.origins, deleted.origins)

@@ -317,12 +317,16 @@ class KafkaUpdateStream:
 
     def _apply_all(self, consumed: _Consumed) -> None:
         self._stats.begin(consumed.oldest_ms / 1000 if consumed.oldest_ms > 0 else time.time())
+        positions = self._followed.positions
         for topic, messages in consumed.by_topic.items():
-            topic_id = self._followed.positions.topic_ids.get(topic, "")
-            self._updates.apply(topic, topic_id, messages)
-            # Not the client's own count, which includes the end of a partition as a message.
-            for partition, last in messages.reached.items():
-                self._followed.positions.apply((topic, partition), last)
+            reached = {(topic, partition): last for partition, last in messages.reached.items()}
+            begins = {one[1]: positions.offset(one) if one in positions.followed else 0 for one in reached}
+            if self._updates.apply(topic, positions.topic_ids.get(topic, ""), messages, begins):
+                # Not the client's own count, which includes the end of a partition as a message.
+                for one, last in reached.items():
+                    positions.apply(one, last)
+            else:
+                self._apply_again(reached)
         self._stats.end(sum(messages.num_messages for messages in consumed.by_topic.values()))
         self._followed.measure_lag()
 
@@ -337,6 +341,12 @@ class KafkaUpdateStream:
                 reached = [TopicPartition(*one, how_far.offset) for one, how_far in applied.items() if how_far]
                 if reached:
                     self._consumer.commit(offsets=reached, asynchronous=True)
+
+    def _apply_again(self, partitions: Iterable[Partition]) -> None:
+        """Read partitions again of which the stores have lost rows; ask first whether their topics are the same."""
+        for one in sorted(partitions):
+            self._followed.restart(one, "the store has lost rows that were applied, or they were pushed again")
+        self._discover_at = 0.0
 
     def _replay_pushed(self) -> None:
         """Read the updates of tables again that were pushed meanwhile: the push has replaced their rows."""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from inference_session.update_stream.encodings import KeyValue
 from inference_session.update_stream.positions import LastMessage
 
@@ -40,3 +42,15 @@ class MessageBatch:
     def reached(self) -> dict[int, LastMessage]:
         """By partition, its last message; read after all have been added, as a fingerprint reads a whole message."""
         return {partition: LastMessage.of(message) for partition, message in self._last.items()}
+
+    @cached_property
+    def epochs(self) -> dict[int, int]:
+        """By partition, which of its leaders took the last message; -1: the brokers do not tell."""
+        epochs = {partition: message.leader_epoch() for partition, message in self._last.items()}
+        return {partition: -1 if epoch is None else epoch for partition, epoch in epochs.items()}
+
+    def ends(self, part: slice) -> dict[int, int]:
+        """By partition, in their order, the offset after the last of some of the contents."""
+        partitions, last = np.unique(self.partitions[part][::-1], return_index=True)
+        offsets = self.offsets[part][::-1]
+        return {p: offsets[position] + 1 for p, position in zip(partitions.tolist(), last.tolist(), strict=True)}

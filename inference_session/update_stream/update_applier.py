@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from inference_session.errors import UnavailableError
 from inference_session.model_spec import TableSpec
 from inference_session.platform.pacing import Rests
 from inference_session.rows.base import RowWriter
+from inference_session.tables.ordered_updates import OrderedUpdates, Progress
 from inference_session.update_stream.encodings import Refusal, Updates, decode
 from inference_session.update_stream.message_batch import MessageBatch
 from inference_session.update_stream.positions import AppliedPosition, Partition
@@ -24,6 +26,7 @@ _ROWS_AT_ONCE = 1024
 FOLLOW_TIMEOUT_S = 5.0
 """How long the store's one writer may take to write what this process has read before an error is logged."""
 _POLL_S = 0.05
+_ALL = slice(None)
 
 
 class UpdateApplier:
@@ -53,8 +56,11 @@ class UpdateApplier:
         self._allow_non_finite = allow_non_finite
         self._closing = closing
 
-    def apply(self, topic: str, topic_id: str, messages: MessageBatch) -> None:
+    def apply(self, topic: str, topic_id: str, messages: MessageBatch, begins: Mapping[int, int]) -> bool:
         """Write the rows in messages of a topic, once the stores take them; set aside messages that are not rows.
+
+        `begins`: up to where each partition was applied before. Returns False if the stores have lost rows that were
+        applied earlier: the messages' partitions must be read again from their oldest messages.
 
         Raises:
             UnavailableError, StoreError: the stores have not taken them until the stream was closed.
@@ -63,20 +69,53 @@ class UpdateApplier:
         if table is None:
             text = f"the model has no table of that name; its tables: {', '.join(map(repr, self._tables)) or 'none'}"
             self._refuse(topic, messages, [Refusal(i, "unknown_table", text) for i in range(len(messages.contents))])
-            return
-        spec = self._tables[table]
-        updates = decode(
-            messages.contents,
-            spec.embedding_dim,
-            allow_non_finite=self._allow_non_finite,
-            min_key=0 if spec.keys == "row_number" else None,
-        )
-        self._refuse(topic, messages, updates.refusals)
-        self._rests.rest()
+            return True
+        if topic_id and self._rows.orders_updates:
+            return self._apply_in_order(table, topic, topic_id, messages, begins)
+        updates = self._decode(table, topic, messages)
         reached = {
             (topic, partition): AppliedPosition(m.offset + 1, topic_id, m) for partition, m in messages.reached.items()
         }
         self._retries.call(lambda: self._write(table, updates, reached))
+        self._count(updates)
+        return True
+
+    def _apply_in_order(
+        self, table: str, topic: str, topic_id: str, messages: MessageBatch, begins: Mapping[int, int]
+    ) -> bool:
+        """`apply` where the stores say which updates their rows contain, so that other servers may write them too."""
+        applied = {**begins}
+        for part in _parts(len(messages.contents)):
+            updates, ends = self._decode(table, topic, messages, part), messages.ends(part)
+            progress = {
+                partition: Progress(
+                    f"{topic}/{partition}", topic_id, messages.epochs[partition], applied[partition], end
+                )
+                for partition, end in ends.items()
+            }
+            ordered = _ordered(updates, messages.partitions[part], progress)
+            if not self._retries.call(partial(self._rows.apply, table, ordered)):
+                return False
+            self._saved.note_write(table)
+            self._count(updates)
+            applied |= ends
+        return True
+
+    def _decode(self, table: str, topic: str, messages: MessageBatch, part: slice = _ALL) -> Updates:
+        """The rows in some messages of a table."""
+        spec = self._tables[table]
+        updates = decode(
+            messages.contents[part],
+            spec.embedding_dim,
+            allow_non_finite=self._allow_non_finite,
+            min_key=0 if spec.keys == "row_number" else None,
+        )
+        first = part.start or 0
+        self._refuse(topic, messages, (one._replace(position=first + one.position) for one in updates.refusals))
+        self._rests.rest()
+        return updates
+
+    def _count(self, updates: Updates) -> None:
         self._stats.count(updated_rows=len(updates.keys), deleted_rows=len(updates.deleted))
 
     def _write(self, table: str, updates: Updates, reached: Mapping[Partition, AppliedPosition]) -> None:
@@ -109,6 +148,19 @@ class UpdateApplier:
             at = refusal.position
             where = f"{topic!r}, partition {messages.partitions[at]}, offset {messages.offsets[at]}"
             self._stats.refuse(refusal.reason, f"{where}: {refusal.text}")
+
+
+def _ordered(updates: Updates, partitions: Sequence[int], progress: Mapping[int, Progress]) -> OrderedUpdates:
+    """Updates with the progress of their partitions, in their order; `partitions`: of each message."""
+    source_of = np.searchsorted(list(progress), partitions)
+    return OrderedUpdates(
+        updates.keys,
+        updates.vectors,
+        updates.deleted,
+        source_of[updates.origins],
+        source_of[updates.deleted_origins],
+        list(progress.values()),
+    )
 
 
 def _parts(num_rows: int) -> Iterator[slice]:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
 from inference_session.tables.base import RowBatch
+from inference_session.tables.ordered_updates import OrderedUpdates, Outcome
 
 Result = TypeVar("Result")
 
@@ -75,6 +76,16 @@ class WrapperStore(EmbeddingStore):
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
         self.around("erase", lambda: self.store.erase(table, keys))
+
+    @property
+    def orders_updates(self) -> bool:
+        return self.store.orders_updates
+
+    def apply(self, table: str, updates: OrderedUpdates) -> Outcome:
+        return self.around("apply", lambda: self.store.apply(table, updates))
+
+    def forget_applied(self, table: str) -> None:
+        self.around("forget_applied", lambda: self.store.forget_applied(table))
 
     def clear(self, table: str) -> None:
         self.around("clear", lambda: self.store.clear(table))

@@ -266,7 +266,7 @@ class RedisClient:
         """
         batches: dict[tuple[Address, int], tuple[list[Command], int]] = {}
         for command in commands:
-            partition = command.name[:-1]  # without the `v` or `t` that its two hashes differ by
+            partition = command.name[:-1]  # without the letter that its hashes differ by
             where = self._topology.address(command.name, deadline), zlib.crc32(partition) % self._num_connections
             batch, num_bytes = batches.get(where, ([], 0))
             batch.append(command)

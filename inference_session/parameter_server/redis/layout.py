@@ -2,8 +2,9 @@
 
     hps_et{<tag>/p<partition>}v    hash: key, 8 bytes little endian → row, float32 little endian
     hps_et{<tag>/p<partition>}t    hash: key → time of the last insert or touch, int64 seconds since 1970
+    hps_et{<tag>/p<partition>}n    hash: which updates of streams the rows contain (hotrow's own, ordered_writes.py)
 
-Each partition has its own hashes. The braces keep its two hashes in one slot, so that a table spreads over a
+Each partition has its own hashes. The braces keep its hashes in one slot, so that a table spreads over a
 cluster. A key's partition is its mixed bits modulo the number of partitions (HPS since 4.2), or the key itself, as a
 number without sign, modulo that number (before). Redis stores neither the scheme nor the number of partitions.
 """
@@ -45,7 +46,7 @@ class Partitioning(NamedTuple):
     """Whether the bits of keys are mixed first."""
 
 
-_HASH_NAME = re.compile(rb"hps_et\{(?P<tag>.+)/p(?P<partition>\d+)\}[vt]", re.DOTALL)
+_HASH_NAME = re.compile(rb"hps_et\{(?P<tag>.+)/p(?P<partition>\d+)\}[vtn]", re.DOTALL)
 
 
 def rows_name(tag: str, partition: int) -> bytes:
@@ -58,13 +59,18 @@ def times_name(tag: str, partition: int) -> bytes:
     return b"hps_et{%b/p%d}t" % (tag.encode(), partition)
 
 
+def applied_name(tag: str, partition: int) -> bytes:
+    """Name of the hash that says which updates of streams the rows contain; only hotrow uses it."""
+    return b"hps_et{%b/p%d}n" % (tag.encode(), partition)
+
+
 def note_name(tag: str) -> bytes:
     """Name of the string that says what has been pushed of a table; only hotrow uses it."""
     return b"hotrow_push{%b}" % tag.encode()
 
 
 def split_name(name: bytes) -> tuple[str, int] | None:
-    """Tag and partition of a hash of rows or of times; None for any other name."""
+    """Tag and partition of a hash of rows or what belongs to them; None for any other name."""
     match = _HASH_NAME.fullmatch(name)
     return None if match is None else (match["tag"].decode(errors="replace"), int(match["partition"]))
 

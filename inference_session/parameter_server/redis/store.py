@@ -23,10 +23,12 @@ from inference_session.parameter_server.redis import layout
 from inference_session.parameter_server.redis.client import BYTES_PER_BATCH, RedisClient
 from inference_session.parameter_server.redis.commands import Read, Write, WriteAbsent, set_times
 from inference_session.parameter_server.redis.connection import Deadline, PlainCommand, RedisConnection, WrongTypeError
+from inference_session.parameter_server.redis.ordered_writes import OrderedWrites, read_ordered
 from inference_session.parameter_server.redis.overflow import Eviction, Overflow, num_uses
 from inference_session.parameter_server.redis.partitionings import Partitionings
 from inference_session.parameter_server.redis.replies import compile_kernels
 from inference_session.tables.base import SCAN_BYTES, RowBatch, check_fetch
+from inference_session.tables.ordered_updates import OrderedUpdates, Outcome, Status
 from inference_session.urls.store_url import DEFAULT_TIMEOUT_MS, StoreUrl
 
 DEFAULT_CONNECTIONS = 1
@@ -69,6 +71,7 @@ class RedisStore(EmbeddingStore):
         )
         """Sends commands to the server, or servers, that have the rows."""
         self._is_eviction_known = False
+        self._ordered = OrderedWrites()
 
     @property
     def supports_writes(self) -> bool:
@@ -143,10 +146,37 @@ class RedisStore(EmbeddingStore):
             writes.append(Write(b"HDEL", layout.times_name(tag, partition), fields, 1))
         self.client.run(writes, self._read_erased)
 
+    @property
+    def orders_updates(self) -> bool:
+        """Always: see ordered_writes.py."""
+        return True
+
+    def apply(self, table: str, updates: OrderedUpdates) -> Outcome:
+        """See EmbeddingStore. All or nothing of a partition's updates; rows are marked afterwards. For one thread at a
+        time.
+        """
+        check_insert(updates.keys, updates.vectors, self.embedding_dim(table))
+        self._refuse_if_closed()
+        tag, partitioning = self.namespace.tag(table), self._partitioning(table)
+        writes = self._ordered.of(table, tag, updates, partitioning)
+        if self._ordered.are_behind:
+            for write, note in zip(writes, self._replies([write.read_note() for write in writes]), strict=True):
+                write.take_note(note)
+        self.client.run([write for write in writes if not write.statuses], read_ordered)
+        outcome = self._ordered.outcome(table, updates, writes)
+        written = updates.keys[outcome.inserted == Status.WRITTEN]
+        marks = [self._mark_new(tag, p, np.ascontiguousarray(written[part])) for p, part in self._parts(table, written)]
+        self.client.run(marks, self._read_numbers)
+        self._make_room(table, written)
+        return outcome
+
+    def forget_applied(self, table: str) -> None:
+        self._replies([("UNLINK", name) for name in self._names(table, layout.applied_name)])
+
     def clear(self, table: str) -> None:
         """See EmbeddingStore. Redis frees the memory in its own background."""
-        names = self._names(table, layout.rows_name) + self._names(table, layout.times_name)
-        self._replies([("UNLINK", name) for name in names])
+        kinds = layout.rows_name, layout.times_name, layout.applied_name
+        self._replies([("UNLINK", name) for kind in kinds for name in self._names(table, kind)])
         # Last, as it tells whose rows those are that an interrupted call leaves.
         self._replies([("UNLINK", layout.note_name(self.namespace.tag(table)))])
 
@@ -185,7 +215,7 @@ class RedisStore(EmbeddingStore):
     def _hashes_of_versions(self) -> Iterator[tuple[bytes, str, str]]:
         """Name, tag and version of every hash of this model's versions."""
         self._refuse_if_closed()
-        pattern = "hps_et{" + _GLOB.sub(r"\\\g<0>", f"hps_et.{self.namespace.model}@") + "*}[vt]"
+        pattern = "hps_et{" + _GLOB.sub(r"\\\g<0>", f"hps_et.{self.namespace.model}@") + "*}[vtn]"
         for name in self.client.scan(pattern):
             parts = layout.split_name(name)
             version = None if parts is None else self.namespace.version_of(parts[0])

@@ -26,6 +26,7 @@ from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.redis import layout, topology
 from inference_session.parameter_server.redis import store as redis_store
 from inference_session.parameter_server.redis.store import RedisStore, list_redis_tables
+from inference_session.tables.ordered_updates import OrderedUpdates, Progress, Status
 from inference_session.urls.store_url import StoreUrl
 from tests.testing.redis_contract import RedisContract, partition_in_plain_python
 from tests.testing.servers import (
@@ -71,6 +72,13 @@ def open_store(url: str, namespace: Namespace | None = None, *, timeout_ms: int 
     store = create_store(url, namespace or Namespace(f"model{next(_numbers)}", "1"), DIMS, timeout_ms=timeout_ms)
     assert isinstance(store, RedisStore)
     return store
+
+
+def updates_of(keys: NDArray[np.int64]) -> OrderedUpdates:
+    """Random rows from the only source of updates, which they are the first of."""
+    progress = [Progress("topic/0", "id", 0, 0, len(keys))]
+    sources = np.zeros(len(keys), np.intp)
+    return OrderedUpdates(keys, random_vectors(len(keys), 4), keys[:0], sources, sources[:0], progress)
 
 
 @pytest.fixture(scope="module")
@@ -642,6 +650,10 @@ class TestOutages:
                 assert list_redis_tables(store.url, timeout_ms=PATIENCE_MS)[0].num_rows == 2
                 store.clear("user")
                 store.remove_versions([])
+                with pytest.raises(StoreError, match="NOPERM"):
+                    store.apply("user", updates_of(keys_of(1)))
+                client.execute_command("ACL", "SETUSER", "writer", "+eval", "+hget")
+                assert store.apply("user", updates_of(keys_of(1))).inserted.tolist() == [Status.WRITTEN]
 
     def test_a_table_that_cannot_be_cleared_keeps_its_note(self) -> None:
         """The note tells from which files the rows came that are left."""
