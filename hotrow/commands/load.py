@@ -10,6 +10,11 @@ from hotrow.output.progress import waiting
 from inference_session.errors import ConfigurationError
 from triton_backend.client.server import NoSuchVersionError, RemoteError, RemoteServer
 
+STILL_LOADING = (
+    "no answer yet. The server may be reading the checksums of large tables; its log says if the process that loads "
+    "has died as it began, and then this load does not end: restart the server"
+)
+
 
 @click.command()
 @click.argument("model")
@@ -38,7 +43,7 @@ def command(model: str, version: int | None, beside: bool, address: ServerAddres
         raise ConfigurationError("--beside needs --version, the version to load in addition to the loaded ones")
     with address.connect() as server:
         before = server.ready_versions(model) if server.has_model(model) else []
-        with waiting(f"Loading {model}" + (f" version {version}" if version else "")):
+        with waiting(f"Loading {model}" + (f" version {version}" if version else ""), STILL_LOADING):
             if version is None:
                 server.load(model)
             else:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import click
 
+from hotrow.commands.load import STILL_LOADING
 from hotrow.options.server import ServerAddress, server_options
 from hotrow.output.progress import waiting
 from triton_backend.client.server import NoSuchVersionError, RemoteError, RemoteServer
@@ -27,7 +28,7 @@ def command(model: str, address: ServerAddress) -> None:
     Example:
       hotrow roll-back ctr --url server:8001
     """
-    with address.connect() as server, waiting(f"Rolling back {model}"):
+    with address.connect() as server, waiting(f"Rolling back {model}", STILL_LOADING):
         left, target = _roll_back(server, model)
     click.echo(f"{model}: version {target} serves (before: {left})")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, TypeAlias
@@ -27,9 +28,20 @@ def key_progress(title: str, total_keys: int | None = None) -> AbstractContextMa
     return _shown(title, "keys", total_keys)
 
 
-def waiting(title: str) -> AbstractContextManager[Advance]:
-    """An activity indicator, with the elapsed time."""
-    return _shown(title, None, None)
+@contextmanager
+def waiting(title: str, hint: str = "", *, hint_after_s: float = 30.0) -> Iterator[Advance]:
+    """An activity indicator, with the elapsed time. `hint`: a line on stderr, also where that is no terminal, once the
+    work has taken longer than most.
+    """
+    late = threading.Timer(hint_after_s, lambda: print(f"hotrow: {title}: {hint}", file=sys.stderr, flush=True))
+    late.daemon = True
+    with _shown(title, None, None) as advance:
+        if hint:
+            late.start()
+        try:
+            yield advance
+        finally:
+            late.cancel()
 
 
 def _shown(title: str, unit: _Unit | None, total: int | None) -> AbstractContextManager[Advance]:

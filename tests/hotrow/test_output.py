@@ -14,12 +14,26 @@ from pathlib import Path
 import onnx
 import pytest
 
+from hotrow.output.progress import waiting
 from hotrow.output.streams import print_json
 from tests.testing.command_line import hotrow, run_main
 from tests.testing.onnx_models import model_of, table
 from tests.testing.programs import PROGRAM_S
+from tests.testing.servers import PATIENCE_S, wait_until
 
 _NAME = "модель." + "embedding_bag_collection." * 4 + "weight😀é"
+
+
+def test_work_that_takes_long_gives_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a terminal too, and not where the work ends before."""
+    errors = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", errors)
+    with waiting("Loading ctr", "see the log", hint_after_s=PATIENCE_S):
+        pass
+    assert not errors.getvalue()
+
+    with waiting("Loading ctr", "see the log", hint_after_s=0):
+        wait_until(lambda: errors.getvalue() == "hotrow: Loading ctr: see the log\n", "the hint")
 
 
 @pytest.fixture
