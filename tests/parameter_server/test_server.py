@@ -24,6 +24,7 @@ from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.promotions import MAX_PENDING_PROMOTIONS, PROMOTIONS_AT_ONCE
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
+from inference_session.tables.ordered_updates import OrderedUpdates, Outcome, Progress, Status
 from tests.testing.memory_store import MemoryStore
 from tests.testing.server_calls import await_promotions, fetch_any
 from tests.testing.servers import PATIENCE_MS, RedisServer, wait_until
@@ -205,9 +206,20 @@ def test_rows_of_files_that_another_process_has_erased_are_not_promoted(*, lags:
     server.close()
 
 
-def promoted_from_files(folder: Path) -> tuple[ParameterServer, SharedStore]:
+class ContainingStore(SharedStore):
+    """Rows in memory that contain all updates, which another process has written."""
+
+    @property
+    def orders_updates(self) -> bool:
+        return True
+
+    def apply(self, table: str, updates: OrderedUpdates) -> Outcome:
+        return Outcome(*(np.full(len(part), Status.OTHER, np.int8) for part in (updates.keys, updates.deleted)))
+
+
+def promoted_from_files(folder: Path, kind: type[SharedStore] = SharedStore) -> tuple[ParameterServer, SharedStore]:
     """A server that has promoted 20 rows from the files into the store that it shares with other processes."""
-    shared = SharedStore(DIMS | {table + ERASED_SUFFIX: 1 for table in DIMS})
+    shared = kind(DIMS | {table + ERASED_SUFFIX: 1 for table in DIMS})
     tiers = [
         Tier("volatile", shared, volatile=True, cache_missed_keys=True),
         Tier("files", table_files(folder, {"user": (KEYS, VECTORS)}, shared)),
@@ -249,6 +261,25 @@ def test_the_check_of_promoted_rows_keeps_written_ones_alone(monkeypatch: pytest
 
     held = shared.fetch("user", KEYS[:20], np.empty((20, 4), np.float32))
     assert held.tolist() == [True] * 10 + [False] * 5 + [True] * 5
+    server.close()
+
+
+def test_promoted_rows_that_another_process_has_deleted_first_are_taken_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It applied the deletions of a stream before the rows of the files were promoted. Those that come later from the
+    same stream change nothing in the store.
+    """
+    monkeypatch.setattr(upkeep_module, "ROUND_INTERVAL_S", 3600)
+    server, shared = promoted_from_files(tmp_path, ContainingStore)
+    none, sources = np.empty((0, 4), np.float32), np.zeros(5, np.intp)
+    progress = [Progress("topic/0", "id", 0, 0, 5)]
+
+    server.apply("user", OrderedUpdates(KEYS[:0], none, KEYS[:5], sources[:0], sources, progress))
+    server.upkeep.drop_outdated(server.upkeep.promotions.take_unverified())
+
+    held = shared.fetch("user", KEYS[:20], np.empty((20, 4), np.float32))
+    assert held.tolist() == [False] * 5 + [True] * 15
     server.close()
 
 

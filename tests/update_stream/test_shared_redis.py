@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import confluent_kafka
 import numpy as np
 import pytest
 
@@ -17,7 +18,7 @@ from tests.testing.broker import Broker
 from tests.testing.servers import PATIENCE_MS, PATIENCE_S, RedisServer, wait_until
 from tests.testing.small_version import SmallVersion
 from tests.testing.stored_model import push
-from tests.testing.streamed_rows import await_rows, packed, vectors
+from tests.testing.streamed_rows import FIRST_THAT_ABORTS, await_rows, packed, vectors
 
 TABLE = "user.weight"
 
@@ -151,3 +152,25 @@ def test_updates_come_again_after_a_push(broker: Broker, small: SmallVersion, re
             await_rows(second, TABLE, [2], 0)
         evict(first, [1, 2, 3])
         await_rows(first, TABLE, [1, 3], 100)
+
+
+@pytest.mark.skipif(
+    confluent_kafka.libversion()[1] >= FIRST_THAT_ABORTS,
+    reason="this librdkafka aborts the process on what the broker of these tests says of a deleted topic",
+)
+def test_a_topic_made_anew_is_applied_by_all(small: SmallVersion, redis: RedisServer) -> None:
+    """Its offsets begin again, below those of the notes. A server that starts later applies it too."""
+    with Broker() as broker, serving(small, redis, broker) as first, serving(small, redis, broker) as second:
+        send(broker, small, *((1, 100 + value) for value in range(20)), (2, 100))
+        for session in (first, second):
+            await_rows(session, TABLE, [1], 119)
+        broker.delete_topic(small.topic("user_weight"))
+        send(broker, small, (1, 200), (3, 200))
+        for session in (first, second):
+            evict(session, [1, 2, 3])
+            await_rows(session, TABLE, [1, 3], 200)
+        with serving(small, redis, broker) as third:
+            await_messages(third, 2)
+            for session in (first, second, third):
+                evict(session, [1, 2, 3])
+                np.testing.assert_array_equal(session.lookup(TABLE, [1, 2, 3])[:, 0], [200, 100, 200])
