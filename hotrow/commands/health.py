@@ -6,6 +6,7 @@ import time
 
 import click
 
+from hotrow.options.numbers import Number
 from hotrow.options.server import ServerAddress, server_options
 
 
@@ -14,7 +15,7 @@ from hotrow.options.server import ServerAddress, server_options
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=0.1),
+    type=Number(0.1, 86400),
     default=6.0,
     show_default=True,
     help="Time limit for the answer, in seconds.",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from hotrow.options.numbers import Number
 from hotrow.options.paths import FILE, FOLDER
 from hotrow.output.progress import byte_progress
 from hotrow.output.streams import print_json
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--max-error",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     metavar="X",
     help="Write nothing if any value of an output differs by more.",
 )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hotrow.options.numbers import Number
 from hotrow.options.paths import FOLDER
 from hotrow.output.streams import print_json
 from inference_session.errors import ConfigurationError
@@ -80,7 +81,7 @@ class _Bytes(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generi
 )
 @click.option(
     "--target",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=Number(0, 1, min_open=True),
     default=_DEFAULT_TARGET,
     show_default=True,
     help="Recommend the smallest cache that reaches this fraction of the best possible hit rate.",

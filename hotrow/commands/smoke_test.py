@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 import numpy as np
 
+from hotrow.options.numbers import Number
 from hotrow.options.paths import FILE
 from hotrow.options.server import ServerAddress, server_options
 from hotrow.options.versions import VERSION
@@ -32,7 +33,7 @@ from triton_backend.client.server import RemoteError, RemoteServer
     metavar="OLD",
     help=("Send the requests to this version too, and compare the answers."),
 )
-@click.option("--tolerance", type=click.FloatRange(min=0), help="Largest difference allowed.  [default: no limit]")
+@click.option("--tolerance", type=Number(min=0), help="Largest difference allowed.  [default: no limit]")
 @server_options
 def command(
     model: str,

@@ -13,6 +13,7 @@ from rich.live import Live
 
 from hotrow.metrics.page import MetricsPage, page_url, unreadable
 from hotrow.metrics.top_view import IndexEntry, TopView
+from hotrow.options.numbers import Number
 from hotrow.options.server import ServerAddress, access_options
 from inference_session.errors import HotrowError
 from triton_backend.client.server import RemoteServer
@@ -34,9 +35,7 @@ _TIMEOUT_S = 5.0
     metavar="HOST:PORT",
     help="The server's gRPC endpoint, which shows versions that do not serve and why.  [default: not used]",
 )
-@click.option(
-    "--interval", type=click.FloatRange(0.1, 3600), default=1.0, show_default=True, help="Seconds between updates."
-)
+@click.option("--interval", type=Number(0.1, 3600), default=1.0, show_default=True, help="Seconds between updates.")
 @click.option("--once", is_flag=True, help="Print one interval and exit.")
 @access_options
 def command(metrics_url: str, address: ServerAddress | None, interval: float, once: bool) -> None:

@@ -130,7 +130,14 @@ def _read_text(stream: IO[bytes]) -> Iterator[TracePart]:
 
 
 def _parsed(words: list[bytes]) -> NDArray[np.int64]:
-    return np.array([int(word) for word in words], np.int64)
+    return np.array([_whole(word) for word in words], np.int64)
+
+
+def _whole(word: bytes | str) -> int:
+    try:
+        return int(word)
+    except ValueError:
+        raise ValueError(f"{word!r} is not a whole number") from None
 
 
 def _read_csv(stream: IO[bytes]) -> Iterator[TracePart]:
@@ -146,7 +153,7 @@ def _read_csv(stream: IO[bytes]) -> Iterator[TracePart]:
             if len(row) != len(header):
                 raise ValueError(f"row {number} has {len(row)} columns, the header {len(header)}")
             table = None if table_column is None else row[table_column]
-            keys.setdefault(table, []).append(int(row[key_column]))
+            keys.setdefault(table, []).append(_whole(row[key_column]))
         if number % CHUNK_KEYS == 0:
             yield from _drained(keys)
     yield from _drained(keys)

@@ -113,6 +113,33 @@ def test_an_address_that_is_none_is_named(run: Run, url: str) -> None:
     assert errors == f"hotrow: {url!r} is not the address of a server; expected HOST:GRPC_PORT\n"
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("health", "--timeout"),
+        ("quantize", "--max-error"),
+        ("size", "--target"),
+        ("smoke-test", "--tolerance"),
+        ("top", "--interval"),
+    ],
+)
+def test_a_number_that_is_none_is_refused(run: Run, command: str, option: str) -> None:
+    """NaN is in every range of click; a size was recommended for it."""
+    code, _, errors = run(command, option, "nan")
+
+    assert code == 2
+    assert f"Invalid value for '{option}': 'nan' is not a number" in errors
+
+
+@pytest.mark.parametrize("seconds", ["inf", "1e300"])
+def test_a_time_limit_beyond_a_day_is_refused(run: Run, seconds: str) -> None:
+    """The probe said at once that the server had not answered within it."""
+    code, _, errors = run("health", "--model", "ctr", "--timeout", seconds)
+
+    assert code == 2
+    assert "is not in the range 0.1<=x<=86400" in errors
+
+
 def test_a_folder_whose_name_is_not_utf8_is_named(run: Run, model: Path, version_dir: Path, tmp_path: Path) -> None:
     """Libraries said that there was no such file, or raised a UnicodeEncodeError."""
     folder = tmp_path / os.fsdecode(b"a\xff")

@@ -26,3 +26,11 @@ def test_small_scores_in_half_precision_have_steps_of_their_own() -> None:
 
     assert close(scores + np.float32(0.003), scores, 1e-5, in_half=True)
     assert not close(scores + np.float32(0.02), scores, 1e-5, in_half=True)
+
+
+def test_the_largest_floats_are_compared_without_a_warning() -> None:
+    """A RuntimeWarning of NumPy stood in the output of an import."""
+    largest = np.array([np.finfo(np.float32).max, 1.0], np.float32)
+
+    assert close(largest, largest.copy(), 1e-5)
+    assert not close(-largest, largest, 1e-5)
