@@ -65,10 +65,12 @@ class _Backward:
 
     def __init__(self, table: HashTable) -> None:
         self.gradients: list[_PendingGradients] = []
+        self.is_over = False
         self._table = table
 
     def learn(self) -> None:
         """Learn them, at the end of backward."""
+        self.is_over = True
         with torch.no_grad(), _ONE_THREAD:
             self._table.learn(self.gradients)
 
@@ -292,14 +294,14 @@ class HashTable(nn.Module):
         self, exchange: MessageExchange, rows: Tensor, learn: Callable[[Tensor], None], scale: float
     ) -> Callable[[Tensor], None]:
         """Takes the gradients of a look-up's slots."""
-        generation = self._rows.generation
+        generation, current_backward = self._rows.generation, self._find_backward()
 
         def send(gradients: Tensor) -> None:
             is_sum_of_steps = type(self.optimizer) is SGD and not self._is_scaled()
             if isinstance(exchange, PeerExchange) and is_sum_of_steps and generation == self._rows.generation:
                 with _ONE_THREAD:
                     exchange.learn(self._rows.vectors, rows, -self.optimizer.lr * scale)
-                self._backward()  # at its end, a step is counted
+                current_backward()  # at its end, a step is counted
             else:
                 learn(exchange.gradients(gradients, rows))
 
@@ -351,14 +353,27 @@ class HashTable(nn.Module):
 
     def _learner(self, rows: Tensor, keys: Tensor, scale: float = 1.0) -> Callable[[Tensor], None]:
         """Takes the gradients of rows that were just found, and multiplies them in place."""
-        generation = self._rows.generation
+        generation, current_backward = self._rows.generation, self._find_backward()
 
         def learn(gradients: Tensor) -> None:
             if scale != 1:
                 gradients.mul_(scale)
-            self._backward().gradients.append(_PendingGradients(rows, gradients, keys, generation))
+            current_backward().gradients.append(_PendingGradients(rows, gradients, keys, generation))
 
         return learn
+
+    def _find_backward(self) -> Callable[[], _Backward]:
+        """Finds the backward that goes through the look-up that is being made.
+
+        If the look-up is itself made in a backward, a checkpoint of torch repeats it, and may go through it in a
+        backward of its own (use_reentrant=True). The table then learns at the end of the outer one, like its other
+        look-ups.
+        """
+        is_repeated = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+        if not (is_repeated and self.training and self._learns):
+            return self._backward
+        outer = self._backward()
+        return lambda: self._backward() if outer.is_over else outer
 
     def _backward(self) -> _Backward:
         """The one under way. The table learns at its end, because a batch may use an embedding more than once."""

@@ -16,6 +16,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from torch import autograd, nn  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from hotrow import training  # noqa: E402
 from hotrow.training.hash_embeddings import table as hash_table  # noqa: E402
@@ -737,6 +738,29 @@ def test_a_failed_backward_leaves_nothing_to_learn() -> None:
     assert not hash_table._BACKWARDS
     embedding(_int64([3])).sum().backward()
     assert embedding.eval()(_int64([1, 2, 3]))[:, 0].tolist() == [0, 0, -1]
+
+
+@pytest.mark.parametrize("is_reentrant", [True, False])
+@pytest.mark.parametrize("kind", [training.HashEmbedding, partial(training.HashEmbeddingBag, mode="sum")])
+def test_a_table_that_two_checkpoints_read_learns_once(kind: Any, is_reentrant: bool) -> None:
+    """A reentrant checkpoint goes backward by itself: the table learned in it, and the other one read new rows."""
+    tables = [kind(DIM, training.Adam(0.1), nn.init.ones_) for _ in range(2)]
+    part = _int64([[1, 2], [2, 3]])
+    scale = torch.ones(1, requires_grad=True)
+    for _ in range(3):
+        for table, is_repeated in zip(tables, (False, True), strict=True):
+
+            def tower(keys: Any, scale: Any, table: Any = table) -> Any:
+                return torch.tanh(table(keys)).sum() * scale
+
+            user, item = (
+                checkpoint(tower, keys, scale, use_reentrant=is_reentrant) if is_repeated else tower(keys, scale)
+                for keys in (part, part + 1)
+            )
+            (user * item).backward()
+    assert [table.steps for table in tables] == [3, 3]
+    everything = torch.arange(6)[:, None]
+    assert torch.equal(*(table.eval()(everything) for table in tables))
 
 
 @pytest.mark.parametrize("kind", [training.HashEmbedding, partial(training.HashEmbeddingBag, mode="sum")])
