@@ -53,12 +53,7 @@ class Ranks:
         Raises:
             what `work` raised here; UnavailableError where it failed on another rank alone.
         """
-        failure: Exception | None = None
-        result: Any = None
-        try:
-            result = work()
-        except Exception as error:  # noqa: BLE001  the other ranks have to hear of any
-            failure = error
+        result, failure = _attempt(work)
         messages = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is not None:
             raise failure
@@ -73,13 +68,7 @@ class Ranks:
         Raises:
             what `work` raised, on all ranks, where it is an error of hotrow's; UnavailableError elsewhere.
         """
-        failure: Exception | None = None
-        result: Any = None
-        if self.is_first:
-            try:
-                result = work()
-            except Exception as error:  # noqa: BLE001  the other ranks have to hear of any
-                failure = error
+        result, failure = _attempt(work) if self.is_first else (None, None)
         known = isinstance(failure, HotrowError)
         found = self.gather((None if failure is None else (type(failure) if known else None, str(failure)), result))
         if failure is not None:
@@ -89,6 +78,14 @@ class Ranks:
             kind, message = told
             raise (kind or UnavailableError)(message if kind else f"rank 0 failed: {message}")
         return cast("Result", value)
+
+
+def _attempt(work: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    """What `work` returned, or what it raised: the other ranks have to hear of any failure before this one raises it."""
+    try:
+        return work(), None
+    except Exception as error:  # noqa: BLE001  see above
+        return None, error
 
 
 @functools.lru_cache(maxsize=1)
