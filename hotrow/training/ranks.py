@@ -81,7 +81,7 @@ class Ranks:
 
 
 def _attempt(work: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-    """What `work` returned, or what it raised: the other ranks have to hear of any failure before this one raises it."""
+    """What `work` returned, or what it raised: the other ranks hear of a failure before this one raises it."""
     try:
         return work(), None
     except Exception as error:  # noqa: BLE001  see above
