@@ -32,16 +32,12 @@ _TABLE = TableSpec("table", "table", num_rows=2, embedding_dim=1)
 def compile_all() -> None:
     """Look-ups, requests, answers, caches, updates, Redis, files, and HugeCTR's bags; compiled kernels are only loaded.
 
-    Look-ups take longer than all others. So two processes compile their parts. Then one compiles the kernels that use
-    these parts, and the other one the rest.
+    Look-ups take about as long as all others: a process each.
     """
     spawning = multiprocessing.get_context("spawn")
     with without_collections(), ProcessPoolExecutor(1, spawning, initializer=gc.disable) as second:
-        interleaved = second.submit(lookup.compile_interleaved)
-        lookup.compile_blocks_and_stream()
         lookups = second.submit(lookup.compile_kernels)
         _compile_others()
-        interleaved.result()
         lookups.result()
     _use_a_cache()
     with tempfile.TemporaryDirectory(prefix="hotrow-kernels-") as folder:

@@ -29,6 +29,8 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataC
 from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 
+from inference_session.kernels.parts import Kernel
+
 FOLDER = "NUMBA_CACHE_DIR"
 """Where Numba keeps machine code, which it has to be able to write to even where all is there already."""
 SHIPPED_FOLDER = "HOTROW_SHIPPED_KERNELS"
@@ -76,31 +78,26 @@ def _checksum(content: bytes) -> bytes:
 
 
 class _Overloads(CompileResultCacheImpl):
-    """What is kept of a compiled function: its machine code, and LLVM bitcode for functions that will call it.
+    """What is kept of a compiled function: its machine code.
 
-    Numba parses the bitcode of each function that it loads, which takes five times as long as all else. Here it is
-    parsed when a function is compiled that calls this one.
+    Numba also keeps LLVM bitcode, for functions that will call it. These get it as a part (parts.py).
 
     Numba also keeps an environment for each function that was compiled into this one, and imports their modules, some
     of which are large parts of its compiler. Here those that the machine code does not read are left out.
     """
 
     def reduce(self, data: Any) -> Any:
-        *reduced, environments = super().reduce(data)
+        (name, kind, (machine_code, _)), *others, environments = super().reduce(data)
         code = str(data.library._final_module)
-        return *reduced, tuple(one for one in environments if code.count(one.env_name) > 1)  # once where it is declared
+        read = tuple(one for one in environments if code.count(one.env_name) > 1)  # once where it is declared
+        return (name, kind, (machine_code, _no_bitcode())), *others, read
 
     def rebuild(self, target_context: Any, payload: Any) -> Any:
-        (name, kind, (machine_code, bitcode)), description, *others = payload
+        _, description, *_ = payload
         engine = target_context.codegen()._engine
         # Numba learns from the bitcode which functions the machine code has.
         engine._defined_symbols.update((description.llvm_func_name, description.llvm_cpython_wrapper_name))
-        payload = (name, kind, (machine_code, _no_bitcode())), description, *others
-        overload = super().rebuild(target_context, payload)
-        library = overload.library
-        library._shared_module = None
-        library._get_module_for_linking = functools.cache(lambda: llvm.parse_bitcode(bitcode))
-        return overload
+        return super().rebuild(target_context, payload)
 
 
 @functools.cache
@@ -221,7 +218,7 @@ def compiled(function: Callable[..., Any], signature: str | None = None, **optio
     With a signature it is compiled, or loaded, at once and for those types only, else when it is first called.
     """
     _unpack_shipped()
-    dispatcher: Any = numba.njit(**options)(function)
+    dispatcher: Any = Kernel(function, targetoptions={"nopython": True, **options})
     if options.get("_nrt", True):  # machine code from the disk calls it; compiling would initialize it
         rtsys.initialize(cpu_target.target_context)
     dispatcher._cache = KeptCode(function)
@@ -230,11 +227,6 @@ def compiled(function: Callable[..., Any], signature: str | None = None, **optio
         dispatcher.compile(signature)
         dispatcher.disable_compile()
     return dispatcher
-
-
-def compile_for(function: Callable[..., Any], *arguments: Any) -> None:
-    """Compile, or load, for arguments of these types; nothing is run."""
-    function.compile(tuple(numba.typeof(argument) for argument in arguments))  # type: ignore[attr-defined]
 
 
 def _load_no_extensions() -> None:

@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba.core.errors import TypingError
+from numpy.typing import NDArray
 
 from inference_session.kernels.cpu import lookup as cpu
-from inference_session.kernels.cpu.arguments import Arguments, array_at, int_at
+from inference_session.kernels.cpu.arguments import Arguments, array_at, int_at, put_array, put_int
+from inference_session.kernels.cpu.intrinsics import kernel
 from inference_session.kernels.cpu.lookup import NO_POSITIONS, PART_BYTES, BoundLookups
 from inference_session.kernels.machine_code import of_ints
 from inference_session.kernels.records import TABLE, Lookup, PoolingCode
@@ -32,6 +35,12 @@ def _weighted_sum(arguments: int, scale: int) -> float:
     return total * int_at(arguments, 0) * scale
 
 
+@kernel
+def _replace(arguments: int, factor: int, values: Any) -> None:
+    put_int(arguments, 0, factor)
+    put_array(arguments, 1, values)
+
+
 @numba.njit
 def _bits(first: int, second: int) -> int:
     return first ^ second
@@ -45,6 +54,24 @@ def test_compiled_code_reads_arguments_from_memory(factor: int, values: list[int
     gc.collect()
 
     assert bound(3) == 3 * factor * sum(values)
+
+
+@settings(max_examples=30)
+@given(factor=st.integers(-5, 5), values=st.lists(st.integers(-100, 100), max_size=20))
+def test_compiled_code_replaces_arguments_in_memory(factor: int, values: list[int]) -> None:
+    """Whole numbers and arrays, empty ones too."""
+    arguments, new = Arguments(2, np.ones(3, np.float32)), np.array(values, np.float32)
+    arguments.bound_to(_replace)(factor, new)
+    weighted_sum: Any = arguments.bound_to(_weighted_sum)
+
+    assert weighted_sum(3) == 3 * factor * sum(values)
+
+
+@pytest.mark.parametrize("values", [np.ones(6, np.float32)[::2], np.ones((2, 3), np.float32)])
+def test_compiled_code_takes_contiguous_arrays_only(values: NDArray[np.float32]) -> None:
+    """It would read others as if they were."""
+    with pytest.raises(TypingError, match="contiguous"):
+        Arguments(2, np.ones(3, np.float32)).bound_to(_replace)(1, values)
 
 
 @given(first=st.integers(INT64.min, INT64.max), second=st.integers(INT64.min, INT64.max))

@@ -160,15 +160,28 @@ def test_an_index_of_something_else_is_compiled_anew(
     assert run(programs, modules, compiled)[0] == [20, 1]
 
 
-def test_a_loaded_kernel_is_compiled_into_another(programs: ForkedPrograms, modules: Path, compiled: Path) -> None:
-    """Its LLVM bitcode is kept beside its machine code for that."""
-    for file in compiled.rglob("outer.*"):
-        file.unlink()
-    environment = {"PYTHONPATH": f"{modules}:{ROOT}", "NUMBA_CACHE_DIR": str(compiled)}
-    program = f"import inner; print(inner.inner(1), sum(inner.inner.stats.cache_hits.values())); {RUN}"
-    for num_found in (0, 1):
-        done = programs.run(program, environment)
-        assert done.stdout.split() == ["2", "1", "20", str(num_found)], done.stderr
+def test_a_loaded_kernel_is_compiled_into_another(programs: ForkedPrograms, tmp_path: Path) -> None:
+    """It is loaded for calls from Python, and compiled as a part of the other one."""
+    (tmp_path / "outer.py").write_text(OUTER)
+    (tmp_path / "inner.py").write_text(HEAD + "@kernel\ndef inner(a):\n    return a + 1\n")
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "NUMBA_CACHE_DIR": str(tmp_path / "compiled")}
+    program = "import inner; print(inner.inner(1), sum(inner.inner.stats.cache_hits.values()))"
+    for run_too, answers in (("", "2 0"), (RUN, "2 1 20 0"), (RUN, "2 1 20 1")):
+        done = programs.run(f"{program}; {run_too}", environment)
+        assert " ".join(done.stdout.split()) == answers, done.stderr
+
+
+def test_a_kernel_inside_another_has_no_machine_code_of_its_own(programs: ForkedPrograms, compiled: Path) -> None:
+    """Which takes as long as that of the kernel it is in, until Python calls it."""
+    modules, environment = compiled.parent, {"NUMBA_CACHE_DIR": str(compiled.parent / "empty")}
+    (modules / "outer.py").write_text(OUTER)
+    (modules / "inner.py").write_text(HEAD + "@kernel\ndef inner(a):\n    return a + 1\n")
+    program = (
+        "import outer; from inner import inner;"
+        "print(outer.outer(1), len(inner.signatures), inner(2), len(inner.signatures), inner(2.5), outer.outer(3))"
+    )
+    done = programs.run(program, {**environment, "PYTHONPATH": f"{modules}:{ROOT}"})
+    assert done.stdout == "20 0 3 1 3.5 40\n", done.stderr
 
 
 def test_a_kernel_is_loaded_without_modules_that_it_does_not_run(programs: ForkedPrograms, tmp_path: Path) -> None:

@@ -139,18 +139,18 @@ def test_a_look_up_that_is_interrupted_writes_no_more(monkeypatch: pytest.Monkey
     """All threads of a large look-up are done with its arrays before these are freed."""
     num_keys = 8 * PART_BYTES // 256
     keys, output, vectors = np.zeros(num_keys, np.int64), np.zeros((num_keys, 64), np.float32), np.ones((4, 64), "f4")
-    look_up_range, all_run, num_written = cpu.look_up_range, threading.Barrier(2), []
+    look_up_part, all_run, num_written = cpu._lookup_range, threading.Barrier(2), []
 
     def interrupted(*arguments: Any) -> int:
         all_run.wait(PATIENCE_S)
         if is_caller():
             raise KeyboardInterrupt
         work()
-        look_up_range(*arguments)
+        look_up_part(*arguments)
         num_written.append(output.all(axis=1).sum())
         return 0
 
-    monkeypatch.setattr(cpu, "look_up_range", interrupted)
+    monkeypatch.setattr(cpu, "_lookup_range", interrupted)
     table = np.array([table_record(vectors, 64)], TABLE)
     with pytest.raises(KeyboardInterrupt):
         cpu.look_up(table, key_segments([keys], [output]), np.zeros(1, np.int64), NO_POSITIONS, 2)

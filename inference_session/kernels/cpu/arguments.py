@@ -14,9 +14,10 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.errors import TypingError
 from numpy.typing import NDArray
 
-from inference_session.kernels.cpu.intrinsics import intrinsic, kernel, load, pointer_to
+from inference_session.kernels.cpu.intrinsics import intrinsic, kernel, load, pointer_to, store
 from inference_session.kernels.records import address_of
 
 Result = TypeVar("Result")
@@ -48,6 +49,32 @@ class Arguments:
 def int_at(arguments: int, number: int) -> Any:
     """The argument of that number, an int."""
     return load(arguments, np.int64, 2 * number)
+
+
+@kernel
+def put_int(arguments: int, number: int, value: int) -> None:
+    """Replace the argument of that number by an int."""
+    store(arguments, np.int64, 2 * number, value)
+
+
+@intrinsic
+def put_array(_context: Any, _arguments: Any, _number: Any, array: Any) -> Any:
+    """put_array(arguments, number, array): replace the argument of that number by an array [n], which stays alive.
+
+    TypingError for an array that is not contiguous.
+    """
+    if array.ndim != 1 or array.layout != "C":
+        raise TypingError(f"arguments of kernels are contiguous [n], found {array}")
+
+    def build(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        arguments, number, value = values
+        view, word = context.make_array(array)(context, builder, value), ir.IntType(32)
+        pair = builder.gep(pointer_to(builder, arguments, _PAIR), [number])
+        for i, part in enumerate((builder.ptrtoint(view.data, ir.IntType(64)), view.nitems)):
+            builder.store(part, builder.gep(pair, [word(0), word(i)]))
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64, array), build
 
 
 @intrinsic

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.kernels.cpu.arguments import Arguments, array_at, int_at
+from inference_session.kernels.cpu.arguments import Arguments, array_at, int_at, put_array, put_int
 from inference_session.kernels.cpu.blocks import BLOCK, CURSOR, NUM_STAGES, Span, look_up_blocks
 from inference_session.kernels.cpu.interleaved import (
     CELL,
@@ -30,14 +30,18 @@ from inference_session.kernels.cpu.intrinsics import kernel
 from inference_session.kernels.cpu.rows import bag_length
 from inference_session.kernels.cpu.stream import RING, is_stream, look_up_stream
 from inference_session.kernels.cpu.vectors import CHUNK, LINE_BYTES
-from inference_session.kernels.machine_code import compile_for, of_ints
+from inference_session.kernels.machine_code import of_ints
 from inference_session.kernels.records import SEGMENT, TABLE, Lookup, PoolingCode
 from inference_session.kernels.threads import run_parts
+
+_Steps = tuple[Callable[..., None], Callable[[], int]]
 
 _FIRST_LONGEST = 1024
 """Elements of a vector that a thread can pool at first."""
 PART_BYTES = 256 << 10
 """Output a further thread must have to write before it is worth waking."""
+NO_POSITIONS = np.empty(0, np.int64)
+"""For `look_up`, if the caller does not ask which keys are unknown."""
 
 
 def _working_memory(longest: int) -> tuple[NDArray[Any], ...]:
@@ -51,16 +55,36 @@ def _working_memory(longest: int) -> tuple[NDArray[Any], ...]:
 class _Workspace(threading.local):
     """The working memory of each thread, made once, and again where longer vectors are pooled than before."""
 
-    def __init__(self) -> None:
-        self.arrays = _working_memory(_FIRST_LONGEST)
+    @functools.cached_property
+    def steps(self) -> _Steps:
+        return _steps(_FIRST_LONGEST)
+
+
+def _steps(longest: int) -> _Steps:
+    """A look-up in two calls, with working memory of its own: the first is told what the second one does.
+
+    `longest`: elements of the longest vector that is pooled.
+    """
+    tables, segments = np.zeros(0, TABLE), np.zeros(0, SEGMENT)
+    arguments = _arguments(1, tables, segments, _working_memory(longest), NO_POSITIONS, NO_POSITIONS)
+    return arguments.bound_to(_describe_range), arguments.bound_to(of_ints(look_up_range))
+
+
+def _arguments(
+    num_threads: int,
+    tables: NDArray[np.void],
+    segments: NDArray[np.void],
+    memory: tuple[NDArray[Any], ...],
+    counts: NDArray[np.int64],
+    positions: NDArray[np.int64],
+) -> Arguments:
+    """Those of `look_up_range`, for all of the segments."""
+    return Arguments(num_threads, tables, segments, *memory, counts, positions, 0, 0, len(segments), 0)
 
 
 _workspace = _Workspace()
 _INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
 _NONE = int(PoolingCode.NONE)
-
-NO_POSITIONS = np.empty(0, np.int64)
-"""For `look_up`, if the caller does not ask which keys are unknown."""
 
 
 def look_up(
@@ -109,8 +133,8 @@ class BoundLookups:
     def bind(self, lookup: Lookup) -> Callable[[], object]:
         """A function that answers this look-up with what its records say then. It may be called again and again."""
         segments, counts = lookup.segments, lookup.num_unknown
-        arguments = Arguments(self._num_threads, self._tables, segments, *self._memory, counts, NO_POSITIONS)
-        bound = arguments.bound_to(of_ints(look_up_bound))
+        arguments = _arguments(self._num_threads, self._tables, segments, self._memory, counts, NO_POSITIONS)
+        bound = arguments.bound_to(of_ints(look_up_range))
 
         def by_threads() -> None:
             if bound() < 0:
@@ -125,22 +149,6 @@ def compile_kernels() -> None:
     """Compile what `look_up` runs, or load it from Numba's cache, so that no request waits for a compiler."""
     nothing, tables = np.zeros(0, np.int64), np.zeros(1, TABLE)
     look_up(tables, np.zeros(0, SEGMENT), nothing, nothing, num_threads=2)
-    BoundLookups(tables).bind(Lookup(np.zeros(0, SEGMENT), nothing, nothing))()
-
-
-def compile_interleaved() -> None:
-    """Compile one part of the kernels that `compile_kernels` puts together; other processes compile the rest."""
-    *_, cells, hashes = _working_memory(0)
-    nothing, segments = np.zeros(0, np.int64), np.zeros(0, SEGMENT)
-    compile_for(look_up_interleaved, np.zeros(0, TABLE), segments, 0, 0, cells, hashes, nothing, nothing, 0)
-
-
-def compile_blocks_and_stream() -> None:
-    """Compile the other parts."""
-    cursor, blocks, ring, vectors, _, _ = _working_memory(0)
-    nothing, tables, segments = np.zeros(0, np.int64), np.zeros(1, TABLE), np.zeros(1, SEGMENT)
-    compile_for(look_up_blocks, tables, segments, Span(0, 0, 0, 0), cursor, blocks, vectors, nothing, nothing, 0)
-    compile_for(look_up_stream, tables[0], segments[0], 0, 0, ring, nothing, 0)
 
 
 def _lookup_parts(
@@ -189,11 +197,12 @@ def _lookup_range(
     missing_positions: NDArray[np.int64],
 ) -> int:
     """Look up from one (segment, row) up to, not including, another."""
-    arguments: Any = (tables, segments, *begin, *end, *_workspace.arrays, missing_counts, missing_positions)
-    num_missing = int(look_up_range(*arguments))
+    describe, run = _workspace.steps
+    describe(tables, segments, *begin, *end, missing_counts, missing_positions)
+    num_missing = run()
     if num_missing >= 0:
         return num_missing
-    _workspace.arrays = _working_memory(_longest(tables))
+    _workspace.steps = _steps(_longest(tables))
     return _lookup_range(tables, segments, begin, end, missing_counts, missing_positions)
 
 
@@ -203,8 +212,39 @@ def _longest(tables: NDArray[np.void]) -> int:
 
 
 @kernel
-def look_up_bound(arguments: int) -> Any:
-    """As `look_up`, for BoundLookups; returns the number of unknown keys, -1 where several threads should do it."""
+def _describe_range(
+    arguments: int,
+    tables: Any,
+    segments: Any,
+    segment: int,
+    row: int,
+    last_segment: int,
+    last_row: int,
+    missing_counts: Any,
+    missing_positions: Any,
+) -> None:
+    """Write down what `look_up_range` is to do.
+
+    A kernel apart, for it is soon compiled: `look_up_range` takes a third of the time of all kernels, so it has one
+    type of arguments only.
+    """
+    put_array(arguments, 1, tables)
+    put_array(arguments, 2, segments)
+    put_array(arguments, 9, missing_counts)
+    put_array(arguments, 10, missing_positions)
+    put_int(arguments, 11, segment)
+    put_int(arguments, 12, row)
+    put_int(arguments, 13, last_segment)
+    put_int(arguments, 14, last_row)
+
+
+@kernel
+def look_up_range(arguments: int) -> Any:
+    """Look up from one (segment, row) up to, not including, another; see `look_up`.
+
+    Returns the number of unknown keys; -1, with nothing done, where several threads should do it, or the working memory
+    is too short for a vector to pool.
+    """
     tables, segments = array_at(arguments, 1, TABLE), array_at(arguments, 2, SEGMENT)
     if int_at(arguments, 0) > 1 and _num_bytes(tables, segments) >= 2 * PART_BYTES:
         return np.int64(-1)
@@ -212,33 +252,17 @@ def look_up_bound(arguments: int) -> Any:
     scratch, cells = array_at(arguments, 6, _FLOAT32), array_at(arguments, 7, CELL)
     hashes, counts = array_at(arguments, 8, _INT64), array_at(arguments, 9, _INT64)
     positions = array_at(arguments, 10, _INT64)
-    zero = np.int64(0)  # see below
-    return look_up_range(
-        tables,
-        segments,
-        zero,
-        zero,
-        len(segments),
-        zero,
-        cursor,
-        blocks,
-        ring,
-        scratch,
-        cells,
-        hashes,
-        counts,
-        positions,
-    )
+    if not _can_pool(tables, segments, scratch):
+        return np.int64(-1)
+    whole = Span(int_at(arguments, 11), int_at(arguments, 12), int_at(arguments, 13), int_at(arguments, 14))
+    return _look_up_span(tables, segments, whole, cursor, blocks, ring, scratch, cells, hashes, counts, positions)
 
 
 @kernel
-def look_up_range(
+def _look_up_span(
     tables: Any,
     segments: Any,
-    segment: int,
-    row: int,
-    last_segment: int,
-    last_row: int,
+    whole: Any,
     cursor: Any,
     blocks: Any,
     ring: Any,
@@ -248,18 +272,12 @@ def look_up_range(
     missing_counts: Any,
     missing_positions: Any,
 ) -> Any:
-    """Look up from one (segment, row) up to, not including, another; see `look_up`.
-
-    Returns the number of unknown keys; -1, with nothing done, where `scratch` is too short for a vector to pool.
-    """
-    if not _can_pool(tables, segments, scratch):
-        return np.int64(-1)
     for s in range(len(missing_counts)):
         missing_counts[s] = 0
     num_missing = np.int64(0)  # a plain 0 is a type of its own, for which all below would be compiled as well
-    whole = Span(segment, row, last_segment, last_row)
-    while segment < last_segment or (segment == last_segment and row < last_row):
-        end = end_of_interleaved(tables, segments, segment, last_segment) if row == 0 else segment
+    segment, row = whole.segment, whole.row
+    while segment < whole.last_segment or (segment == whole.last_segment and row < whole.last_row):
+        end = end_of_interleaved(tables, segments, segment, whole.last_segment) if row == 0 else segment
         if end > segment:
             part = Span(segment, row, end, 0)
             missing = look_up_interleaved(
