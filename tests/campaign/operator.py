@@ -93,7 +93,7 @@ class Operator:
             self._target.update_in_place(new.number)
 
         is_stream = self._plan.writer is Writer.STREAM
-        if is_stream and (self._plan.has_rocksdb or self._plan.is_redis_alone):
+        if is_stream and self._plan.has_rocksdb:
             # update-rows.md, "Run several servers": others than its writer see what is in a RocksDB a second later.
             self._expectations.permit("stream behind", Permit.OLD_ROWS)
         self._replace(new, replace)
