@@ -17,6 +17,9 @@ from inference_session.errors import ConfigurationError
 from triton_backend.client.recorded_requests import RecordedRequest, largest_difference, not_finite, read_requests
 from triton_backend.client.server import RemoteError, RemoteServer
 
+_NOT_LOADED = ("not at ready state", "is not found")
+"""In Triton's refusal of a version that it has unloaded, and of one that it never had loaded."""
+
 
 @click.command()
 @click.argument("model")
@@ -79,7 +82,8 @@ def _test(
         answer = server.ask(model, request.inputs, version=version, datatypes=request.datatypes)
         old = server.ask(model, request.inputs, version=other, datatypes=request.datatypes) if other else answer
     except RemoteError as error:
-        hint = "; `hotrow load` with --version and --beside loads it" if "not at ready state" in str(error) else ""
+        is_loaded = not any(sign in str(error) for sign in _NOT_LOADED)
+        hint = "" if is_loaded else "; `hotrow load` with --version and --beside loads it"
         raise RemoteError(f"{where}: {error}{hint}") from error
     if names := not_finite(answer):
         raise RemoteError(f"{where}: version {version} answered NaN or infinity in {', '.join(map(repr, names))}")

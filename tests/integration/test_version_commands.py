@@ -208,6 +208,8 @@ def test_a_version_is_tested_beside_the_one_that_serves(server: Served, model: s
 
     succeed("load", model, "--version", 1, *url)
     assert "`hotrow load` with --version and --beside loads it" in fail(*test)
+    never = ("smoke-test", model, "--version", 99, "--requests", requests, *url)
+    assert "`hotrow load` with --version and --beside loads it" in fail(*never)
     succeed("load", model, "--version", 2, "--beside", *url)
     assert succeed(*test) == f"{model}: version 2 answered 1 request\n"
     assert "more than 0.1" in fail(*test, "--compare-with", 1, "--tolerance", 0.1)

@@ -121,7 +121,8 @@ def _from_wheel() -> Installation:
     if spec is None or not spec.submodule_search_locations:
         raise ServerNotFoundError(
             "no tritonserver on PATH, in /opt/tritonserver or in the nvidia-pytriton package; install one: "
-            "pip install 'hotrow[server]', or with NumPy 2: pip install --no-deps 'nvidia-pytriton>=0.7,<0.8'"
+            "pip install 'hotrow[server]', or with NumPy 2 or Python 3.13: "
+            "pip install --no-deps 'nvidia-pytriton>=0.7,<0.8'"
         )
     package = Path(next(iter(spec.submodule_search_locations)))
     root = package / "tritonserver"
