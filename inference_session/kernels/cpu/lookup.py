@@ -225,8 +225,8 @@ def _describe_range(
 ) -> None:
     """Write down what `look_up_range` is to do.
 
-    A kernel apart, for it is soon compiled: `look_up_range` takes a third of the time of all kernels, so it has one
-    type of arguments only.
+    A kernel apart, for it is soon compiled: `look_up_range` takes half of the time of all kernels, so it has one type
+    of arguments only.
     """
     put_array(arguments, 1, tables)
     put_array(arguments, 2, segments)
