@@ -14,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException
 
+from hotrow.commands.load import STILL_LOADING
 from inference_session.version_directory import manifest
 from tests.testing.command_line import run_main
 from tests.testing.model_settings import add_settings
@@ -50,9 +51,10 @@ def model(server: Served, request: pytest.FixtureRequest) -> str:
 
 
 def succeed(*arguments: object) -> str:
-    """What a command prints that is expected to succeed."""
+    """What a command prints that is expected to succeed; on a slow machine also that it takes long."""
     ended = run_main(*arguments)
-    assert (ended.code, ended.err) == (0, "")
+    assert ended.code == 0
+    assert not ended.err or STILL_LOADING in ended.err
     return ended.out
 
 
