@@ -34,7 +34,7 @@ from inference_session.sizing import memory
 from tests.testing import small_model
 from tests.testing.hugectr_source import Source
 from tests.testing.model_settings import add_settings
-from tests.testing.servers import RedisServer
+from tests.testing.servers import RedisServer, wait_until
 from tests.testing.triton_models import write_ctr
 from triton_backend.launcher import installation
 from triton_backend.launcher.reaper import SHARED_MEMORY
@@ -232,7 +232,8 @@ def test_stores_that_listen(tmp_path: Path) -> None:
     RocksDbStore(tmp_path / "db", Namespace("ctr", "1"), {"table": 2}, writable=True).close()
     with RedisServer() as redis:
         urls = [redis.url, f"unix://{redis.socket_path}", f"rocksdb://{tmp_path}/db"]
-        assert [finding.level for finding in check_services(urls)] == ["ok"] * 3
+        # Redis listens on its socket a moment later than on its port.
+        wait_until(lambda: [finding.level for finding in check_services(urls)] == ["ok"] * 3, "all to listen")
 
     wrong = ["redis://h:x", "redis://redis..internal:6379", "unix:///none", "not a URL"]
     assert [finding.level for finding in check_services(wrong)] == ["problem", "warning", "warning"]
