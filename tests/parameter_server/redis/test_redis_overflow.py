@@ -17,6 +17,7 @@ from inference_session.parameter_server.redis import layout
 from inference_session.parameter_server.redis.store import RedisStore
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
+from inference_session.tables.ordered_updates import OrderedUpdates, Progress
 from tests.testing.memory_store import MemoryStore
 from tests.testing.server_calls import fetch_any
 from tests.testing.servers import PATIENCE_MS, RedisClusterServers, RedisServer, wait_until
@@ -64,6 +65,20 @@ def test_no_partition_holds_more_than_it_may(server: RedisServer, policy: str, a
         assert 40 <= found.sum() <= 80
         assert_same_bits(out[found], VECTORS[found])
         assert set(marks(store, client)) == set(KEYS[found].tolist())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("margin", "target"), [(40, 0.0), (1, 0.8)], ids=["target of 0", "margin of 1"])
+def test_an_eviction_leaves_a_row(server: RedisServer, policy: str, margin: int, target: float) -> None:
+    """Otherwise the note of an update would go with the hash, and the next update find that Redis has lost this one."""
+    with open_store(server.url, policy, margin=margin, target=target, partitions=1) as store:
+        for begin in range(0, 400, 100):
+            part = slice(begin, begin + 100)
+            progress = [Progress("topic/0", "id", 0, begin, begin + 100)]
+            none, sources = np.zeros(0, np.intp), np.zeros(100, np.intp)
+            updates = OrderedUpdates(KEYS[part], VECTORS[part], KEYS[:0], sources, none, progress)
+            assert not store.apply("user", updates).lost
+            assert store.num_rows("user") == 1
 
 
 @pytest.mark.parametrize("policy", POLICIES)
