@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 
 import numpy as np
@@ -132,10 +132,14 @@ class TierUpkeep:
             self._closing.wait(ROUND_INTERVAL_S)  # an error that comes back in each turn must not fill the log
 
     def _insert(self, promotions: Sequence[Promotion]) -> None:
+        """Insert rows above, except those written since they were read: by this process, as its log says, or by
+        another one, as their source says by now.
+        """
         if not promotions:
             return
         with self._writes.lock:
-            current = merged([part for part in map(self._not_written_since, promotions) if len(part.keys)])
+            unwritten = merged([part for part in map(self._not_written_since, promotions) if len(part.keys)])
+            current = self._not_changed_by_others(unwritten)
             inserted = [(tier, part) for part in current for tier in part.tiers if self._insert_into(tier, part)]
             moment = self._writes.own.moment
         self.promotions.keep(
@@ -144,6 +148,15 @@ class TierUpkeep:
 
     def _not_written_since(self, promotion: Promotion) -> Promotion:
         return promotion.rows(~self._writes.log.written(promotion.table, promotion.keys, promotion.moment))
+
+    def _not_changed_by_others(self, promotions: Sequence[Promotion]) -> list[Promotion]:
+        """Those rows that are the same in their source by now; none of a source that cannot tell. Must be called while
+        no other thread writes.
+        """
+        shared = [part for part in promotions if part.source.store.is_shared]
+        is_seen = self._see_what_others_wrote({part.source for part in shared})
+        checked = [part.rows(part.are_current()) for part in shared if is_seen]
+        return [part for part in promotions if not part.source.store.is_shared] + checked
 
     @staticmethod
     def _insert_into(tier: Tier, promotion: Promotion) -> bool:
@@ -175,15 +188,20 @@ class TierUpkeep:
         """
         if not inserted:
             return
-        sources = {one.promotion.source for one in inserted}
-        # Tiers that lag are refreshed as well: one of them may hold the keys that were erased from the files.
-        read = [tier for tier in self._tiers if tier in sources or tier.store.lags]
-        failures = [tier.attempt(lambda store: store.refresh()) for tier in read]
         with self._writes.lock:
+            is_seen = self._see_what_others_wrote({one.promotion.source for one in inserted})
             for one in inserted:
                 promotion = one.promotion
-                outdated = promotion if any(failures) else promotion.rows(~promotion.are_current())
+                outdated = promotion.rows(~promotion.are_current()) if is_seen else promotion
                 self._drop_unless_rewritten(one._replace(promotion=outdated))
+
+    def _see_what_others_wrote(self, sources: Set[Tier]) -> bool:
+        """Refresh these tiers, of which rows were read; returns whether they show what others had written before. Must
+        be called while no other thread writes.
+        """
+        # Tiers that lag are refreshed as well: one of them may hold the keys that were erased from the files.
+        read = [tier for tier in self._tiers if sources and (tier in sources or tier.store.lags)]
+        return all(tier.attempt(lambda store: store.refresh()) is None for tier in read)
 
     def _drop_unless_rewritten(self, outdated: UnverifiedPromotion) -> None:
         """Drop promoted rows, except those that were written since: a write that no tier below has would be lost.

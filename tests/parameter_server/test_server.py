@@ -33,6 +33,7 @@ from tests.testing.table_files import table_files
 from tests.testing.wrapper_store import FaultStore, HookedStore
 
 KEYS, VECTORS = random_keys(200), random_vectors(200, 4)
+NEWEST = random_vectors(5, 4, seed=9)
 
 
 class Stack:
@@ -172,6 +173,74 @@ def test_rows_that_another_process_has_changed_are_not_promoted() -> None:
     assert found.all()
     wait_until(lambda: held() == [False] * 8 + [True] * 12, "changed rows to be taken back")
     server.close()
+
+
+TwoProcesses = tuple[ParameterServer, ParameterServer, LaggingStore]
+
+
+@pytest.fixture
+def two_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoProcesses]:
+    """The server of the process that writes the lower store, and of one that follows it, over the same upper store;
+    and how the latter sees the lower store. What it has promoted is not verified afterwards.
+    """
+    monkeypatch.setattr(upkeep_module, "ROUND_INTERVAL_S", 3600)
+    volatile, behind = MemoryStore(DIMS), MemoryStore(DIMS)
+    behind.insert("user", KEYS, VECTORS)
+    lagging = LaggingStore(behind)
+    writer, follower = (
+        ParameterServer([Tier("volatile", volatile, volatile=True, cache_missed_keys=True), Tier("persistent", lower)])
+        for lower in (behind, lagging)
+    )
+    yield writer, follower, lagging
+    follower.close()
+    writer.close()
+
+
+def test_a_promotion_brings_back_no_row_that_another_process_has_erased(two_processes: TwoProcesses) -> None:
+    """The process that has erased it would answer it, and keep it in its cache."""
+    writer, follower, lagging = two_processes
+    lagging.hooks["fetch_many"] = lambda: writer.erase("user", KEYS[:5])
+
+    found = fetch_any(follower, [FetchRequest("user", KEYS[:20], np.empty((20, 4), np.float32))])[0]
+    await_promotions(follower)
+
+    assert found.all()
+    found = fetch_any(writer, [FetchRequest("user", KEYS[:20], np.empty((20, 4), np.float32))])[0]
+    assert found.tolist() == [False] * 5 + [True] * 15
+    assert follower.tiers[0].promoted == 15
+
+
+def test_rows_that_a_follower_forgets_come_back_no_older(
+    two_processes: TwoProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer updates a row again after the follower has caught up with the update before, which it forgets."""
+    writer, follower, lagging = two_processes
+    writer.insert("user", KEYS[:5], -VECTORS[:5])
+    monkeypatch.setattr(follower, "refresh", lambda: [lagging.refresh(), writer.insert("user", KEYS[:5], NEWEST)])
+
+    follower.forget("user", KEYS[:5])
+    fetch_any(follower, [FetchRequest("user", KEYS[:5], np.empty((5, 4), np.float32))])
+    await_promotions(follower)
+
+    rows = np.empty((5, 4), np.float32)
+    assert fetch_any(writer, [FetchRequest("user", KEYS[:5], rows)])[0].all()
+    assert_same_bits(rows, NEWEST)
+
+
+def test_no_tier_sees_what_others_write_while_the_server_is_frozen(
+    two_processes: TwoProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promoted rows are verified before or after."""
+    _, follower, lagging = two_processes
+    fetch_any(follower, [FetchRequest("user", KEYS[:5], np.empty((5, 4), np.float32))])
+    await_promotions(follower)
+    is_locked: list[bool] = []
+    monkeypatch.setattr(lagging, "refresh", lambda: is_locked.append(follower._writes.lock.locked()))
+
+    follower.upkeep.drop_outdated(follower.upkeep.promotions.take_unverified())
+
+    assert is_locked
+    assert all(is_locked)
 
 
 class SharedStore(MemoryStore):

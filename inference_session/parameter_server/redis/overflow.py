@@ -43,8 +43,10 @@ class Overflow:
         return cls(margin, policy, target) if margin else None  # type: ignore[arg-type]
 
     def excess(self, num_rows: int) -> int:
-        """How many rows must leave a partition that holds this many. One stays at least: a hash without rows, and so its
-        note, would be taken for one that a Redis has lost, and all updates be written again and again.
+        """How many rows must leave a partition that holds this many.
+
+        One stays at least: a hash without rows counts as lost (ordered_writes.py), so updates would be written again
+        and again.
         """
         return 0 if num_rows <= self.margin else num_rows - max(1, math.floor(self.margin * self.target))
 
