@@ -22,12 +22,7 @@ from inference_session.dense_engine import check_precision
 from inference_session.device.base import Device
 from inference_session.device.discovery import open_devices
 from inference_session.device.host import vectors_at_line
-from inference_session.errors import (
-    HotrowError,
-    SessionClosedError,
-    UnavailableError,
-    UnsupportedModelError,
-)
+from inference_session.errors import HotrowError, SessionClosedError, UnavailableError, UnsupportedModelError
 from inference_session.execution.fast_path import FastPath
 from inference_session.execution.full_path import FullPath
 from inference_session.execution.model import open_model

@@ -11,14 +11,7 @@ from pathlib import Path
 import click
 
 from demo.hugectr_examples.from_movielens import read_movielens, write_mind
-from demo.hugectr_examples.original_formats import (
-    MAX_CLICKS,
-    NUM_CATEGORIES,
-    NUM_NEWS,
-    NUM_READERS,
-    Rows,
-    read_mind,
-)
+from demo.hugectr_examples.original_formats import MAX_CLICKS, NUM_CATEGORIES, NUM_NEWS, NUM_READERS, Rows, read_mind
 from demo.hugectr_examples.serving import BATCH_SIZE, ITERATIONS, Example, train_and_serve
 from hotrow.training import hugectr
 from hotrow.training.hugectr import DataReaderSparseParam, DenseLayer, Layer_t

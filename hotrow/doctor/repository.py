@@ -15,14 +15,7 @@ from hotrow.doctor.services import check_services
 from hotrow.output.formatting import counted, in_units, in_words
 from inference_session.errors import HotrowError
 from inference_session.model_source import is_url
-from inference_session.model_spec import (
-    DENSE_FILE,
-    INDEX_FILE,
-    KEY_FILE,
-    SESSION_FILE,
-    TABLES_FOLDER,
-    VECTOR_FILE,
-)
+from inference_session.model_spec import DENSE_FILE, INDEX_FILE, KEY_FILE, SESSION_FILE, TABLES_FOLDER, VECTOR_FILE
 from inference_session.platform.mapped_large_pages import large_page_fraction, large_page_setting
 from inference_session.platform.memory import available_bytes
 from inference_session.sizing.memory import PROCESS_BYTES, MemoryItem, bytes_in, memory_items

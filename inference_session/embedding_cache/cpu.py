@@ -29,14 +29,7 @@ from inference_session.kernels.cpu import missing
 from inference_session.kernels.cpu.cache import CacheArrays
 from inference_session.kernels.cpu.hash_index import BUCKET_BYTES
 from inference_session.kernels.cpu.lookup import NO_POSITIONS
-from inference_session.kernels.records import (
-    MAX_MARK,
-    TABLE,
-    Lookup,
-    PoolingCode,
-    address_of,
-    table_record,
-)
+from inference_session.kernels.records import MAX_MARK, TABLE, Lookup, PoolingCode, address_of, table_record
 
 _AS_COMPILED: tuple[Literal["C"], Literal["A"], Literal["W"]] = ("C", "A", "W")
 """Arrays of any other kind, such as views of a message's bytes, would make Numba compile the kernels again."""

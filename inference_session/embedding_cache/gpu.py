@@ -19,17 +19,8 @@ from numpy.typing import ArrayLike, NDArray
 from inference_session.device.cuda import CudaDevice
 from inference_session.device.cuda_memory import check_free, memory_checked
 from inference_session.embedding_cache.base import EmbeddingCache, Misses
-from inference_session.embedding_cache.gpu_budget import (
-    buckets_per_table,
-    buckets_to_hold,
-    fixed_bytes,
-)
-from inference_session.embedding_cache.gpu_misses import (
-    GpuMisses,
-    MissingBits,
-    PooledGpuMisses,
-    parts_within,
-)
+from inference_session.embedding_cache.gpu_budget import buckets_per_table, buckets_to_hold, fixed_bytes
+from inference_session.embedding_cache.gpu_misses import GpuMisses, MissingBits, PooledGpuMisses, parts_within
 from inference_session.embedding_cache.gpu_writes import GivenKeys, GivenRows, Piece, Uploads, as_array
 from inference_session.embedding_cache.missing_rows import MissingRows
 from inference_session.embedding_cache.stats import CacheStats, RowCounts

@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from inference_session.errors import ConfigurationError
-from inference_session.kernels.cuda.records import (
-    EVENTS,
-    GPU_TABLE,
-    MOST_BUCKETS,
-    SLOTS,
-    aligned,
-    table_bytes,
-)
+from inference_session.kernels.cuda.records import EVENTS, GPU_TABLE, MOST_BUCKETS, SLOTS, aligned, table_bytes
 from inference_session.model_spec import bytes_per_row
 
 _LOAD = 0.7

@@ -16,14 +16,7 @@ import numpy as np
 from inference_session.errors import ModelFormatError
 from inference_session.importers.report import ImportReport
 from inference_session.kernels.records import FLOAT_BYTES, KEY_BYTES
-from inference_session.model_spec import (
-    KEY_FILE,
-    TABLES_FOLDER,
-    VECTOR_FILE,
-    ModelSpec,
-    TableSpec,
-    folder_names,
-)
+from inference_session.model_spec import KEY_FILE, TABLES_FOLDER, VECTOR_FILE, ModelSpec, TableSpec, folder_names
 from inference_session.platform.large_pages import open_for_writing
 from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_version

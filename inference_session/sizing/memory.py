@@ -8,12 +8,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from inference_session.device.placement import Shard, index_bytes_on_device, places_of, shard_bytes, vectors_bytes
-from inference_session.model_spec import (
-    NETWORK_FILES,
-    TABLES_FOLDER,
-    ModelSpec,
-    TableSpec,
-)
+from inference_session.model_spec import NETWORK_FILES, TABLES_FOLDER, ModelSpec, TableSpec
 from inference_session.tables.table_index import index_bytes
 
 MemoryKind = Literal["page cache", "process", "device", "shared memory"]

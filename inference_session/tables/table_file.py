@@ -20,22 +20,12 @@ from numpy.typing import NDArray
 from inference_session.errors import ModelFormatError, SessionClosedError
 from inference_session.kernels.cpu import lookup as cpu
 from inference_session.kernels.records import TABLE, VectorCode, address_of, key_segments, table_record
-from inference_session.model_spec import (
-    KEY_FILE,
-    VECTOR_FILE,
-    TableSpec,
-    VectorType,
-)
+from inference_session.model_spec import KEY_FILE, VECTOR_FILE, TableSpec, VectorType
 from inference_session.platform.large_pages import LargePageWriter, open_for_writing
 from inference_session.platform.progress import Progress
 from inference_session.tables.base import SCAN_BYTES, RowBatch, check_fetch
 from inference_session.tables.quantized_rows import quantize_rows
-from inference_session.tables.table_index import (
-    TableIndex,
-    build_index,
-    ensure_index,
-    open_index,
-)
+from inference_session.tables.table_index import TableIndex, build_index, ensure_index, open_index
 
 _ROWS_PER_CHUNK = 1 << 16
 

@@ -9,13 +9,7 @@ from numpy.typing import NDArray
 
 from inference_session.device.host import Readers, zeros_at_line
 from inference_session.kernels.cpu.hash_index import BUCKET_BYTES
-from inference_session.kernels.cpu.updated_table import (
-    FREE,
-    RETIRED,
-    UpdatedArrays,
-    free_retired,
-    put_rows,
-)
+from inference_session.kernels.cpu.updated_table import FREE, RETIRED, UpdatedArrays, free_retired, put_rows
 from inference_session.kernels.records import address_of, table_record
 from inference_session.tables.base import UpdatedRows
 

@@ -29,13 +29,7 @@ from inference_session.update_stream.kafka_client import (
     create_client,
     topic_ids,
 )
-from inference_session.update_stream.positions import (
-    AppliedPartitions,
-    LastMessage,
-    Partition,
-    Positions,
-    partition_of,
-)
+from inference_session.update_stream.positions import AppliedPartitions, LastMessage, Partition, Positions, partition_of
 from inference_session.update_stream.saved_positions import SavedPositions
 from inference_session.update_stream.stream_stats import StreamStats
 from inference_session.update_stream.topics import table_of

@@ -11,14 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import ConfigurationError, ModelFormatError
-from inference_session.model_spec import (
-    KEY_FILE,
-    SESSION_FILE,
-    TABLES_FOLDER,
-    VECTOR_FILE,
-    TableSpec,
-    folder_names,
-)
+from inference_session.model_spec import KEY_FILE, SESSION_FILE, TABLES_FOLDER, VECTOR_FILE, TableSpec, folder_names
 from inference_session.tables.quantized_rows import dequantize_rows
 from inference_session.tables.table_file import TableFile
 from inference_session.version_directory import manifest

@@ -15,13 +15,7 @@ from hypothesis import strategies as st
 
 from inference_session.kernels.cpu.vectors import SUM_BLOCK
 from inference_session.kernels.cuda import records as gpu_layout
-from inference_session.kernels.cuda.records import (
-    MAX_BAGS_PER_TILE,
-    MAX_KEYS_PER_TILE,
-    SLOTS,
-    divide,
-    request_of,
-)
+from inference_session.kernels.cuda.records import MAX_BAGS_PER_TILE, MAX_KEYS_PER_TILE, SLOTS, divide, request_of
 from inference_session.kernels.cuda.source import FILES
 from inference_session.kernels.records import SEGMENT, VECTOR_COPY, PoolingCode
 from inference_session.model_spec import TableSpec

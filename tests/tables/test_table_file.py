@@ -8,18 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference_session.errors import (
-    InvalidRequestError,
-    ModelFormatError,
-    SessionClosedError,
-    TableNotFoundError,
-)
+from inference_session.errors import InvalidRequestError, ModelFormatError, SessionClosedError, TableNotFoundError
 from inference_session.model_spec import ModelSpec, TableSpec, VectorType
 from inference_session.parameter_server.file_store import TableFileStore
-from inference_session.tables.table_file import (
-    TableFile,
-    write_table,
-)
+from inference_session.tables.table_file import TableFile, write_table
 from inference_session.version_directory import manifest
 from inference_session.version_directory.version import VersionDirectory
 from tests.testing.memory_store import MemoryStore

@@ -7,10 +7,7 @@ from typing import Any
 import redis
 
 from inference_session.parameter_server.redis.store import RedisStore
-from tests.testing.store_contract import (
-    SharedStoreContract,
-    packed,
-)
+from tests.testing.store_contract import SharedStoreContract, packed
 
 MASK = 2**64 - 1
 

@@ -15,14 +15,7 @@ from inference_session.errors import StoreError, UnavailableError
 from inference_session.update_stream import Publisher, kafka_stream
 from inference_session.update_stream.announcements import Announcements
 from inference_session.urls.kafka_url import KafkaUrl
-from tests.testing.refusing_broker import (
-    FETCH,
-    FIND_COORDINATOR,
-    LIST_OFFSETS,
-    OFFSET_COMMIT,
-    PRODUCE,
-    RefusingBroker,
-)
+from tests.testing.refusing_broker import FETCH, FIND_COORDINATOR, LIST_OFFSETS, OFFSET_COMMIT, PRODUCE, RefusingBroker
 from tests.testing.servers import PATIENCE_S, wait_until
 from tests.testing.small_version import SmallVersion
 from tests.testing.stored_model import push

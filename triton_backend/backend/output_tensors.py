@@ -21,13 +21,7 @@ from numpy.typing import NDArray
 
 from inference_session.kernels.array_headers import can_read_arrays, dtype_addresses
 from inference_session.kernels.cpu.arguments import Arguments
-from inference_session.kernels.cpu.requests.dlpack import (
-    ELEMENT,
-    MANAGED_TENSOR,
-    NO_ROOM,
-    NOT_DESCRIBED,
-    describe_rows,
-)
+from inference_session.kernels.cpu.requests.dlpack import ELEMENT, MANAGED_TENSOR, NO_ROOM, NOT_DESCRIBED, describe_rows
 from inference_session.kernels.machine_code import of_ints
 from inference_session.kernels.records import address_of
 from inference_session.platform.dlpack_layout import CPU, KINDS

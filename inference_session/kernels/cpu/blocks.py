@@ -14,13 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from inference_session.kernels.cpu.hash_index import (
-    BUCKET_BYTES,
-    candidate_row,
-    find_row,
-    hash_key,
-    home_bucket,
-)
+from inference_session.kernels.cpu.hash_index import BUCKET_BYTES, candidate_row, find_row, hash_key, home_bucket
 from inference_session.kernels.cpu.intrinsics import kernel, load, prefetch
 from inference_session.kernels.cpu.rows import bag_length, load_key, mark_hit, row_of, row_of_number
 from inference_session.kernels.cpu.vectors import (

@@ -21,15 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from inference_session.kernels.cpu.intrinsics import (
-    kernel,
-    load,
-    lowest_bit,
-    match_bytes,
-    prefetch,
-    publish,
-    store,
-)
+from inference_session.kernels.cpu.intrinsics import kernel, load, lowest_bit, match_bytes, prefetch, publish, store
 
 BUCKET_BYTES = 64
 SLOTS = 12

@@ -19,13 +19,7 @@ from numpy.typing import NDArray
 
 from inference_session.kernels.cpu.arguments import Arguments, array_at, int_at, put_array, put_int
 from inference_session.kernels.cpu.blocks import BLOCK, CURSOR, NUM_STAGES, Span, look_up_blocks
-from inference_session.kernels.cpu.interleaved import (
-    CELL,
-    MAX_CELLS,
-    end_of_interleaved,
-    look_up_interleaved,
-    new_ring,
-)
+from inference_session.kernels.cpu.interleaved import CELL, MAX_CELLS, end_of_interleaved, look_up_interleaved, new_ring
 from inference_session.kernels.cpu.intrinsics import kernel
 from inference_session.kernels.cpu.rows import bag_length
 from inference_session.kernels.cpu.stream import RING, is_stream, look_up_stream

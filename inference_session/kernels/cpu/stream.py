@@ -11,21 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from inference_session.kernels.cpu.hash_index import (
-    BUCKET_BYTES,
-    candidate_row,
-    find_row,
-    hash_key,
-    home_bucket,
-)
-from inference_session.kernels.cpu.intrinsics import (
-    copy_16_floats,
-    finish_lines,
-    kernel,
-    load,
-    prefetch,
-    write_line,
-)
+from inference_session.kernels.cpu.hash_index import BUCKET_BYTES, candidate_row, find_row, hash_key, home_bucket
+from inference_session.kernels.cpu.intrinsics import copy_16_floats, finish_lines, kernel, load, prefetch, write_line
 from inference_session.kernels.cpu.rows import load_key, mark_hit, row_of_number
 from inference_session.kernels.cpu.vectors import LINE_BYTES, MAX_PREFETCH_BYTES, copy_vector, prefetch_vector
 from inference_session.kernels.records import PoolingCode, VectorCode

@@ -25,15 +25,7 @@ from tests.testing import training_jobs as jobs  # noqa: E402
 from tests.testing import training_models as models  # noqa: E402
 from tests.testing.broker import Broker  # noqa: E402
 from tests.testing.servers import PATIENCE_S, wait_until  # noqa: E402
-from tests.testing.training_models import (  # noqa: E402
-    bag_collection,
-    batch,
-    exported,
-    managed_collisions,
-    serves,
-    table_rows,
-    train,
-)
+from tests.testing.training_models import bag_collection, batch, exported, managed_collisions, serves, table_rows, train  # noqa: E402
 from tests.testing.transaction_broker import TransactionBroker  # noqa: E402
 
 pytestmark = [pytest.mark.training, pytest.mark.filterwarnings("ignore")]

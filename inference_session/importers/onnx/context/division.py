@@ -13,16 +13,7 @@ from onnx import GraphProto, NodeProto
 from inference_session.importers.onnx.samples.axis import SampleAxis
 from inference_session.importers.onnx.samples.step import is_constant
 from inference_session.model_spec import ROW_CONTEXT
-from inference_session.onnx_graphs import (
-    Names,
-    NodeBuilder,
-    bodies,
-    copied,
-    producers,
-    reads,
-    rename,
-    set_nodes,
-)
+from inference_session.onnx_graphs import Names, NodeBuilder, bodies, copied, producers, reads, rename, set_nodes
 
 CONTEXT, CANDIDATES = "context", "candidates"
 _FAR = 1 << 31

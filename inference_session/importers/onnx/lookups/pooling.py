@@ -8,14 +8,7 @@ from inference_session.importers.onnx.lookups.graph_lookups import EditedModel, 
 from inference_session.importers.onnx.lookups.vector_values import values_of_vectors
 from inference_session.importers.onnx.types import Dims
 from inference_session.model_spec import Pooling
-from inference_session.onnx_graphs import (
-    attribute,
-    axes_of,
-    make_node,
-    producers,
-    replace_node,
-    use_counts,
-)
+from inference_session.onnx_graphs import attribute, axes_of, make_node, producers, replace_node, use_counts
 
 _POOLINGS: dict[str, Pooling] = {"ReduceSum": "sum", "ReduceMean": "mean", "ReduceMax": "max"}
 _AXES_INPUT_OPSET = 13

@@ -24,15 +24,7 @@ from numpy.typing import NDArray
 from hotrow.training import hugectr
 from hotrow.training.hash_embeddings import rows as hash_rows
 from hotrow.training.hash_embeddings.key_index import SortedIndex, create_index
-from hotrow.training.hugectr import (
-    DataReaderType_t,
-    DenseLayer,
-    Layer_t,
-    MetricsType,
-    Model,
-    Optimizer_t,
-    Update_t,
-)
+from hotrow.training.hugectr import DataReaderType_t, DenseLayer, Layer_t, MetricsType, Model, Optimizer_t, Update_t
 from hotrow.training.hugectr.graph.graph_json import dense_document, read_dense
 from hotrow.training.hugectr.readers.block import Bags, Block
 from hotrow.training.hugectr.trainer import batch
