@@ -22,11 +22,7 @@ _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "problem": ("
 
 
 @click.command()
-@click.option(
-    "--repository",
-    type=LocalFolder(),
-    help="A model repository; what its models need is checked too.",
-)
+@click.option("--repository", type=LocalFolder(), help="A model repository; what its models need is checked too.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address on which `hotrow serve` would listen.")
 @port_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")

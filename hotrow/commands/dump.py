@@ -33,11 +33,7 @@ _READING_ONLY = {
     help=("Which rows of the stores to read.  [default: as in config.pbtxt]"),
 )
 def command(
-    version_dir: Path,
-    target: str,
-    volatile_store: str | None,
-    persistent_store: str | None,
-    namespace: str | None,
+    version_dir: Path, target: str, volatile_store: str | None, persistent_store: str | None, namespace: str | None
 ) -> None:
     """Write the rows of VERSION_DIR, REPOSITORY/MODEL/VERSION, as they are served: a folder per table with `key`
     and `emb_vector`, which HugeCTR loads and `hotrow import hugectr` imports.

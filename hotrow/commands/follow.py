@@ -38,10 +38,7 @@ _RETRY_S = 5.0
     help="Where to copy versions from: a folder, local or hdfs://HOST:PORT/path, with a subfolder per version number.",
 )
 @click.option(
-    "--repository",
-    required=True,
-    type=FOLDER,
-    help="The server's model repository, which contains the model.",
+    "--repository", required=True, type=FOLDER, help="The server's model repository, which contains the model."
 )
 @server_options
 def command(model: str, brokers: str, source: str, repository: Path, address: ServerAddress) -> None:

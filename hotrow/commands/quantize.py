@@ -48,10 +48,7 @@ if TYPE_CHECKING:
     help="0 and 1 for the samples of --requests, [samples, labels], or an array for each label: reports AUC.",
 )
 @click.option(
-    "--max-error",
-    type=Number(min=0),
-    metavar="X",
-    help="Write nothing if any value of an output differs by more.",
+    "--max-error", type=Number(min=0), metavar="X", help="Write nothing if any value of an output differs by more."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 def command(

@@ -41,11 +41,7 @@ class _Bytes(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generi
 
 
 @click.command()
-@click.argument(
-    "directory",
-    metavar="MODEL_OR_VERSION_DIR",
-    type=FOLDER,
-)
+@click.argument("directory", metavar="MODEL_OR_VERSION_DIR", type=FOLDER)
 @click.option(
     "--trace",
     "traces",

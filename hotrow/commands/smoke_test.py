@@ -39,12 +39,7 @@ _NOT_LOADED = ("not at ready state", "is not found")
 @click.option("--tolerance", type=Number(min=0), help="Largest difference allowed.  [default: no limit]")
 @server_options
 def command(
-    model: str,
-    version: int,
-    requests: Path,
-    compare_with: int | None,
-    tolerance: float | None,
-    address: ServerAddress,
+    model: str, version: int, requests: Path, compare_with: int | None, tolerance: float | None, address: ServerAddress
 ) -> None:
     """Send recorded requests to one version of MODEL, loaded with `hotrow load --beside`, and check the answers.
 

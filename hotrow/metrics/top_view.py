@@ -298,12 +298,7 @@ class TopView:
 
 def _table(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
     table = Table(
-        title=title,
-        title_justify="left",
-        title_style=_HEAD,
-        box=box.HORIZONTALS,
-        show_edge=False,
-        padding=(0, 1),
+        title=title, title_justify="left", title_style=_HEAD, box=box.HORIZONTALS, show_edge=False, padding=(0, 1)
     )
     for heading in columns:
         table.add_column(heading, min_width=_LEAST_NAME)

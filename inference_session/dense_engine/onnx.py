@@ -38,11 +38,7 @@ class OnnxEngine(DenseEngine):
     """One ONNX file on the CPU, with its own thread pool, which does not spin."""
 
     def __init__(
-        self,
-        network: NetworkFile,
-        *,
-        num_threads: int,
-        providers: Sequence[Any] = ("CPUExecutionProvider",),
+        self, network: NetworkFile, *, num_threads: int, providers: Sequence[Any] = ("CPUExecutionProvider",)
     ) -> None:
         """ModelFormatError: ONNX Runtime cannot load it."""
         options = onnxruntime.SessionOptions()

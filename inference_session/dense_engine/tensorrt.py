@@ -26,13 +26,7 @@ class TensorRtEngine(CudaEngine):
     expected_provider = TENSORRT_PROVIDER
 
     def __init__(
-        self,
-        network: NetworkFile,
-        *,
-        num_threads: int,
-        gpu: CudaDevice,
-        in_float16: bool,
-        max_samples: int,
+        self, network: NetworkFile, *, num_threads: int, gpu: CudaDevice, in_float16: bool, max_samples: int
     ) -> None:
         """`max_samples`: of a batch.
 

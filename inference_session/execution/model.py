@@ -77,10 +77,7 @@ def open_model(version: VersionDirectory, config: SessionConfig, devices: Sequen
     ]
     names = [engine.input_names for own in engines[0] for engine in own if engine is not None]
     layout = layout_of(spec)(
-        spec,
-        Outputs(spec),
-        network_inputs=frozenset().union(*names),
-        max_elements=config.max_keys_per_request,
+        spec, Outputs(spec), network_inputs=frozenset().union(*names), max_elements=config.max_keys_per_request
     )
     for each, own in zip(specs, engines[0], strict=True):
         check_network(each.spec_for(own.dense), version.path, layout.values, own, (each.dense, each.keys))

@@ -129,11 +129,7 @@ _KEY_TYPES = ("int64", "int32", "uint32")
 
 
 def check_network(
-    spec: ModelSpec,
-    directory: Path,
-    values: Mapping[str, str],
-    engines: Engines,
-    files: tuple[str, str],
+    spec: ModelSpec, directory: Path, values: Mapping[str, str], engines: Engines, files: tuple[str, str]
 ) -> None:
     """Refuse networks and look-ups that session.json does not fit, before every request fails on them.
 

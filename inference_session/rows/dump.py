@@ -84,12 +84,7 @@ def _written_locally(target: str | Path) -> Iterator[Path]:
             copy.run()
 
 
-def _write_table(
-    batches: Iterator[RowBatch],
-    folder: Path,
-    embedding_dim: int,
-    progress: Progress | None,
-) -> int:
+def _write_table(batches: Iterator[RowBatch], folder: Path, embedding_dim: int, progress: Progress | None) -> int:
     folder.mkdir(parents=True)
     with open_for_writing(folder / KEY_FILE) as key_file, open_for_writing(folder / VECTOR_FILE) as vector_file:
         for keys, vectors in batches:

@@ -163,10 +163,7 @@ def publish_version(
 
 
 def finish_version(
-    staging: Path,
-    spec: ModelSpec,
-    progress: Progress | None,
-    complete: Callable[[Path, ModelSpec], object] | None,
+    staging: Path, spec: ModelSpec, progress: Progress | None, complete: Callable[[Path, ModelSpec], object] | None
 ) -> None:
     """Write session.json and the manifest of a staged version, and share its files with the model's other versions.
 

@@ -40,12 +40,7 @@ class RequestHandler:
     """
 
     def __init__(
-        self,
-        versions: VersionManager,
-        *,
-        max_samples: int,
-        device_id: int,
-        tracing: RequestTracer | None,
+        self, versions: VersionManager, *, max_samples: int, device_id: int, tracing: RequestTracer | None
     ) -> None:
         self._versions = versions
         self._has_own_inputs = versions.spec.has_own_inputs

@@ -88,11 +88,7 @@ class TritonServer:
     """A running server; a context manager that stops it."""
 
     def __init__(
-        self,
-        options: ServerOptions,
-        models: list[ServableModel],
-        command: ServerCommand,
-        cleanup: contextlib.ExitStack,
+        self, options: ServerOptions, models: list[ServableModel], command: ServerCommand, cleanup: contextlib.ExitStack
     ) -> None:
         self.options = options
         """The options as given, with resolved ports."""

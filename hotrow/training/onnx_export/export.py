@@ -119,11 +119,7 @@ class _Plan:
 
     @classmethod
     def make(
-        cls,
-        model: nn.Module,
-        example: Any,
-        forms: Form | Mapping[str, Form] | None,
-        outputs: Sequence[str],
+        cls, model: nn.Module, example: Any, forms: Form | Mapping[str, Form] | None, outputs: Sequence[str]
     ) -> _Plan:
         network = unwrapped(model)
         names = [outputs] if isinstance(outputs, str) else list(outputs or ())
@@ -388,11 +384,7 @@ def _assembled(staging: Path, target: Path, network: ModelProto, files: Sequence
 
 
 def _verify(
-    staging: Path,
-    spec: ModelSpec,
-    arrays: NamedArrays,
-    expected: list[NDArray[Any]],
-    tolerance: float,
+    staging: Path, spec: ModelSpec, arrays: NamedArrays, expected: list[NDArray[Any]], tolerance: float
 ) -> None:
     """UnsupportedModelError if the staged version answers the example differently from the live model."""
     sent = {tensor.name: arrays[tensor.name] for tensor in spec.inputs}

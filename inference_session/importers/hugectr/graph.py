@@ -257,8 +257,7 @@ class _Reader:
         per_slot = item.get("nnz_per_slot")
         if isinstance(per_slot, list) and len(per_slot) not in (1, slot_num):
             self._file.fail(
-                (*at, "nnz_per_slot"),
-                f"{len(per_slot)} values for {slot_num} slots; give one for all, or one for each",
+                (*at, "nnz_per_slot"), f"{len(per_slot)} values for {slot_num} slots; give one for all, or one for each"
             )
         return slot_num
 

@@ -140,9 +140,7 @@ def _write_network(job: _Job) -> ModelSpec:
     statistics = Path(model.statistics_file) if model.statistics_file else None
     network = build_dense_network(graph, Path(model.dense_file), statistics)
     tables = _write_tables(
-        job,
-        [embedding.table for embedding in graph.tables],
-        [embedding.embedding_dim for embedding in graph.tables],
+        job, [embedding.table for embedding in graph.tables], [embedding.embedding_dim for embedding in graph.tables]
     )
     (job.directory / DENSE_FILE).write_bytes(network.model.SerializeToString())
     return _network_spec(settings, model, graph, network, tables)

@@ -334,13 +334,7 @@ def _write_further(tables: Any, cell: Any, key: int, output: int) -> Any:
 
 @kernel
 def _note_missing(
-    tables: Any,
-    cells: Any,
-    num_cells: int,
-    num_rows: int,
-    missing_counts: Any,
-    missing_positions: Any,
-    num_noted: int,
+    tables: Any, cells: Any, num_cells: int, num_rows: int, missing_counts: Any, missing_positions: Any, num_noted: int
 ) -> int:
     """Note the positions of unknown keys, segment after segment; returns how many there are now.
 

@@ -221,11 +221,7 @@ def batch_of(targets: NDArray[np.void], *, may_insert: bool, may_evict: bool) ->
 
 
 def target_record(
-    index: NDArray[np.void],
-    events_address: int,
-    keys: Any,
-    rows: NDArray[np.void] | None = None,
-    vectors: Any = None,
+    index: NDArray[np.void], events_address: int, keys: Any, rows: NDArray[np.void] | None = None, vectors: Any = None
 ) -> NDArray[np.void]:
     """A TARGET record, as an array of one: keys int64 [n] and, for `rows`, vectors float32 [n, dim], on the device."""
     target = np.zeros(1, TARGET)

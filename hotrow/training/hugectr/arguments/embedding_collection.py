@@ -136,9 +136,7 @@ class EmbeddingCollectionConfig:
     """Look-ups in tables, which several look-ups may share. `use_exclusive_keys` and `comm_strategy` have no effect."""
 
     def __init__(
-        self,
-        use_exclusive_keys: bool = False,
-        comm_strategy: CommunicationStrategy = CommunicationStrategy.Uniform,
+        self, use_exclusive_keys: bool = False, comm_strategy: CommunicationStrategy = CommunicationStrategy.Uniform
     ) -> None:
         member("EmbeddingCollectionConfig: comm_strategy", comm_strategy, CommunicationStrategy)
         self._look_ups: list[_EmbeddingLookup] = []

@@ -45,13 +45,7 @@ class EmbeddingTable:
     """Rows, their keys and an index, all in device memory. Of several processes, each keeps the rows of its keys."""
 
     def __init__(
-        self,
-        name: str,
-        embedding_dim: int,
-        params: OptParamsPy,
-        *,
-        seed: int = 0,
-        processes: Processes | None = None,
+        self, name: str, embedding_dim: int, params: OptParamsPy, *, seed: int = 0, processes: Processes | None = None
     ) -> None:
         """UnsupportedModelError: the optimizer cannot train a table."""
         self.name = name

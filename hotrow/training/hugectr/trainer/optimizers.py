@@ -39,11 +39,7 @@ class Rule(RowOptimizer):
         return dict.fromkeys(self.state_names, self.first_state)
 
     def update_all(
-        self,
-        weights: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        states: Sequence[Mapping[str, Tensor]],
-        step: int,
+        self, weights: Sequence[Tensor], gradients: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]], step: int
     ) -> None:
         """As `update`, of several weights."""
         for weight, gradient, own in zip(weights, gradients, states, strict=True):
@@ -60,11 +56,7 @@ class Adam(Rule):
         self.update_all([vectors], [gradients], [states], step)
 
     def update_all(
-        self,
-        weights: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        states: Sequence[Mapping[str, Tensor]],
-        step: int,
+        self, weights: Sequence[Tensor], gradients: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]], step: int
     ) -> None:
         """As `Rule`, in one pass over all of them."""
         params = self.params

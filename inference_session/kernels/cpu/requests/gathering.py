@@ -58,13 +58,7 @@ PACKED = np.dtype(
 
 @kernel
 def check_tensors(
-    items: int,
-    num_requests: int,
-    array_type: int,
-    max_elements: int,
-    inputs: Any,
-    open_sizes: Any,
-    counts: Any,
+    items: int, num_requests: int, array_type: int, max_elements: int, inputs: Any, open_sizes: Any, counts: Any
 ) -> Any:
     """Whether the requests have what a model's inputs describe, equal in all sizes but the samples.
 
