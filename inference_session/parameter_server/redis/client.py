@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from inference_session.errors import HotrowError, UnavailableError
+from inference_session.errors import HotrowError, StoreError, UnavailableError
 from inference_session.parameter_server.redis import layout
 from inference_session.parameter_server.redis.commands import Call, Command, asking, refuse_misfit
 from inference_session.parameter_server.redis.connection import (
@@ -30,7 +30,7 @@ from inference_session.parameter_server.redis.connection import (
     run_id_in,
 )
 from inference_session.parameter_server.redis.connection_pool import ConnectionPool
-from inference_session.parameter_server.redis.topology import Cluster, OneServer, Sentinel, Topology
+from inference_session.parameter_server.redis.topology import Cluster, OneServer, Sentinel, Topology, masters_known_to
 from inference_session.urls.store_url import StoreUrl
 
 BYTES_PER_BATCH = 256 << 10
@@ -157,6 +157,22 @@ class RedisClient:
         self._topology.refresh(deadline)
         for address in self._topology.servers(deadline):
             self._ping(address, deadline)
+
+    def refuse_part_of_cluster(self) -> None:
+        """StoreError where the URL names one of several masters of a Cluster as if it had all rows."""
+        if self._url.is_cluster:
+            return
+        deadline = Deadline(self._timeout_ms)
+        for address in self._topology.servers(deadline):
+            try:
+                masters = masters_known_to(address, self._ask, deadline)
+            except StoreError:  # it is in no Cluster, or this user may not ask
+                continue
+            if len(masters) > 1:
+                raise StoreError(
+                    f"Redis at {address[0]}:{address[1]} is one of {len(masters)} masters of a Cluster, and has only a"
+                    f" part of the rows; use {'rediss' if self._url.uses_tls else 'redis'}+cluster:// in its URL"
+                )
 
     def try_read(self, name: bytes) -> None:
         """Raise what reading a hash raises, whichever process has it now; nothing where there is none."""

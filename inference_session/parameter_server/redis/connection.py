@@ -37,9 +37,13 @@ _TOO_MANY_CLIENTS = "ERR max number of clients"
 _WAYS_OUT = {
     "cluster support disabled": "its URL begins with redis:// or rediss://, without +cluster",
     "unknown command `SENTINEL`": "this is a Redis; redis+sentinel:// takes the addresses of sentinels (26379)",
+    **dict.fromkeys(
+        (f"unknown command `{verb}`" for verb in ("SELECT", "GET", "HMGET", "SCAN")),
+        "if this is a sentinel, its URL begins with redis+sentinel:// or rediss+sentinel://",
+    ),
     "without any password configured": "it wants no password: leave it out of the URL",
 }
-"""By what is in a server's error: what to do about it."""
+"""By what is in a server's error, with backquotes as Redis before 7 writes them: what to do about it."""
 
 RUN_ID_COMMAND = ("INFO", "server")
 ORIGIN_COMMAND = ("INFO", "replication")
@@ -405,7 +409,8 @@ class RedisConnection:
         if code == "WRONGTYPE":
             return WrongTypeError(f"Redis at {self.name} answers: {text}")
         kind = UnavailableError if code in PASSING_CODES or text.startswith(_TOO_MANY_CLIENTS) else StoreError
-        hint = next((f"; {way}" for sign, way in _WAYS_OUT.items() if sign.lower() in text.lower()), "")
+        said = text.lower().replace("'", "`")
+        hint = next((f"; {way}" for sign, way in _WAYS_OUT.items() if sign.lower() in said), "")
         return kind(f"Redis at {self.name} answers: {_without_arguments(text)}{hint}")
 
     def _redirection(self, text: str) -> HotrowError:

@@ -238,6 +238,7 @@ class RedisStore(EmbeddingStore):
         """See EmbeddingStore. Asks every node that has rows; others may have filled it since the last check."""
         self._refuse_if_closed()
         self.client.ping()
+        self.client.refuse_part_of_cluster()
         self._refuse_without_readable_table()
         self._warn_of_eviction()
         self._partitionings.doubt_all()
@@ -419,6 +420,7 @@ def list_redis_tables(url: StoreUrl, *, timeout_ms: int) -> list[StoredTable]:
     counts: dict[str, int] = {}
     widths: dict[str, int] = {}
     try:
+        client.refuse_part_of_cluster()
         for name in client.scan("hps_et{*}v"):
             parts = layout.split_name(name)
             if parts is not None:

@@ -174,6 +174,12 @@ def ask_one_of(
     raise failure
 
 
+def masters_known_to(node: Address, ask: Ask, deadline: Deadline) -> set[Address]:
+    """The masters of the Cluster that a server belongs to; StoreError where it belongs to none."""
+    ranges = _slot_ranges(ask(node, ("CLUSTER", "SLOTS"), deadline), node)
+    return {slots.nodes[0] for slots in ranges}
+
+
 def slot_of(name: bytes) -> int:
     """The slot of a Cluster that a name belongs to: of what stands in its first braces, if there is anything."""
     _, opened, rest = name.partition(b"{")

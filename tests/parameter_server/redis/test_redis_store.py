@@ -693,8 +693,26 @@ class TestOutages:
     def test_a_cluster_that_is_not_called_one_is_recognised(self, cluster: RedisClusterServers) -> None:
         """The error says which scheme to write."""
         port = StoreUrl.parse(cluster.url).port
-        with open_store(f"redis://127.0.0.1:{port}") as store, pytest.raises(StoreError, match=r"redis\+cluster://"):
-            store.num_rows("user")
+        url = f"redis://127.0.0.1:{port}"
+        with open_store(url) as store:
+            for asked in (lambda: store.num_rows("user"), store.check):
+                with pytest.raises(StoreError, match=r"redis\+cluster://"):
+                    asked()
+        with pytest.raises(StoreError, match=r"redis\+cluster://"):
+            list_redis_tables(StoreUrl.parse(url), timeout_ms=PATIENCE_MS)
+
+    @pytest.mark.parametrize("scheme", ["redis", "redis+sentinel"])
+    @pytest.mark.parametrize("quotes", ["`{}`", "'{}'"])
+    def test_a_server_and_a_sentinel_that_are_mistaken_are_recognised(self, scheme: str, quotes: str) -> None:
+        """Redis quotes the unknown command in one way up to version 6, in another from 7 on."""
+        verb, way_out, path = {
+            "redis": ("SELECT", r"if this is a sentinel, its URL begins with redis\+sentinel://", "1"),
+            "redis+sentinel": ("SENTINEL", "takes the addresses of sentinels", "mymaster"),
+        }[scheme]
+        with answering(f"-ERR unknown command {quotes.format(verb)}\r\n".encode()) as port:
+            store = open_store(f"{scheme}://127.0.0.1:{port}/{path}")
+            with store, pytest.raises(StoreError, match=way_out):
+                store.num_rows("user")
 
     @pytest.mark.parametrize(
         ("url", "way_out"),
