@@ -48,12 +48,13 @@ FORKED: ForkServerContext = multiprocessing.get_context("forkserver")
 """Starts processes that run a function, from one that has imported what `prepare_forks` names."""
 
 
-def prepare_forks(module: str) -> None:
-    """Start that process, which imports the module of the functions; if it runs already, it stays as it is.
+def prepare_forks(*modules: str) -> None:
+    """Start that process, which imports the modules that the functions need, if it can; if it runs already, it stays
+    as it is.
 
     Called before a test changes the folder for temporary files, where its socket lies.
     """
-    FORKED.set_forkserver_preload([module])
+    FORKED.set_forkserver_preload([*modules])
     forkserver.ensure_running()
 
 

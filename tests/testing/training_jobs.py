@@ -13,14 +13,30 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing, nn
 
+from tests.testing.forked import prepare_forks
 from tests.testing.servers import free_port
 
 PATIENCE_S = 120
 
 
 def run_ranks(job: Callable[..., None], *arguments: Any, num_ranks: int = 2, on_gpus: bool = False) -> None:
-    """Run `job(rank, *arguments)` in as many processes; raises what one of them did."""
-    multiprocessing.spawn(_rank, (job, free_port(), num_ranks, on_gpus, arguments), nprocs=num_ranks)
+    """Run `job(rank, *arguments)` in as many processes of a group; raises what one of them did."""
+    run_processes(_rank, job, free_port(), num_ranks, on_gpus, arguments, num_processes=num_ranks)
+
+
+def run_processes(job: Callable[..., None], *arguments: Any, num_processes: int = 1) -> None:
+    """Run `job(number, *arguments)` in as many processes, with this one's environment; raises what one of them did.
+
+    They are forked from one that has imported PyTorch and TorchRec, which takes longer than most jobs.
+    """
+    prepare_forks(__name__, "torchrec.distributed.model_parallel")
+    given = (job, dict(os.environ), arguments)
+    multiprocessing.start_processes(_run, given, nprocs=num_processes, start_method="forkserver")
+
+
+def _run(number: int, job: Callable[..., None], environment: dict[str, str], arguments: tuple[Any, ...]) -> None:
+    os.environ.update(environment)
+    job(number, *arguments)
 
 
 def _rank(  # noqa: PLR0917  as torch calls it

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import multiprocessing
 
 from hotrow.training.hugectr import DataReaderType_t, Model
 from hotrow.training.hugectr.snapshots.snapshot import SnapshotNames
@@ -20,6 +19,7 @@ from inference_session.model_source import Copy
 from inference_session.model_source.create import create_source
 from tests.testing.hadoop import Hdfs
 from tests.testing.hugectr_training_samples import SAMPLES, make_data, make_model
+from tests.testing.training_jobs import run_processes
 
 pytestmark = pytest.mark.training
 
@@ -30,7 +30,7 @@ STEPS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
 
 def test_a_save_that_is_killed_at_any_step_leaves_no_half_of_a_model(tmp_path: Path) -> None:
     """SIGKILL before each operation on a file in turn, each time with the files that the previous one left."""
-    multiprocessing.spawn(_kill_at_each_step, (tmp_path,), nprocs=1)
+    run_processes(_kill_at_each_step, tmp_path)
     assert int((tmp_path / "kills").read_text()) > 20
 
 
@@ -112,7 +112,7 @@ def _check_snapshot(model: Model) -> None:
 
 def test_jobs_that_save_the_same_names_at_once_leave_one_whole_model(tmp_path: Path) -> None:
     """Three jobs in one working directory: each save succeeds, and the files in place are of one of them."""
-    multiprocessing.spawn(_save_at_once, (tmp_path,), nprocs=1)
+    run_processes(_save_at_once, tmp_path)
 
 
 def _save_at_once(_rank: int, folder: Path) -> None:
