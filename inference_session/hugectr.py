@@ -38,23 +38,10 @@ from inference_session.requests.lent_tensors import borrowed_array
 from inference_session.session import InferenceSession
 
 __all__ = [
-    "HPS",
-    "CreateInferenceSession",
-    "DataSource",
-    "DataSourceParams",
-    "DataSourceType_t",
-    "DatabaseOverflowPolicy_t",
-    "DatabaseType_t",
-    "EmbeddingCacheType_t",
-    "FileSystemType_t",
-    "InferenceParams",
-    "ParameterServerConfig",
-    "PersistentDatabaseParams",
-    "UpdateSourceParams",
-    "UpdateSourceType_t",
-    "VolatileDatabaseParams",
-    "inference",
-]
+    "HPS", "CreateInferenceSession", "DataSource", "DataSourceParams", "DataSourceType_t", "DatabaseOverflowPolicy_t",
+    "DatabaseType_t", "EmbeddingCacheType_t", "FileSystemType_t", "InferenceParams", "ParameterServerConfig",
+    "PersistentDatabaseParams", "UpdateSourceParams", "UpdateSourceType_t", "VolatileDatabaseParams", "inference",
+]  # fmt: skip
 
 inference = sys.modules[__name__]
 """HugeCTR's submodule: `from inference_session import hugectr` stands for `import hugectr`."""

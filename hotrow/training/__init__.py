@@ -58,22 +58,9 @@ _PACKAGES = {
 """The dependencies that may be missing, and how to install them."""
 
 __all__ = [
-    "SGD",
-    "Adagrad",
-    "Adam",
-    "Checkpoint",
-    "HashEmbedding",
-    "HashEmbeddingBag",
-    "KerasCallback",
-    "Lengths",
-    "Padded",
-    "RowOptimizer",
-    "Rows",
-    "UpdatePublisher",
-    "export",
-    "lengths",
-    "padded",
-]
+    "SGD", "Adagrad", "Adam", "Checkpoint", "HashEmbedding", "HashEmbeddingBag", "KerasCallback", "Lengths", "Padded",
+    "RowOptimizer", "Rows", "UpdatePublisher", "export", "lengths", "padded",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

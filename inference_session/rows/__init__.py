@@ -6,12 +6,6 @@ from inference_session.rows.files import FileRows, changing_rows
 from inference_session.rows.stored import StoredRows
 
 __all__ = [
-    "FileRows",
-    "RowWriter",
-    "Rows",
-    "StoredRows",
-    "changing_rows",
-    "create_rows",
-    "look_up_keys",
+    "FileRows", "RowWriter", "Rows", "StoredRows", "changing_rows", "create_rows", "look_up_keys",
     "resolved_cache_bytes",
-]
+]  # fmt: skip

@@ -30,24 +30,10 @@ except ImportError as missing:
     raise ConfigurationError("Kafka needs the package `confluent-kafka`: pip install 'hotrow[kafka]'") from missing
 
 __all__ = [
-    "OFFSET_BEGINNING",
-    "AdminClient",
-    "BrokerErrors",
-    "Consumer",
-    "KafkaError",
-    "KafkaException",
-    "Message",
-    "NewTopic",
-    "Producer",
-    "TopicPartition",
-    "assign",
-    "create_client",
-    "interruptible",
-    "learn_leaders",
-    "read_to_end",
-    "received",
-    "topic_ids",
-]
+    "OFFSET_BEGINNING", "AdminClient", "BrokerErrors", "Consumer", "KafkaError", "KafkaException", "Message",
+    "NewTopic", "Producer", "TopicPartition", "assign", "create_client", "interruptible", "learn_leaders",
+    "read_to_end", "received", "topic_ids",
+]  # fmt: skip
 
 _LEADERS_TIMEOUT_S = 1.0
 """How long the brokers may take to name leaders: after this time, a client asks for them by itself."""

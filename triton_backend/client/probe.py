@@ -27,21 +27,9 @@ KEY_VARIABLE = "HOTROW_PROBE_KEY"
 SERVE_FOLDER_PREFIX = "hotrow-serve-"
 """Prefix of the temporary folders in which servers work, one per launcher, readable only by its user."""
 _NUM_BYTES = {
-    "BOOL": 1,
-    "UINT8": 1,
-    "UINT16": 2,
-    "UINT32": 4,
-    "UINT64": 8,
-    "INT8": 1,
-    "INT16": 2,
-    "INT32": 4,
-    "INT64": 8,
-    "FP16": 2,
-    "FP32": 4,
-    "FP64": 8,
-    "BF16": 2,
-    "BYTES": 4,
-}
+    "BOOL": 1, "UINT8": 1, "UINT16": 2, "UINT32": 4, "UINT64": 8, "INT8": 1, "INT16": 2, "INT32": 4, "INT64": 8,
+    "FP16": 2, "FP32": 4, "FP64": 8, "BF16": 2, "BYTES": 4,
+}  # fmt: skip
 """Bytes of one element when sent."""
 
 

@@ -36,19 +36,10 @@ from inference_session.importers.hugectr.graph import EMBEDDING_LAYERS
 from inference_session.importers.hugectr.json_file import read_json
 
 __all__ = [
-    "HPS",
-    "CreateInferenceSession",
-    "DatabaseOverflowPolicy_t",
-    "DatabaseType_t",
-    "EmbeddingCacheType_t",
-    "InferenceModel",
-    "InferenceParams",
-    "ParameterServerConfig",
-    "PersistentDatabaseParams",
-    "UpdateSourceParams",
-    "UpdateSourceType_t",
-    "VolatileDatabaseParams",
-]
+    "HPS", "CreateInferenceSession", "DatabaseOverflowPolicy_t", "DatabaseType_t", "EmbeddingCacheType_t",
+    "InferenceModel", "InferenceParams", "ParameterServerConfig", "PersistentDatabaseParams", "UpdateSourceParams",
+    "UpdateSourceType_t", "VolatileDatabaseParams",
+]  # fmt: skip
 
 
 class CreateInferenceSession(hugectr.CreateInferenceSession):
