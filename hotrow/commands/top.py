@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import click
 from rich.console import Console
@@ -16,10 +17,10 @@ from hotrow.metrics.top_view import IndexEntry, TopView
 from hotrow.options.numbers import Number
 from hotrow.options.server import ServerAddress, access_options
 from inference_session.errors import HotrowError
-from triton_backend.client.server import RemoteServer
 
 _PLAIN_WIDTH = 200
 _TIMEOUT_S = 5.0
+_Index: TypeAlias = Callable[[], list[IndexEntry]]
 
 
 @click.command()
@@ -60,36 +61,28 @@ def command(metrics_url: str, address: ServerAddress | None, interval: float, on
             _print_often(view, metrics_url, index, interval)
 
 
-class _RepositoryIndex:
-    """Asks a server over gRPC which versions it has; without a gRPC address it returns nothing."""
-
-    def __init__(self, server: RemoteServer | None) -> None:
-        self._server = server
-
-    def states(self) -> list[IndexEntry]:
-        """One per version; errors as `RemoteServer.repository_index`."""
-        index = [] if self._server is None else self._server.repository_index()
-        return [IndexEntry(*(entry.get(key, "") for key in ("name", "version", "state", "reason"))) for entry in index]
-
-
 @contextlib.contextmanager
-def _index(address: ServerAddress | None) -> Iterator[_RepositoryIndex]:
+def _index(address: ServerAddress | None) -> Iterator[_Index]:
+    """Yield what asks a server over gRPC which versions it has; without a gRPC address it returns nothing."""
     if address is None:
-        yield _RepositoryIndex(None)
+        yield list
         return
     with address.connect() as server:
-        yield _RepositoryIndex(server)
+        yield lambda: [
+            IndexEntry(*(entry.get(key, "") for key in ("name", "version", "state", "reason")))
+            for entry in server.repository_index()
+        ]
 
 
-def _look(view: TopView, metrics_url: str, index: _RepositoryIndex) -> None:
+def _look(view: TopView, metrics_url: str, index: _Index) -> None:
     """Query the server once; failures are shown as well."""
     try:
-        view.add(MetricsPage.fetch(metrics_url, timeout_s=_TIMEOUT_S), index.states())
+        view.add(MetricsPage.fetch(metrics_url, timeout_s=_TIMEOUT_S), index())
     except (HotrowError, OSError, ValueError) as error:
         view.lose(str(error))
 
 
-def _watch(view: TopView, metrics_url: str, index: _RepositoryIndex, interval: float) -> None:
+def _watch(view: TopView, metrics_url: str, index: _Index, interval: float) -> None:
     console = Console()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
@@ -98,7 +91,7 @@ def _watch(view: TopView, metrics_url: str, index: _RepositoryIndex, interval: f
             time.sleep(interval)
 
 
-def _print_often(view: TopView, metrics_url: str, index: _RepositoryIndex, interval: float) -> None:
+def _print_often(view: TopView, metrics_url: str, index: _Index, interval: float) -> None:
     console = _plain_console()
     while True:
         _look(view, metrics_url, index)
@@ -108,11 +101,11 @@ def _print_often(view: TopView, metrics_url: str, index: _RepositoryIndex, inter
         time.sleep(interval)
 
 
-def _print_once(view: TopView, metrics_url: str, index: _RepositoryIndex, interval: float) -> None:
+def _print_once(view: TopView, metrics_url: str, index: _Index, interval: float) -> None:
     try:
-        view.add(MetricsPage.fetch(metrics_url, timeout_s=_TIMEOUT_S), index.states())
+        view.add(MetricsPage.fetch(metrics_url, timeout_s=_TIMEOUT_S), index())
         time.sleep(interval)
-        view.add(MetricsPage.fetch(metrics_url, timeout_s=_TIMEOUT_S), index.states())
+        view.add(MetricsPage.fetch(metrics_url, timeout_s=_TIMEOUT_S), index())
     except (OSError, ValueError) as error:
         raise unreadable(metrics_url, error) from error
     console = _plain_console()

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from inference_session.errors import ModelFormatError, UnsupportedModelError
-from inference_session.importers.hugectr.graph import Layer, shown
-from inference_session.importers.hugectr.json_file import JsonFile, read_json
+from inference_session.importers.hugectr.graph import Layer
+from inference_session.importers.hugectr.json_file import JsonFile, read_json, shown
 
 FloatArray = npt.NDArray[np.float32]
 

@@ -9,20 +9,16 @@ from typing import Any, Literal, NoReturn, cast
 
 from inference_session.errors import ModelFormatError, UnsupportedModelError
 from inference_session.importers.hugectr import values
-from inference_session.importers.hugectr.json_file import FieldPath, JsonFile, read_json
+from inference_session.importers.hugectr.json_file import FieldPath, JsonFile, read_json, shown
 
 MAX_LAYERS = 10_000
 MAX_ELEMENTS = 1 << 24
 """Elements of one sample in any one tensor. Far above real models; a file asking for more is damaged or hostile."""
 
-EMBEDDING_LAYERS = frozenset(
-    {
-        "DistributedSlotSparseEmbeddingHash",
-        "HybridSparseEmbedding",
-        "LocalizedSlotSparseEmbeddingHash",
-        "LocalizedSlotSparseEmbeddingOneHot",
-    }
-)
+EMBEDDING_LAYERS = frozenset({
+    "DistributedSlotSparseEmbeddingHash", "HybridSparseEmbedding", "LocalizedSlotSparseEmbeddingHash",
+    "LocalizedSlotSparseEmbeddingOneHot",
+})  # fmt: skip
 LOSS_LAYERS = frozenset({"BinaryCrossEntropyLoss", "CrossEntropyLoss", "MultiCrossEntropyLoss"})
 
 Combiner = Literal["sum", "mean"]
@@ -147,15 +143,6 @@ def read_graph(path: Path) -> Graph:
 def parse_graph(file: JsonFile) -> Graph:
     """Check a graph JSON that was read; its error type names file, line, layer and field."""
     return _Reader(file).read()
-
-
-def shown(value: Any) -> str:
-    """A value for a message, shortened."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):
-        return f"a {type(value).__name__} too large to print"
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 class _Reader:

@@ -50,6 +50,15 @@ def field_name(field: FieldPath) -> str:
     return repr(text.removeprefix("."))
 
 
+def shown(value: object) -> str:
+    """A value for a message, shortened."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__} too large to print"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def read_json(path: Path, error: type[HotrowError]) -> JsonFile:
     """Read a file whose top is an object; `error` names the file and, where known, the line."""
     try:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from inference_session.errors import ConfigurationError
 from inference_session.importers.hugectr import values
-from inference_session.importers.hugectr.json_file import FieldPath, JsonFile, field_name, read_json
+from inference_session.importers.hugectr.json_file import FieldPath, JsonFile, field_name, read_json, shown
 from inference_session.importers.hugectr.ps_fields import (
     NEWER_NAMES,
     Generation,
@@ -107,7 +107,7 @@ class _Parser:
     def _models(self) -> tuple[PsModel, ...]:
         raw_models = self._file.document.get("models")
         if not isinstance(raw_models, list) or not raw_models:
-            self._file.fail(("models",), f"expected a list of at least one model, found {_shown(raw_models)}")
+            self._file.fail(("models",), f"expected a list of at least one model, found {shown(raw_models)}")
         models = tuple(self._model(("models", i), raw) for i, raw in enumerate(raw_models))
         names = [model.name for model in models]
         for i, name in enumerate(names):
@@ -146,8 +146,7 @@ class _Parser:
         try:
             return read(raw)
         except ValueError as error:
-            shown = "***" if at[-1] == "password" else _shown(raw)
-            self._file.fail(at, f"value {shown}; {error}")
+            self._file.fail(at, f"value {'***' if at[-1] == 'password' else shown(raw)}; {error}")
 
     def _block(self, kind: type[Block], at: FieldPath, raw: Any) -> Block:
         if not isinstance(raw, dict):
@@ -176,8 +175,3 @@ class _Parser:
         if isinstance(files, tuple):
             return tuple(self._located(name) for name in files)
         return files if not files or is_url(files) else os.path.join(self._folder, files)  # noqa: PTH118  or a URL
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -38,60 +38,53 @@ class _Field(NamedTuple):
     """Other names of the last part of the path."""
 
 
-def _initializers(owner: tuple[str, ...], *names: str) -> tuple[_Field, ...]:
-    return tuple(_Field(f"{name}_init_type", (*owner, f"{name}_init"), Initializer_t) for name in names)
+def _plain_fields(*names: str, within: tuple[str, ...] = ()) -> tuple[_Field, ...]:
+    """Arguments that the graph JSON has under the same names."""
+    return tuple(_Field(name, (*within, name)) for name in names)
 
 
-_FULLY_CONNECTED = (_Field("num_output", ("fc_param", "num_output")), *_initializers(("fc_param",), "weight", "bias"))
-_AXIS = (_Field("axis", ("axis",)),)
+def _initializers(*names: str, within: tuple[str, ...] = ()) -> tuple[_Field, ...]:
+    return tuple(_Field(f"{name}_init_type", (*within, f"{name}_init"), Initializer_t) for name in names)
+
+
+_BN, _FC, _LN, _MC, _MLP = ("bn_param",), ("fc_param",), ("ln_param",), ("mc_param",), ("mlp_param",)
+_FULLY_CONNECTED = (*_plain_fields("num_output", within=_FC), *_initializers("weight", "bias", within=_FC))
+_AXIS = _plain_fields("axis")
 
 _FIELDS: Mapping[str, tuple[_Field, ...]] = {
-    "BatchNorm": (
-        _Field("factor", ("bn_param", "factor")),
-        _Field("eps", ("bn_param", "eps")),
-        *_initializers(("bn_param",), "gamma", "beta"),
-    ),
+    "BatchNorm": (*_plain_fields("factor", "eps", within=_BN), *_initializers("gamma", "beta", within=_BN)),
     "Dropout": (_Field("dropout_rate", ("rate",)),),
     "ELU": (_Field("elu_alpha", ("elu_param", "alpha")),),
-    "FmOrder2": (_Field("out_dim", ("out_dim",)),),
+    "FmOrder2": _plain_fields("out_dim"),
     "FusedInnerProduct": (
         _Field("pos_type", ("position",), FcPosition_t),
         _Field("act_type", ("activation",), Activation_t),
         *_FULLY_CONNECTED,
     ),
     "InnerProduct": _FULLY_CONNECTED,
-    "LayerNorm": (_Field("eps", ("ln_param", "eps")), *_initializers(("ln_param",), "gamma", "beta")),
+    "LayerNorm": (*_plain_fields("eps", within=_LN), *_initializers("gamma", "beta", within=_LN)),
     "MLP": (
-        _Field("num_outputs", ("mlp_param", "num_outputs")),
-        _Field("act_type", ("mlp_param", "activation"), Activation_t),
-        _Field("activations", ("mlp_param", "activations"), Activation_t),
-        _Field("use_bias", ("mlp_param", "use_bias")),
-        _Field("biases", ("mlp_param", "biases")),
-        *_initializers(("mlp_param",), "weight", "bias"),
+        *_plain_fields("num_outputs", within=_MLP),
+        _Field("act_type", (*_MLP, "activation"), Activation_t),
+        _Field("activations", (*_MLP, "activations"), Activation_t),
+        *_plain_fields("use_bias", "biases", within=_MLP),
+        *_initializers("weight", "bias", within=_MLP),
     ),
     "MultiCross": (
-        _Field("num_layers", ("mc_param", "num_layers")),
-        _Field("projection_dim", ("mc_param", "projection_dim")),
-        *_initializers(("mc_param",), "weight", "bias"),
+        *_plain_fields("num_layers", "projection_dim", within=_MC),
+        *_initializers("weight", "bias", within=_MC),
     ),
-    "MultiHeadAttention": (
-        _Field("num_attention_heads", ("num_attention_heads",)),
-        _Field("transpose_b", ("transpose_b",)),
-    ),
+    "MultiHeadAttention": _plain_fields("num_attention_heads", "transpose_b"),
     "PReLU_Dice": (
         _Field("elu_alpha", ("prelu_dice_param", "alpha"), aliases=("elu_alpha",)),
         _Field("eps", ("prelu_dice_param", "eps"), aliases=("epsilon",)),
     ),
     "ReduceMean": _AXIS,
     "ReduceSum": _AXIS,
-    "Scale": (_Field("axis", ("scale_param", "axis")), _Field("factor", ("scale_param", "factor"))),
-    "SequenceMask": (
-        _Field("max_sequence_len", ("max_sequence_len",)),
-        _Field("max_sequence_len_from", ("max_sequence_len_from",)),
-        _Field("max_sequence_len_to", ("max_sequence_len_to",)),
-    ),
-    "Slice": (_Field("ranges", ("ranges",)),),
-    "WeightMultiply": (_Field("weight_dims", ("weight_dims",)), *_initializers((), "weight")),
+    "Scale": _plain_fields("axis", "factor", within=("scale_param",)),
+    "SequenceMask": _plain_fields("max_sequence_len", "max_sequence_len_from", "max_sequence_len_to"),
+    "Slice": _plain_fields("ranges"),
+    "WeightMultiply": (*_plain_fields("weight_dims"), *_initializers("weight")),
 }
 
 _FORMER_NAMES = {"Multiply": "WeightMultiply"}
@@ -190,11 +183,9 @@ def _fields_of(layer: DenseLayer) -> Sequence[_Field]:
     if name == "Reshape":
         if kind.selected:
             return (_Field("selected_slots", ("selected",)),)
-        if len(kind.shape):
-            return (_Field("shape", ("shape",)),)
-        return (_Field("leading_dim", ("leading_dim",)), _Field("time_step", ("time_step",)))
+        return _plain_fields("shape") if len(kind.shape) else _plain_fields("leading_dim", "time_step")
     if name == "Softmax":
-        return (_Field("factor", ("factor",)),) if len(kind.bottom_names) == 2 else ()
+        return _plain_fields("factor") if len(kind.bottom_names) == 2 else ()
     if name == "Concat":
         return _AXIS if kind.axis != 1 else ()
     fields = _FIELDS.get(name, ())

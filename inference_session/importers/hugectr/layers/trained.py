@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from inference_session.importers.hugectr.graph import Layer, shown
+from inference_session.importers.hugectr.graph import Layer
+from inference_session.importers.hugectr.json_file import shown
 from inference_session.importers.hugectr.layers.base import LayerBuilder, Tensor, only, require_rank
 
 
