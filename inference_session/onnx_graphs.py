@@ -137,6 +137,20 @@ def set_nodes(graph: GraphProto, nodes: Iterable[NodeProto]) -> None:
     graph.node.extend(kept)
 
 
+def drop_unused(graph: GraphProto) -> None:
+    """Remove the nodes, constants and declarations of values that no output needs."""
+    outputs = [value.name for value in graph.output]
+    nodes = needed_nodes(graph.node, outputs)
+    read = set(outputs).union(*map(reads, nodes))
+    values = read.union(*(node.output for node in nodes))
+    tensors = [tensor for tensor in graph.initializer if tensor.name in read]
+    declared = [value for value in graph.value_info if value.name in values]
+    set_nodes(graph, nodes)
+    del graph.initializer[:], graph.value_info[:]
+    graph.initializer.extend(tensors)
+    graph.value_info.extend(declared)
+
+
 def insert_before(graph: GraphProto, node: NodeProto, new: list[NodeProto]) -> None:
     """Put nodes in front of one, which is found by identity."""
     at = position(graph, node)

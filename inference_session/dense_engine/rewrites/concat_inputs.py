@@ -23,7 +23,7 @@ from onnx.shape_inference import InferenceError
 from inference_session.dense_engine.base import ConcatInput, ConcatOperands, GivenColumns
 from inference_session.dense_engine.network_file import NetworkFile
 from inference_session.dense_engine.rewrites.products import Product, Products
-from inference_session.onnx_graphs import attribute, needed_nodes, reads
+from inference_session.onnx_graphs import attribute, drop_unused
 
 _NAME = "hotrow_concat"
 _SHAPING = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
@@ -73,7 +73,7 @@ def replace_concats(model: ModelProto, inputs: ConcatOperands) -> tuple[ConcatIn
     replaced = [network.replace(node) for node in [*model.graph.node] if node.op_type == "Concat"]
     found = tuple(each for each in replaced if each is not None)
     if found:
-        _drop_unread(model)
+        drop_unused(model.graph)
     return found
 
 
@@ -193,19 +193,3 @@ def _sizes(value: ValueInfoProto) -> Sequence[int]:
     """Of its dimensions, _OPEN for those that are not fixed."""
     sizes = value.type.tensor_type.shape.dim
     return tuple(size.dim_value if size.HasField("dim_value") else _OPEN for size in sizes)
-
-
-def _drop_unread(model: ModelProto) -> None:
-    """Remove nodes and constants whose values nothing reads any more."""
-    graph = model.graph
-    outputs = [value.name for value in graph.output]
-    kept = needed_nodes(graph.node, outputs)
-    read = set(outputs).union(*map(reads, kept))
-    values = read | {name for node in kept for name in node.output}
-    tensors = [tensor for tensor in graph.initializer if tensor.name in read]
-    infos = [info for info in graph.value_info if info.name in values]
-    for repeated in (graph.node, graph.initializer, graph.value_info):
-        del repeated[:]
-    graph.node.extend(kept)
-    graph.initializer.extend(tensors)
-    graph.value_info.extend(infos)

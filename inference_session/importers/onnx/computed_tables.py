@@ -10,10 +10,10 @@ from collections.abc import Collection
 from typing import Any
 
 from numpy.typing import NDArray
-from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
+from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from inference_session.importers.onnx.canonical import CanonicalModel
-from inference_session.importers.onnx.evaluation import open_network
+from inference_session.importers.onnx.evaluation import run_piece
 from inference_session.importers.onnx.tables import VECTOR_TYPES, copies_of_tables, is_row_read
 from inference_session.importers.onnx.weights import Weight, little_endian, tensor_bytes
 from inference_session.onnx_graphs import (
@@ -119,16 +119,10 @@ def _evaluated(
     model: ModelProto, nodes: Collection[NodeProto], tensors: Collection[TensorProto], name: str
 ) -> NDArray[Any] | None:
     """None where ONNX Runtime cannot compute the value, or NumPy lacks its type."""
-    piece = ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
-    piece.graph.name = "table"
-    piece.graph.initializer.extend(tensors)
-    piece.graph.node.extend(nodes)
-    piece.graph.output.append(ValueInfoProto(name=name))
     try:
-        values: NDArray[Any] = open_network(piece.SerializeToString()).run([name], {})[0]
+        return run_piece(model, nodes, tensors, name)
     except Exception:  # noqa: BLE001  ONNX Runtime's errors share no other base; the original will say what is wrong
         return None
-    return values
 
 
 def _weight(name: str, values: NDArray[Any]) -> Weight | None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
-from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto, helper, save_model
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, save_model
 from onnx.reference import ReferenceEvaluator
 
 from inference_session.dense_engine.network_file import NetworkFile
@@ -54,15 +54,21 @@ def fixed_value(model: ModelProto, scope: GraphProto, name: str) -> NDArray[Any]
     given = {name}.union(*(reads(node) for node in nodes)) - {output for node in nodes for output in node.output}
     if not given <= set(constants(model.graph)):
         return None
-    piece = ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
-    piece.graph.name = "constant"
-    piece.graph.initializer.extend(model.graph.initializer)
-    piece.graph.node.extend(nodes)
     output = f"{name}_value"
-    piece.graph.node.append(make_node("Identity", [name], output))
+    return run_piece(model, [*nodes, make_node("Identity", [name], output)], model.graph.initializer, output)
+
+
+def run_piece(
+    model: ModelProto, nodes: Iterable[NodeProto], constants: Iterable[TensorProto], output: str
+) -> NDArray[Any]:
+    """A value that ONNX Runtime computes by some of a model's nodes from constants; raises its errors."""
+    piece = ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
+    piece.graph.name = "piece"
+    piece.graph.initializer.extend(constants)
+    piece.graph.node.extend(nodes)
     piece.graph.output.append(ValueInfoProto(name=output))
-    result: NDArray[Any] = open_network(piece.SerializeToString()).run([output], {})[0]
-    return result
+    value: NDArray[Any] = open_network(piece.SerializeToString()).run([output], {})[0]
+    return value
 
 
 def reference_values(

@@ -18,7 +18,6 @@ def drop_expansions(work: Work) -> None:
                 if source is not None and source.op_type in ("Expand", "Tile") and not source.domain:
                     _drop(work, node, position, source.input[0])
     work.drop_unused()
-    work.refresh()
 
 
 def _drop(work: Work, node: NodeProto, position: int, source: str) -> None:

@@ -13,6 +13,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TypeProto, helper, numpy_hel
 from inference_session.importers.onnx.evaluation import reference_values
 from inference_session.importers.onnx.types import value_type
 from inference_session.importers.onnx.weights import Weight
+from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT
 
 _MAX_KNOWN_ELEMENTS = 4096
 Shape = tuple[int, ...]
@@ -106,6 +107,7 @@ def _part(node: NodeProto, dims: Shape) -> Shape:
 def sized(graph: GraphProto, name: str, num_samples: int, inner: int) -> Shape:
     """The shape of an input: a symbol that is the first dimension of any input counts samples everywhere."""
     kinds = {value.name: value_type(value).dims or () for value in graph.input}
-    in_front = {dims[0] for dims in kinds.values() if isinstance(dims[0], str)}
+    of_samples = kinds.keys() - {ROW_CONTEXT, BLOCK_CONTEXT}
+    in_front = {kinds[each][0] for each in of_samples if isinstance(kinds[each][0], str)}
     sizes = [dim if isinstance(dim, int) else num_samples if dim in in_front else inner for dim in kinds[name][1:]]
     return (num_samples, *sizes)

@@ -28,7 +28,6 @@ def multiply_siblings(work: Work) -> None:
             changed = True
     if changed:
         work.drop_unused()
-        work.refresh()
 
 
 def _is_row_times_matrix(work: Work, node: NodeProto) -> bool:

@@ -82,7 +82,6 @@ def share_equal_nodes(work: Work) -> None:
                 shared[node.output[0]] = known
     replace_reads(work.graph, shared)
     work.drop_unused()
-    work.refresh()
 
 
 def _equal_constants(work: Work) -> dict[str, str]:

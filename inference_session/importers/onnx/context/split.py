@@ -21,6 +21,7 @@ from inference_session.importers.onnx.samples.kinds import Observations, PerSamp
 from inference_session.importers.onnx.types import value_type
 from inference_session.importers.onnx.weights import Weight
 from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT
+from inference_session.onnx_graphs import drop_unused
 
 _NUM_SAMPLES, _OPEN_SIZE = (101, 103), 13
 """Both prime, and what an open size is taken to be."""
@@ -69,7 +70,7 @@ def split_context(whole: CanonicalModel, context: Sequence[str], cut: Cut) -> Co
         compute_two_rows(work)
     else:
         rewrite(work, sums=cut is Cut.ALL)
-    work.drop_unused()
+    drop_unused(work.graph)
     tiled = (*unproven_readers(model.graph, samples), *tiled_readers(work))
     return ContextSplit(CanonicalModel(copy, work.weights, names), proven, saved_costs(model, weights, work), tiled)
 

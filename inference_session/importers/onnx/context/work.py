@@ -11,16 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
-from inference_session.importers.onnx.context.shapes import Shape, Shapes
-from inference_session.importers.onnx.types import value_type
+from inference_session.importers.onnx.context.shapes import Shape, Shapes, sized
 from inference_session.importers.onnx.weights import Weight
 from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT
 from inference_session.onnx_graphs import (
     Names,
     NodeBuilder,
-    all_nodes,
     attribute,
-    needed_nodes,
+    drop_unused,
     producers,
     reads,
     set_nodes,
@@ -72,13 +70,8 @@ class Work:
 
     def _input_shapes(self, rows: int, blocks: int, contexts: int, inner: int) -> dict[str, Shape]:
         sizes: dict[str, Shape] = {ROW_CONTEXT: (rows,), BLOCK_CONTEXT: (blocks,)}
-        in_front = {(value_type(value).dims or ("",))[0] for value in self.graph.input if value.name not in sizes}
-        for value in self.graph.input:
-            if value.name not in sizes:
-                first = contexts if value.name in self.context else rows
-                rest = (value_type(value).dims or ())[1:]
-                open_ = [dim if isinstance(dim, int) else first if dim in in_front else inner for dim in rest]
-                sizes[value.name] = (first, *open_)
+        for name in [value.name for value in self.graph.input if value.name not in sizes]:
+            sizes[name] = sized(self.graph, name, contexts if name in self.context else rows, inner)
         return sizes
 
     # Facts
@@ -163,17 +156,11 @@ class Work:
             nodes += replaced.get(i, [node])
         set_nodes(self.graph, nodes)
         self.drop_unused()
-        self.refresh()
 
     def drop_unused(self) -> None:
-        """Remove the nodes and initializers that no output needs."""
-        outputs = [value.name for value in self.graph.output]
-        set_nodes(self.graph, needed_nodes(self.graph.node, outputs))
-        read = {name for node in all_nodes(self.graph) for name in node.input} | set(outputs)
-        read.update(*(reads(node) for node in self.graph.node))
-        kept = [tensor for tensor in self.graph.initializer if tensor.name in read]
-        del self.graph.initializer[:]
-        self.graph.initializer.extend(kept)
+        """Remove the nodes and initializers that no output needs; then refresh."""
+        drop_unused(self.graph)
+        self.refresh()
 
 
 class WorkBuilder(NodeBuilder):

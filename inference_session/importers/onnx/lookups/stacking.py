@@ -15,16 +15,7 @@ from onnx import ModelProto, NodeProto, numpy_helper
 
 from inference_session.importers.onnx.lookups.columns import columns_of
 from inference_session.importers.onnx.lookups.graph_lookups import EditedModel, GraphLookup
-from inference_session.onnx_graphs import (
-    UNARY,
-    NodeBuilder,
-    constants,
-    needed_nodes,
-    producers,
-    reads,
-    set_nodes,
-    sort_nodes,
-)
+from inference_session.onnx_graphs import UNARY, NodeBuilder, constants, drop_unused, producers, set_nodes, sort_nodes
 
 _MIN_COLUMNS = 4
 """For fewer, the Split takes as long as what it saves."""
@@ -105,11 +96,7 @@ class _Stacker:
         """Leave out what nothing needs any more."""
         set_nodes(self._graph, self._nodes)
         sort_nodes(self._graph)
-        set_nodes(self._graph, needed_nodes(self._graph.node, [value.name for value in self._graph.output]))
-        read = {name for node in self._graph.node for name in reads(node)}
-        numbers = [tensor for tensor in self._graph.initializer if tensor.name in read]
-        del self._graph.initializer[:]
-        self._graph.initializer.extend(numbers)
+        drop_unused(self._graph)
 
     def _enter(self, name: str, form: Hashable, operands: Sequence[int] = ()) -> None:
         self._forms[name] = number = self._numbers.setdefault(form, len(self._numbers))
