@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, TypeAlias
 
-Advance: TypeAlias = Callable[[int], None]
-"""To be called with the amount done since the last call."""
+from inference_session.platform.progress import Progress
+
 _Unit: TypeAlias = Literal["bytes", "rows", "keys"]
 
 
-def byte_progress(title: str, total_bytes: int | None = None) -> AbstractContextManager[Advance]:
+def byte_progress(title: str, total_bytes: int | None = None) -> AbstractContextManager[Progress]:
     """A bar; yields the function to call with the bytes done since the last call."""
     return _shown(title, "bytes", total_bytes)
 
 
-def row_progress(title: str, total_rows: int) -> AbstractContextManager[Advance]:
+def row_progress(title: str, total_rows: int) -> AbstractContextManager[Progress]:
     """A bar; yields the function to call with the rows done since the last call."""
     return _shown(title, "rows", total_rows)
 
 
-def key_progress(title: str, total_keys: int | None = None) -> AbstractContextManager[Advance]:
+def key_progress(title: str, total_keys: int | None = None) -> AbstractContextManager[Progress]:
     """A bar; yields the function to call with the keys done since the last call."""
     return _shown(title, "keys", total_keys)
 
 
 @contextmanager
-def waiting(title: str, hint: str = "", *, hint_after_s: float = 30.0) -> Iterator[Advance]:
+def waiting(title: str, hint: str = "", *, hint_after_s: float = 30.0) -> Iterator[Progress]:
     """An activity indicator, with the elapsed time. `hint`: a line on stderr, also where that is no terminal, once the
     work has taken longer than most.
     """
@@ -44,12 +44,12 @@ def waiting(title: str, hint: str = "", *, hint_after_s: float = 30.0) -> Iterat
             late.cancel()
 
 
-def _shown(title: str, unit: _Unit | None, total: int | None) -> AbstractContextManager[Advance]:
+def _shown(title: str, unit: _Unit | None, total: int | None) -> AbstractContextManager[Progress]:
     return _drawn(title, unit, total) if sys.stderr.isatty() else nullcontext(lambda _: None)
 
 
 @contextmanager
-def _drawn(title: str, unit: _Unit | None, total: int | None) -> Iterator[Advance]:
+def _drawn(title: str, unit: _Unit | None, total: int | None) -> Iterator[Progress]:
     from rich import progress as bars
     from rich.console import Console
     from rich.text import Text

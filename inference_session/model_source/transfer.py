@@ -6,6 +6,7 @@ import hashlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
 from threading import Event
 
 from inference_session.errors import ModelFormatError, SourceError, UnavailableError
@@ -36,39 +37,25 @@ def read_ahead(
             future.cancel()
 
 
+@dataclass
 class FileTransfer:
-    """The copy of one file."""
+    """The copy of one file: of `entry` of `origin` to the path `target` of `place`."""
 
-    def __init__(
-        self,
-        origin: ModelSource,
-        entry: Entry,
-        place: ModelSource,
-        target: str,
-        *,
-        num_staged: int | None,
-        sha256: str | None,
-        readers: Executor,
-        progress: Progress,
-        stopped: Event,
-    ) -> None:
-        """Copy `entry` of `origin` to the path `target` of `place`.
-
-        Args:
-            num_staged: bytes that an earlier run has written there; None: the file does not exist.
-            sha256: from a manifest.
-            stopped: ends the transfer before its next chunk.
-        """
-        self._origin, self._entry = origin, entry
-        self._place, self._target = place, target
-        self._num_staged = num_staged
-        self._expected = sha256
-        self._readers = readers
-        self._progress = progress
-        self._stopped = stopped
-        self._num_reported = 0
-        self._sent = hashlib.sha256()
-        self._num_hashed = 0
+    origin: ModelSource
+    entry: Entry
+    place: ModelSource
+    target: str
+    num_staged: int | None
+    """Bytes that an earlier run has written there; None: the file does not exist."""
+    sha256: str | None
+    """From a manifest."""
+    readers: Executor
+    progress: Progress
+    stopped: Event
+    """Ends the transfer before its next chunk."""
+    _num_reported: int = 0
+    _sent: hashlib._Hash = field(default_factory=hashlib.sha256)
+    _num_hashed: int = 0
 
     def run(self) -> None:
         """Copy what is missing and compare all of it.
@@ -77,31 +64,34 @@ class FileTransfer:
             ModelFormatError: the file is not what the manifest says.
             OSError, UnavailableError: as of ModelSource.
         """
-        if self._num_staged == self._entry.num_bytes:
-            self._report(self._entry.num_bytes)
-            if self._expected in (None, self._stored_sha256()):
+        if self.num_staged == self.entry.num_bytes:
+            self._report(self.entry.num_bytes)
+            if self.sha256 in (None, self._stored_sha256()):
                 return
-            self._place.remove(self._target)
-        self._place.write(self._target, self._chunks_from)
-        stored = self._stored_sha256()
-        if self._expected not in (None, stored) and self._num_staged:
+            self.place.remove(self.target)
+        stored = self._write()
+        if self.sha256 not in (None, stored) and self.num_staged:
             # The bytes of an earlier run were damaged since: copy again, from the start.
-            self._num_staged = 0
-            self._place.remove(self._target)
-            self._place.write(self._target, self._chunks_from)
-            stored = self._stored_sha256()
+            self.num_staged = 0
+            self.place.remove(self.target)
+            stored = self._write()
         self._compare(stored)
+
+    def _write(self) -> str:
+        """Write what is missing; returns the SHA-256 of the whole file then."""
+        self.place.write(self.target, self._chunks_from)
+        return self._stored_sha256()
 
     def _compare(self, stored: str) -> None:
         sent = self._sent.hexdigest()
-        if stored == sent and self._expected in (None, sent):
+        if stored == sent and self.sha256 in (None, sent):
             return
-        self._place.remove(self._target)
-        if self._expected not in (None, sent):
-            name = self._origin.name_of(self._entry.path)
+        self.place.remove(self.target)
+        if self.sha256 not in (None, sent):
+            name = self.origin.name_of(self.entry.path)
             raise ModelFormatError(f"{name}: damaged, its checksum is not the one in {MANIFEST_FILE}")
         raise SourceError(
-            f"{self._place.name_of(self._target)}: the file there differs from what was written; copy it again"
+            f"{self.place.name_of(self.target)}: the file there differs from what was written; copy it again"
         )
 
     def _chunks_from(self, begin: int) -> Iterator[bytes]:
@@ -109,10 +99,10 @@ class FileTransfer:
         if begin != self._num_hashed:
             self._sent = self._hash_stored(begin)
             self._num_hashed = begin
-        for chunk in read_ahead(self._origin, self._entry, self._readers, begin=begin):
-            if self._stopped.is_set():
+        for chunk in read_ahead(self.origin, self.entry, self.readers, begin=begin):
+            if self.stopped.is_set():
                 raise UnavailableError(
-                    f"{self._origin.name_of(self._entry.path)}: not copied, because other files failed"
+                    f"{self.origin.name_of(self.entry.path)}: not copied, because other files failed"
                 )
             self._sent.update(chunk)
             self._num_hashed += len(chunk)
@@ -120,19 +110,19 @@ class FileTransfer:
             self._report(self._num_hashed)
 
     def _report(self, num_bytes: int) -> None:
-        self._progress(num_bytes - self._num_reported)
+        self.progress(num_bytes - self._num_reported)
         self._num_reported = num_bytes
 
     def _stored_sha256(self) -> str:
         """The SHA-256 of the file at the target."""
-        stored = self._place.stat(self._target)
-        if stored is None or stored.num_bytes != self._entry.num_bytes:
+        stored = self.place.stat(self.target)
+        if stored is None or stored.num_bytes != self.entry.num_bytes:
             return "of another size"
         return self._hash_stored(stored.num_bytes).hexdigest()
 
     def _hash_stored(self, num_bytes: int) -> hashlib._Hash:
         digest = hashlib.sha256()
         if num_bytes:
-            for chunk in read_ahead(self._place, Entry(self._target, num_bytes, ""), self._readers):
+            for chunk in read_ahead(self.place, Entry(self.target, num_bytes, ""), self.readers):
                 digest.update(chunk)
         return digest

@@ -46,15 +46,9 @@ class UpdateApplier:
         closing: threading.Event,
     ) -> None:
         """See KafkaUpdateStream. `saved`: what another process, the store's one writer, has applied."""
-        self._tables = {spec.folder: spec for spec in tables}
-        self._topics = topics
-        self._rows = rows
-        self._saved = saved
-        self._retries = retries
-        self._stats = stats
-        self._rests = rests
-        self._allow_non_finite = allow_non_finite
-        self._closing = closing
+        self._tables, self._topics, self._rows = {spec.folder: spec for spec in tables}, topics, rows
+        self._saved, self._retries, self._stats, self._rests = saved, retries, stats, rests
+        self._allow_non_finite, self._closing = allow_non_finite, closing
 
     def apply(self, topic: str, topic_id: str, messages: MessageBatch, begins: Mapping[int, int]) -> bool:
         """Write the rows in messages of a topic, once the stores take them; set aside messages that are not rows.

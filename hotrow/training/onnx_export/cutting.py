@@ -152,8 +152,8 @@ def _device(weight: Any) -> torch.device:
     return weight.to_local().device if hasattr(weight, "to_local") else weight.device
 
 
-class EmbeddingStandIn(nn.Module):
-    """Replaces an nn.Embedding."""
+class _StandIn(nn.Module):
+    """Replaces a module of one table, whose attributes it has."""
 
     def __init__(self, original: Any, table: Table) -> None:
         super().__init__()
@@ -166,26 +166,22 @@ class EmbeddingStandIn(nn.Module):
         """The whole table; the importer refuses a model that uses it other than by rows."""
         return _weights(self._table)
 
+
+class EmbeddingStandIn(_StandIn):
+    """Replaces an nn.Embedding."""
+
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name that torch gives it
         """Int [any shape] to [the same, embedding_dim]."""
         vectors = functional.embedding(_indices(input), self.weight)
         return vectors.to(self._answered or vectors.dtype)
 
 
-class BagStandIn(nn.Module):
+class BagStandIn(_StandIn):
     """Replaces an nn.EmbeddingBag."""
 
     def __init__(self, original: Any, table: Table) -> None:
-        super().__init__()
-        self.num_embeddings, self.embedding_dim = table.num_rows, table.embedding_dim
-        self.mode, self.padding_idx = original.mode, original.padding_idx
-        self.include_last_offset = original.include_last_offset
-        self._table, self._answered = table, _answered(original)
-
-    @property
-    def weight(self) -> Tensor:
-        """The whole table."""
-        return _weights(self._table)
+        super().__init__(original, table)
+        self.mode, self.include_last_offset = original.mode, original.include_last_offset
 
     def forward(
         self,
