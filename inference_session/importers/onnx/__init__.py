@@ -4,6 +4,7 @@ importer           all steps, into a version directory that appears whole or not
 model_file, weights, types, remote_model    the file, without loading what is bulky
 renaming           inputs and outputs get the names that the caller chose
 canonical, loops/    one form for the many forms that exporters write
+shapes             the shapes of all values, for inputs of given sizes
 computed_tables    tables that are computed from constants become initializers
 tables             which initializers are only read by rows
 lookups/           row reads become look-ups

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from onnx import GraphProto, ModelProto, NodeProto, helper
 
-from inference_session.importers.onnx.context.shapes import Shape, Shapes, sized
 from inference_session.importers.onnx.context.work import Work
 from inference_session.importers.onnx.samples.axis import SampleAxis
+from inference_session.importers.onnx.shapes import Shape, Shapes, sized
 from inference_session.importers.onnx.tables import is_row_read
 from inference_session.importers.onnx.weights import Weight
 from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT

@@ -13,11 +13,11 @@ from inference_session.importers.onnx.canonical import CanonicalModel
 from inference_session.importers.onnx.context.costs import Costs, saved_costs, tiled_readers, unproven_readers
 from inference_session.importers.onnx.context.division import CONTEXT, ContextDivision
 from inference_session.importers.onnx.context.rewrites import rewrite
-from inference_session.importers.onnx.context.shapes import Shapes, sized
 from inference_session.importers.onnx.context.single_rows import compute_two_rows
 from inference_session.importers.onnx.context.work import Work
 from inference_session.importers.onnx.samples.axis import SampleAxis
 from inference_session.importers.onnx.samples.kinds import Observations, PerSample
+from inference_session.importers.onnx.shapes import Shapes, sized
 from inference_session.importers.onnx.types import value_type
 from inference_session.importers.onnx.weights import Weight
 from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
-from inference_session.importers.onnx.context.shapes import Shape, Shapes, sized
+from inference_session.importers.onnx.shapes import Shape, Shapes, sized
 from inference_session.importers.onnx.weights import Weight
 from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT
 from inference_session.onnx_graphs import (

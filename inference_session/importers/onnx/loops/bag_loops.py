@@ -15,8 +15,8 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, TypeProto
 
 from inference_session.importers.onnx.canonical import CanonicalModel
-from inference_session.importers.onnx.context.shapes import Shapes, sized
 from inference_session.importers.onnx.loops.symbolic_loop import Bag, NotABagError, SymbolicLoop
+from inference_session.importers.onnx.shapes import Shapes, sized
 from inference_session.importers.onnx.weights import Weight
 from inference_session.onnx_graphs import (
     NodeBuilder,

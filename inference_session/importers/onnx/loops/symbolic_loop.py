@@ -14,7 +14,7 @@ import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto, helper
 from onnx.reference import ReferenceEvaluator
 
-from inference_session.importers.onnx.context.shapes import Shapes
+from inference_session.importers.onnx.shapes import Shapes
 from inference_session.importers.onnx.weights import Weight
 from inference_session.onnx_graphs import attribute, bodies, integers_attribute, is_random
 
