@@ -14,7 +14,7 @@ from rich.table import Table
 from hotrow.dense_network import describe_dense_network
 from hotrow.options.paths import FOLDER, FOLDER_OR_URL
 from hotrow.output.formatting import as_cell
-from hotrow.output.progress import byte_progress
+from hotrow.output.progress import verify_checksums
 from hotrow.output.streams import output_console, print_json
 from inference_session.errors import ConfigurationError
 from inference_session.model_spec import INDEX_FILE, TABLES_FOLDER, VECTOR_FILE, ModelSpec, RankingSpec, TensorSpec
@@ -78,9 +78,11 @@ def _stored_table(table: StoredTable) -> dict[str, Any]:
 
 def _inspect_version(version_dir: Path, *, as_json: bool, verify: bool) -> None:
     spec = read_spec(version_dir)
-    _check_files(version_dir, checksums=verify)
     if verify:
+        verify_checksums(version_dir)
         _check_indexes(version_dir, spec)
+    else:
+        manifest.verify(version_dir, checksums=False)
     description = _describe(spec, version_dir)
     if as_json:
         print_json(description)
@@ -88,15 +90,6 @@ def _inspect_version(version_dir: Path, *, as_json: bool, verify: bool) -> None:
         _show(description)
         _show_ranking(spec)
         click.echo(f"{'Checksums' if verify else 'Sizes'} of all files match {manifest.MANIFEST_FILE}.")
-
-
-def _check_files(version_dir: Path, *, checksums: bool) -> None:
-    if not checksums:
-        manifest.verify(version_dir, checksums=False)
-        return
-    total_bytes = sum(entry.num_bytes for entry in manifest.read_manifest(version_dir))
-    with byte_progress(f"Verifying {version_dir}", total_bytes) as progress:
-        manifest.verify(version_dir, checksums=True, progress=progress)
 
 
 def _check_indexes(version_dir: Path, spec: ModelSpec) -> None:

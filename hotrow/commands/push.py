@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 import click
 
 from hotrow.options.paths import FOLDER, FOLDER_OR_URL
-from hotrow.output.progress import byte_progress, row_progress
+from hotrow.output.progress import row_progress, verify_checksums
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.urls.store_url import StoreUrl
-from inference_session.version_directory import manifest
 from inference_session.version_directory.session_file import read_spec
 
 if TYPE_CHECKING:
@@ -66,9 +65,7 @@ def command(version_dir: Path, store_url: str, verify: bool, verify_sample: int 
     from inference_session.parameter_server.table_push import TablePush
 
     spec = read_spec(version_dir)
-    total_bytes = sum(entry.num_bytes for entry in manifest.read_manifest(version_dir))
-    with byte_progress(f"Verifying {version_dir}", total_bytes) as progress:
-        manifest.verify(version_dir, checksums=True, progress=progress)
+    verify_checksums(version_dir)
     bound_to = Namespace.of(version_dir, shared=namespace == "shared")
     dims = {table.folder: table.embedding_dim for table in spec.tables}
     dims |= {table.folder + ERASED_SUFFIX: 1 for table in spec.tables}

@@ -6,9 +6,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 from inference_session.platform.progress import Progress
+from inference_session.version_directory import manifest
 
 _Unit: TypeAlias = Literal["bytes", "rows", "keys"]
 
@@ -26,6 +28,13 @@ def row_progress(title: str, total_rows: int) -> AbstractContextManager[Progress
 def key_progress(title: str, total_keys: int | None = None) -> AbstractContextManager[Progress]:
     """A bar; yields the function to call with the keys done since the last call."""
     return _shown(title, "keys", total_keys)
+
+
+def verify_checksums(version_dir: Path) -> None:
+    """Read every file of a version, with a bar, and compare it with its manifest; see `manifest.verify`."""
+    total_bytes = sum(entry.num_bytes for entry in manifest.read_manifest(version_dir))
+    with byte_progress(f"Verifying {version_dir}", total_bytes) as progress:
+        manifest.verify(version_dir, checksums=True, progress=progress)
 
 
 @contextmanager
