@@ -13,7 +13,6 @@ kept.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -29,7 +28,7 @@ from inference_session.model_source.inventory import Inventory
 from inference_session.platform.boot import boot_id
 from inference_session.platform.progress import Progress
 from inference_session.platform.staging import working_folder
-from inference_session.platform.user_cache import cache_folder, lock_file, make_private
+from inference_session.platform.user_cache import cache_folder, hashed_name, least_recent_first, lock_file, make_private
 from inference_session.version_directory import manifest
 
 NUM_KEPT = 2
@@ -50,7 +49,7 @@ def folder_for_links(prefix: str) -> Iterator[Path]:
     What killed processes left of that prefix is removed first. Other machines that share the file system may not see
     locks, so only folders of this one are.
     """
-    with working_folder(make_private(_sources_folder()), f"{prefix}-{_hash(boot_id())[:12]}-") as folder:
+    with working_folder(make_private(_sources_folder()), f"{prefix}-{hashed_name(boot_id(), 12)}-") as folder:
         yield folder
 
 
@@ -67,7 +66,7 @@ def fetch(place: str | Path, progress: Progress | None = None) -> Path:
         states = json.dumps(sorted(Inventory.of(source).states().items()))
     folder = _folder_of(url)
     with _locked(folder):
-        target = folder / _hash(states) / split_place(url)[1]
+        target = folder / hashed_name(states) / split_place(url)[1]
         if not _is_whole(target):
             with Copy(url, target) as copy:
                 copy.run(progress)
@@ -81,7 +80,7 @@ def forget(place: str | Path) -> None:
     """Remove the copies of a URL, if there are any."""
     if is_url(place) and _folder_of(str(place)).is_dir():
         with _locked(folder := _folder_of(str(place))):
-            for state in _states(folder):
+            for state in least_recent_first(folder):
                 shutil.rmtree(state)
 
 
@@ -107,11 +106,7 @@ def _is_whole(copy: Path) -> bool:
 
 
 def _folder_of(url: str) -> Path:
-    return _sources_folder() / _hash(url)
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return _sources_folder() / hashed_name(url)
 
 
 @contextmanager
@@ -121,13 +116,8 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _states(folder: Path) -> list[Path]:
-    """The copies of one source, the most recently used one last."""
-    return sorted((path for path in folder.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime_ns)
-
-
 def _remove_old(folder: Path, used: Path) -> None:
     """Remove all but the most recently used states, of which `used` is the newest. The caller holds the lock."""
-    others = [path for path in _states(folder) if path != used]
+    others = [path for path in least_recent_first(folder) if path != used]
     for path in others[: 1 - NUM_KEPT]:
         shutil.rmtree(path)

@@ -34,6 +34,17 @@ def state_folder(repository: Path) -> Path:
     return cache_folder() / "state" / name
 
 
+def hashed_name(text: str, length: int = 32) -> str:
+    """A name in hexadecimal of an entry that is kept for a text."""
+    encoded = text.encode(errors="surrogateescape")  # a path that Triton's Python process could not decode
+    return hashlib.sha256(encoded).hexdigest()[:length]
+
+
+def least_recent_first(folder: Path) -> list[Path]:
+    """The folders in a folder, the most recently used one last: a user sets an entry's time."""
+    return sorted((path for path in folder.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime_ns)
+
+
 def make_private(folder: Path) -> Path:
     """Make a folder, and those above it that are missing, which no other user may enter, whatever the umask allows.
 

@@ -13,7 +13,6 @@ change of any of them causes a new import. Tables are copied, not linked: traini
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,14 +29,13 @@ from inference_session.importers.hugectr.remote_files import with_local_files
 from inference_session.model_spec import KEY_FILE, VECTOR_FILE
 from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_version
-from inference_session.platform.user_cache import cache_folder, lock_file
+from inference_session.platform.user_cache import cache_folder, hashed_name, least_recent_first, lock_file
 from inference_session.version_directory import manifest, session_file
 from inference_session.version_directory.manifest import sha256_of
 from inference_session.version_directory.verified_files import FileState, file_state
 
 NUM_KEPT = 3
 """Imports of one model that are kept: the one in use, the one before it for a way back, and one more."""
-_HASH_LENGTH = 32
 _SERVED = ".served"
 
 
@@ -75,9 +73,8 @@ def cached_import(
     imports = _imports(model.name, owner, folder)
     sources = _files(model, keep_rows_of)
     before = _states(sources)
-    entry = imports / _hash(
-        repr((_statement(settings, model), version, _importer_hash(), *_checksums(sources, progress)))
-    )
+    contents = _statement(settings, model), version, _importer_hash(), *_checksums(sources, progress)
+    entry = imports / hashed_name(repr(contents))
     version_dir = entry / model.name / str(version)
     with lock_file(imports) as lock:
         while True:
@@ -120,7 +117,7 @@ def kept_import(name: str, owner: Path, version: int, *, folder: Path | None = N
 
 def _imports(name: str, owner: Path, folder: Path | None) -> Path:
     """Where the imports of one model folder are kept."""
-    return (folder or default_cache_folder()) / f"{name}-{_hash(str(owner.resolve()))[:12]}"
+    return (folder or default_cache_folder()) / f"{name}-{hashed_name(str(owner.resolve()), 12)}"
 
 
 def _files(model: PsModel, keep_rows_of: Sequence[Path]) -> list[Path]:
@@ -162,12 +159,7 @@ def _importer_hash() -> str:
     """A hash of the code that reads HugeCTR's files, so that a newer hotrow imports again."""
     code = sorted(Path(__file__).parent.rglob("*.py"))
     formats = f"{session_file.FORMAT} {manifest.FORMAT}"
-    return _hash(formats + "".join(path.read_text(encoding="utf-8") for path in code))
-
-
-def _hash(text: str) -> str:
-    encoded = text.encode(errors="surrogateescape")  # a path that Triton's Python process could not decode
-    return hashlib.sha256(encoded).hexdigest()[:_HASH_LENGTH]
+    return hashed_name(formats + "".join(path.read_text(encoding="utf-8") for path in code))
 
 
 def _remove_old(imports: Path, used: Path) -> None:
@@ -175,8 +167,7 @@ def _remove_old(imports: Path, used: Path) -> None:
 
     Must be called while holding the lock exclusively: no process is opening one.
     """
-    others = [path for path in imports.iterdir() if path.is_dir() and path != used]
-    others.sort(key=lambda path: path.stat().st_mtime_ns)
+    others = [path for path in least_recent_first(imports) if path != used]
     for path in set(others[: 1 - NUM_KEPT]) - set(_served(imports)[-1:]):
         shutil.rmtree(path)
 
