@@ -35,13 +35,13 @@ def read_raw(
     """The records of a file, of which there must be `num_samples` at least; 0: all. Blocks are as `num_wanted` says.
 
     Raises:
-        ModelFormatError: the file ends early, or is no whole number of records.
+        ModelFormatError: the file ends early, is no whole number of records, or may have one key in a slot or several.
         OSError: the file cannot be read.
     """
     num_bytes = path.stat().st_size
     if not form.is_multi_hot:
-        shape = _of_file(shape, num_samples, num_bytes)
-    width = shape.label_dim + shape.dense_dim + int(shape.most_keys.sum()) * form.key_words(shape)
+        shape = _of_file(path, shape, num_samples, num_bytes)
+    width = _num_words(shape, form.key_words(shape))
     num_records, rest = divmod(num_bytes, 4 * width)
     if num_samples > num_records or (rest and not num_samples):
         expected = f"{num_samples} records" if num_samples else "a whole number of records"
@@ -54,12 +54,26 @@ def read_raw(
         begin += len(part)
 
 
-def _of_file(shape: RecordShape, num_samples: int, num_bytes: int) -> RecordShape:
-    """Each slot has one key, as HugeCTR reads this format, unless the file's size says nnz_per_slot."""
-    head = shape.label_dim + shape.dense_dim
-    if num_samples and num_bytes == 4 * num_samples * (head + int(shape.most_keys.sum())):
-        return shape
-    return replace(shape, sparse=tuple(replace(item, nnz_per_slot=(1,) * item.slot_num) for item in shape.sparse))
+def _num_words(shape: RecordShape, key_words: int = 1) -> int:
+    """Words of 4 bytes in a record."""
+    return shape.label_dim + shape.dense_dim + int(shape.most_keys.sum()) * key_words
+
+
+def _of_file(path: Path, shape: RecordShape, num_samples: int, num_bytes: int) -> RecordShape:
+    """Each slot has one key, as HugeCTR reads this format, or as many as nnz_per_slot says: the file's size decides."""
+    sparse = tuple(replace(item, nnz_per_slot=(1,) * item.slot_num) for item in shape.sparse)
+    one_each, several = replace(shape, sparse=sparse), shape
+    numbers = [divmod(num_bytes, 4 * _num_words(each)) for each in (one_each, several)]
+    fit = [not rest and number >= num_samples for number, rest in numbers]
+    if fit != [True, True] or several == one_each:
+        return several if fit == [False, True] else one_each
+    whole = [number for number, _ in numbers]
+    if num_samples not in whole:
+        raise ModelFormatError(
+            f"{path}: {num_bytes} bytes are {whole[0]} records with one key in each slot, or {whole[1]} with as many "
+            "as nnz_per_slot says; give the right one of these numbers as num_samples, or make nnz_per_slot 1"
+        )
+    return several if num_samples == whole[1] else one_each
 
 
 class _Records(NamedTuple):

@@ -145,6 +145,28 @@ def test_raw_files_are_read_with_their_own_numbers(tmp_path: Path, is_float: boo
     assert keys == [records.sample(i)[2] for i in range(50)]
 
 
+def test_raw_files_whose_slots_may_have_one_key_or_several_are_not_guessed(tmp_path: Path) -> None:
+    """Six records with two keys in each of four slots have the bytes of nine with one key."""
+    record_shape, path = shape(1, 3, (4, 2), key_bytes=4), tmp_path / "data.bin"
+    path.write_bytes(bytes(6 * 48))
+
+    def keys_in_slots(num_samples: int) -> set[int]:
+        (block,) = source(path, record_shape, DataReaderType_t.Raw, num_samples=num_samples).blocks()
+        assert len(block) == num_samples
+        return set(np.diff(block.bags[0].offsets).tolist())
+
+    assert keys_in_slots(6) == {2}
+    assert keys_in_slots(9) == {1}
+    for num_samples in (0, 5):
+        reader = source(path, record_shape, DataReaderType_t.Raw, num_samples=num_samples)
+        with pytest.raises(ModelFormatError, match="288 bytes are 9 records with one key in each slot, or 6 with"):
+            list(reader.blocks())
+    path.write_bytes(bytes(7 * 48))
+    assert keys_in_slots(5) == {2}
+    path.write_bytes(bytes(10 * 32))
+    assert keys_in_slots(5) == {1}
+
+
 @pytest.mark.parametrize("is_float", [True, False])
 @pytest.mark.parametrize("key_bytes", [4, 8])
 def test_multi_hot_records_have_all_keys_of_their_slots(tmp_path: Path, is_float: bool, key_bytes: int) -> None:
