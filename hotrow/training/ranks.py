@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from inference_session.errors import HotrowError, UnavailableError
 
 Result = TypeVar("Result")
+
+_GROUPS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""By the default group: a group of all ranks that takes objects in host memory, whatever the backend of the former.
+
+Neither is held longer than `destroy_process_group` lets them last: the threads of a group that is still there when the
+interpreter ends may abort the process.
+"""
 
 
 class Place(NamedTuple):
@@ -31,8 +38,13 @@ class Ranks:
 
     def __init__(self) -> None:
         self.rank, self.size = place_in_group()
-        self.group: Any = _group(dist.group.WORLD) if self.size > 1 else None
+        if self.size > 1 and dist.group.WORLD not in _GROUPS:
+            _GROUPS[dist.group.WORLD] = dist.new_group(backend="gloo")
+
+    @property
+    def group(self) -> Any:
         """The group of all ranks, for objects in host memory; None if there is only one rank."""
+        return _GROUPS[dist.group.WORLD] if self.size > 1 and dist.is_initialized() else None
 
     @property
     def is_first(self) -> bool:
@@ -86,9 +98,3 @@ def _attempt(work: Callable[[], Result]) -> tuple[Result | None, Exception | Non
         return work(), None
     except Exception as error:  # noqa: BLE001  see above
         return None, error
-
-
-@functools.lru_cache(maxsize=1)
-def _group(_world: Any) -> Any:
-    """A group of all ranks that takes objects in host memory, whatever the backend of the default group."""
-    return dist.new_group(backend="gloo")

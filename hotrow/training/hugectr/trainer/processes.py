@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -108,6 +109,7 @@ def join_processes(vvgpu: Sequence[Sequence[int]]) -> Processes:
         return Processes(0, 1, torch.device("cuda", vvgpu[0][0]) if has_gpus else torch.device("cpu"))
     if not dist.is_initialized():
         dist.init_process_group("nccl" if has_gpus else "gloo")
+        atexit.register(_leave)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if has_gpus:
         gpus = vvgpu[min(int(os.environ.get("GROUP_RANK", "0")), len(vvgpu) - 1)]
@@ -118,6 +120,12 @@ def join_processes(vvgpu: Sequence[Sequence[int]]) -> Processes:
         torch.cuda.set_device(gpus[local])
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpus else torch.device("cpu")
     return Processes(dist.get_rank(), dist.get_world_size(), device)
+
+
+def _leave() -> None:
+    """End the threads of gloo, which may abort a process that ends before them. NCCL might wait for a failed rank."""
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
 
 
 def _start_or_say(vvgpu: Sequence[Sequence[int]], num_gpus: int) -> None:
