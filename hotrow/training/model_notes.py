@@ -17,16 +17,16 @@ class RestoredState(NamedTuple):
     """A model's state that has been brought back."""
 
     moment: datetime
-    """When it was saved."""
+    """When it was saved; what was published since then may be of lost steps."""
     unconfirmed: dict[str, NDArray[np.int64]]
     """Keys of rows that were touched but not yet confirmed by the brokers then, by the folder of their table."""
 
 
 _exporting = threading.local()
 RESTORED: weakref.WeakKeyDictionary[Any, RestoredState] = weakref.WeakKeyDictionary()
-"""By model that was restored to an earlier state: rows published since then are no longer its rows."""
+"""By unwrapped model that was restored, until what was published since the saved state is taken back."""
 PUBLISHERS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""By model, the publisher of its rows."""
+"""By unwrapped model, the publisher of its rows."""
 
 
 def is_exporting() -> bool:

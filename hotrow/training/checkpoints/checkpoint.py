@@ -27,6 +27,7 @@ from hotrow.training.checkpoints.files import METADATA_FILE, CheckpointReader
 from hotrow.training.checkpoints.training_state import TrainingState
 from hotrow.training.checks import whole
 from hotrow.training.model_notes import PUBLISHERS, RESTORED, RestoredState
+from hotrow.training.onnx_export.dense_network import unwrapped
 from hotrow.training.ranks import Ranks
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError
 from inference_session.model_source import Copy, create_source, is_url
@@ -76,7 +77,7 @@ class Checkpoint:
             raise ConfigurationError(f"model is a {type(model).__name__}; give a torch.nn.Module")
         if not isinstance(place, (str, Path)) or not str(place):
             raise ConfigurationError(f"place is {place!r}; give a folder or an hdfs:// URL")
-        self._model, self._place, self._keep = model, str(place), whole("keep", keep)
+        self._model, self._place, self._keep = unwrapped(model), str(place), whole("keep", keep)
         optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         self._state = TrainingState(model, optimizers)
         self._ranks = Ranks()
@@ -92,7 +93,7 @@ class Checkpoint:
             OSError: it cannot be written.
         """
         step = whole("step", step, 0)
-        moment = datetime.now(timezone.utc)
+        moment = min(self._ranks.gather(self._moment()))
         with torch.no_grad():
             tensors, others = self._ranks.together(self._state.collect)
         others = {name: value for of_rank in self._ranks.gather(others) for name, value in of_rank.items()}
@@ -149,6 +150,11 @@ class Checkpoint:
 
     # Writing
 
+    def _moment(self) -> datetime:
+        """What was published before is known to be of this model: after a restore, only once that was taken back."""
+        restored = RESTORED.get(self._model)
+        return datetime.now(timezone.utc) if restored is None else restored.moment
+
     def _save_here(self, step: int, tensors: dict[str, Any], description: dict[str, Any]) -> None:
         place = Path(self._place).absolute()
         with _held(self._ranks, lambda: stage_folder(place / str(step))) as staging:
@@ -184,9 +190,7 @@ class Checkpoint:
 
     def _write(self, folder: Path, tensors: dict[str, Any]) -> None:
         """The files of one rank."""
-        publisher = PUBLISHERS.get(self._model)
-        if publisher is not None:
-            keys = publisher.unconfirmed()
+        if keys := self._unconfirmed():
             np.savez(folder / f"{_UNCONFIRMED}{self._ranks.rank}.npz", **keys)
         try:
             with _alone():
@@ -200,6 +204,11 @@ class Checkpoint:
             raise
         except (Exception, CheckpointException) as error:
             raise _translated(error, f"{folder}: the checkpoint cannot be written") from error
+
+    def _unconfirmed(self) -> dict[str, NDArray[np.int64]]:
+        """Keys that the brokers have not confirmed, by the folder of their table; also those of a restored state."""
+        publisher, restored = PUBLISHERS.get(self._model), RESTORED.get(self._model)
+        return _united([publisher.unconfirmed() if publisher else {}, restored.unconfirmed if restored else {}])
 
     def _remove_older(self) -> None:
         with create_source(self._place) as source:
@@ -285,12 +294,14 @@ def _content(source: ModelSource, path: str) -> bytes:
 
 def _unconfirmed(source: ModelSource) -> dict[str, NDArray[np.int64]]:
     """Keys of all ranks that the brokers had not confirmed, by the folder of their table."""
-    found: dict[str, NDArray[np.int64]] = {}
-    for entry in source.entries():
-        if entry.path.startswith(_UNCONFIRMED):
-            for table, keys in _saved_keys(source, entry.path).items():
-                found[table] = np.union1d(found[table], keys) if table in found else keys
-    return found
+    paths = [entry.path for entry in source.entries()]
+    return _united([_saved_keys(source, path) for path in paths if path.startswith(_UNCONFIRMED)])
+
+
+def _united(parts: Sequence[Mapping[str, NDArray[np.int64]]]) -> dict[str, NDArray[np.int64]]:
+    """The keys of several parts, by table."""
+    tables = {table for part in parts for table in part}
+    return {table: np.unique(np.concatenate([part[table] for part in parts if table in part])) for table in tables}
 
 
 def _saved_keys(source: ModelSource, path: str) -> dict[str, NDArray[np.int64]]:

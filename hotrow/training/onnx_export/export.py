@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +37,7 @@ from hotrow.training.tables import FileWriter, Table, as_vectors, chunks, create
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError
 from inference_session.model_source import local_folder
-from inference_session.model_spec import ModelSpec, NamedArrays, folder_names
+from inference_session.model_spec import KEY_FILE, TABLES_FOLDER, VECTOR_FILE, ModelSpec, NamedArrays, folder_names
 from inference_session.platform.disk_space import check_space
 from inference_session.platform.staging import stage_version
 from inference_session.version_directory.manifest import describe_version
@@ -248,7 +249,7 @@ class _Export:
         for table, folder, parts in zip(tables, folders, zip(*of_ranks, strict=True), strict=True):
             stored = [part for part in parts if part is not None]
             count = sum(part.count for part in stored) if table.has_keys else table.num_rows
-            if not count:
+            if not count and table.hash_table is None:
                 raise UnsupportedModelError(
                     f"{table.path}: table {table.name!r} has no rows yet; train before exporting"
                 )
@@ -257,7 +258,7 @@ class _Export:
                     f"{table.path}: table {table.name!r} is float64, and tables are stored as float32 or float16; "
                     "convert the model with .float()"
                 )
-            files.append(ExportedTable(table, count, folder, stored))
+            files.append(ExportedTable(table, max(count, 1), folder, stored, is_empty=not count))
         return files
 
     def _create(self, staging: Path, files: list[ExportedTable]) -> None:
@@ -309,6 +310,7 @@ class _Export:
         (staging / _SHARED_FILE).unlink()
         plan = self.plan
         spec = self._spec(_assembled(staging, target, network, files), files)
+        _empty_files(staging, spec)
         describe_version(spec, staging, known=checksums)
         check_networks(staging, spec.source)  # training must not end with what a network may end
         tolerance = _FLOAT16_TOLERANCE if computes_in(network, TensorProto.FLOAT16) else _TOLERANCE
@@ -317,14 +319,21 @@ class _Export:
         share_unchanged(staging)
 
     def _spec(self, spec: ModelSpec, files: list[ExportedTable]) -> ModelSpec:
-        defaults = {file.folder: file.default_vector for file in files if file.table.has_keys}
+        keyed = {file.folder: file for file in files if file.table.has_keys}
         tables = tuple(
-            replace(table, keys="stored", default_vector=defaults[table.folder]) if table.folder in defaults else table
-            for table in spec.tables
+            keyed[table.folder].described(table) if table.folder in keyed else table for table in spec.tables
         )
         moment = self.began.isoformat()
         source = f"{type(self.plan.network).__name__}, exported in training"
         return replace(spec, tables=tables, source=source, settings={**spec.settings, "update_since": moment})
+
+
+def _empty_files(staging: Path, spec: ModelSpec) -> None:
+    """Remove the row with which a table without rows was traced."""
+    for table in spec.tables:
+        if not table.num_rows:
+            for name in (KEY_FILE, VECTOR_FILE):
+                os.truncate(staging / TABLES_FOLDER / table.folder / name, 0)
 
 
 def _check_shared(staging: Path, token: str) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hotrow.training.tables import Table
-from inference_session.model_spec import KEY_FILE, TABLES_FOLDER, VECTOR_FILE
+from inference_session.model_spec import KEY_FILE, TABLES_FOLDER, VECTOR_FILE, TableSpec
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,13 @@ class ExportedTable:
 
     table: Table
     num_rows: int
+    """In the files; one, of zeros, while a table without rows is traced."""
     folder: str
     """Also its name in stores and topics."""
     parts: Sequence[RankRows] = ()
     """By rank, of a table with keys."""
+    is_empty: bool = False
+    """Whether the table has no rows: no operator of the traced network could read one."""
 
     @property
     def location(self) -> str:
@@ -46,6 +49,11 @@ class ExportedTable:
         """The answers to unknown ids: of a table with managed collisions the last row of each shard, in their order."""
         found = [part.unknown_vector for part in sorted(self.parts, key=lambda part: part.first_row)]
         return found if self.table.shards_of is not None else found[:1]
+
+    def described(self, spec: TableSpec) -> TableSpec:
+        """The served table, of which the network knows no keys."""
+        num_rows = 0 if self.is_empty else spec.num_rows
+        return replace(spec, keys="stored", default_vector=self.default_vector, num_rows=num_rows)
 
     @property
     def default_vector(self) -> tuple[float, ...]:

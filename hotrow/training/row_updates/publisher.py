@@ -80,11 +80,12 @@ class UpdatePublisher:
             raise ConfigurationError(
                 f"url and name must both be text; found {type(url).__name__} and {type(name).__name__}"
             )
-        self._model, self._every_steps, self._url, self._name = model, every_steps, url, name
+        self._model = unwrapped(model)
+        self._every_steps, self._url, self._name = every_steps, url, name
         self._brokers = str(KafkaUrl.parse(url))
         """The URL without its password."""
         self._ranks = Ranks()
-        cuts = find_cuts(unwrapped(model))
+        cuts = find_cuts(self._model)
         self._outbox = Outbox(lambda: Publisher(url, name, encoding=encoding, timeout_s=timeout_s))
         self._watch: Watch | None = None
         try:
@@ -95,7 +96,7 @@ class UpdatePublisher:
             raise
         self._num_steps = 0
         self._is_closed = False
-        PUBLISHERS[model] = self
+        PUBLISHERS[self._model] = self
 
     @property
     def stats(self) -> OutboxStats:
@@ -199,12 +200,13 @@ class UpdatePublisher:
         """
         if (restored := RESTORED.get(self._model)) is None:
             return None
+        unconfirmed = self._outbox.unconfirmed()  # before the brokers are asked, who may have them meanwhile
         try:
             found = [self._keys_since(restored, table) for table in self._tables]
         except UnavailableError as error:
             return error
         for table, keys in zip(self._tables, found, strict=True):
-            table.touch_again(keys)
+            table.touch_again(np.union1d(keys, unconfirmed.get(table.folder, _NO_KEYS)))
         del RESTORED[self._model]
         return None
 

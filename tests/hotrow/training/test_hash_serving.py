@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from hotrow import training  # noqa: E402
+from hotrow.training.row_updates.outbox import Outbox  # noqa: E402
 from inference_session import InferenceSession  # noqa: E402
 from inference_session.errors import ConfigurationError, UnsupportedModelError  # noqa: E402
 from tests.testing import training_jobs as jobs  # noqa: E402
@@ -106,11 +108,22 @@ def test_a_model_of_another_type_is_served_as_it_answers(tmp_path: Path, kind: A
     np.testing.assert_allclose(found, models.live(model, keys), atol=2e-3 if dtype is torch.float16 else EXACT)
 
 
-def test_an_embedding_without_rows_is_refused_by_name(tmp_path: Path) -> None:
-    """A served table has rows."""
-    with pytest.raises(UnsupportedModelError, match="has no rows yet"):
-        models.export(Clicks(), tmp_path, example=_batch(0))
-    assert not list(tmp_path.rglob("session.json"))
+def test_an_embedding_without_rows_is_served_and_gets_its_first_rows_later(tmp_path: Path, broker: Broker) -> None:
+    """All its keys are unknown until training has read some, as in the live model."""
+    torch.manual_seed(0)
+    model = Clicks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    directory = models.export(model, tmp_path, example=_batch(0))
+
+    item, lists = _batch(1)
+    (found,) = models.answers(directory, {"item": item.numpy(), "lists": lists.numpy()})
+    np.testing.assert_allclose(found, models.live(model, item, lists), atol=EXACT)
+    with InferenceSession.open(directory, device="cpu", update_stream=broker.url) as session:
+        assert [table.num_rows for table in session.spec.tables] == [0, 0]
+        with training.UpdatePublisher(model, broker.url, "ctr") as updates:
+            _train(model, optimizer, 0)
+            updates.step()
+        wait_until(lambda: _serves(session, model), "the first rows to be served")
 
 
 def test_a_subclass_with_a_forward_of_its_own_is_named(tmp_path: Path) -> None:
@@ -165,6 +178,58 @@ def test_a_restored_model_takes_back_what_was_published(tmp_path: Path, broker: 
         assert 1000 in {*_rows(model.items), *_rows(model.lists)}
         assert checkpoint.restore() == 4
         updates.step()
+        wait_until(lambda: _serves(session, model, (1000,)), "the restored rows to be served")
+
+
+def test_rows_of_lost_steps_are_taken_back_after_a_save_in_between(tmp_path: Path, broker: Broker) -> None:
+    """A process may restore, save and end before it publishes. Others may know the model as a wrapper has it."""
+    torch.manual_seed(0)
+    first, second, third = (Clicks() for _ in range(3))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second, third)]
+    places = [
+        training.Checkpoint(model, optimizer, tmp_path / "checkpoints")
+        for model, optimizer in zip((first, second, third), optimizers, strict=True)
+    ]
+    _train(first, optimizers[0], 0)
+    directory = models.export(first, tmp_path, example=_batch(0))
+    places[0].save(3)
+    with InferenceSession.open(directory, device="cpu", update_stream=broker.url) as session:
+        with training.UpdatePublisher(first, broker.url, "ctr") as updates:
+            _train(first, optimizers[0], 1, keys=[5, 6, 1000])
+            updates.step()
+        wait_until(lambda: _serves(session, first), "the lost steps to be served")
+        assert places[1].restore() == 4
+        places[1].save(4)
+        assert places[2].restore() == 5
+        with training.UpdatePublisher(torch.compile(third), broker.url, "ctr") as updates:
+            updates.step()
+        wait_until(lambda: _serves(session, third, (1000,)), "the restored rows to be served")
+
+
+def test_rows_of_lost_steps_that_are_on_their_way_are_taken_back(
+    tmp_path: Path, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The brokers do not know them yet when they are asked."""
+    torch.manual_seed(0)
+    model = Clicks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _train(model, optimizer, 0)
+    directory = models.export(model, tmp_path, example=_batch(0))
+    checkpoint = training.Checkpoint(model, optimizer, tmp_path / "checkpoints")
+    checkpoint.save(3)
+    may_send, send = threading.Event(), Outbox._send
+    with (
+        InferenceSession.open(directory, device="cpu", update_stream=broker.url) as session,
+        training.UpdatePublisher(model, broker.url, "ctr") as updates,
+    ):
+        monkeypatch.setattr(Outbox, "_send", lambda *args: (may_send.wait(), send(*args)))
+        _train(model, optimizer, 1, keys=[5, 6, 1000])
+        updates.step()
+        checkpoint.restore()
+        updates.step()
+        may_send.set()
+        updates.close()
+        assert updates.stats.num_deleted
         wait_until(lambda: _serves(session, model, (1000,)), "the restored rows to be served")
 
 
