@@ -138,7 +138,7 @@ class HashTable(nn.Module):
         self.evict_by = one_of("evict_by", evict_by, ("age", "count"))
         self.gradients = one_of("gradients", gradients, ("sum", "mean", None))
         self.grad_scaler = grad_scaler
-        place = torch.get_default_device() if device is None else torch.device(device)
+        place = _usable(torch.get_default_device() if device is None else torch.device(device))
         counts_use = max_rows is not None or max_age is not None
         self._rows = HashRows(initial_rows(initializer, embedding_dim), self.optimizer, place, counts_use=counts_use)
 
@@ -222,8 +222,12 @@ class HashTable(nn.Module):
         """Keys as int64 [n], on the device of the rows.
 
         Raises:
-            ConfigurationError: they are no integers, or outside of `key_dtype`.
+            ConfigurationError: they are no integers, or outside of `key_dtype`; or torch.export traces the model.
         """
+        if torch.compiler.is_exporting():
+            raise ConfigurationError(
+                "torch.export cannot trace a hash embedding, whose rows grow; training.export exports the whole model"
+            )
         if not isinstance(keys, Tensor) or not is_whole_type(keys.dtype):
             found = keys.dtype if isinstance(keys, Tensor) else type(keys).__name__
             raise ConfigurationError(f"keys are {found}; give a tensor of {self.key_dtype} or smaller integers")
@@ -440,8 +444,7 @@ class HashTable(nn.Module):
     def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> HashTable:
         """Rows go to the device that the module goes to; they stay float32, and their vectors get its type."""
         moved = function(torch.empty(0, device=self.device, dtype=self._dtype))
-        if moved.is_meta:
-            raise ConfigurationError("a hash embedding cannot be on the device 'meta'; create it on the CPU or a GPU")
+        _usable(moved.device)
         if moved.device.type == "cpu" and moved.is_shared():
             raise ConfigurationError(
                 "share_memory: processes would train copies of a hash embedding, whose rows grow; use "
@@ -565,6 +568,12 @@ class HashTable(nn.Module):
         if unknown:
             kind = type(self.optimizer).__name__
             raise ConfigurationError(f"{kind} has no state {', '.join(sorted(unknown))}; give those of this optimizer")
+
+
+def _usable(device: torch.device) -> torch.device:
+    if device.type == "meta":
+        raise ConfigurationError("a hash embedding cannot be on the device 'meta'; create it on the CPU or a GPU")
+    return device
 
 
 def eagerly(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -374,6 +374,11 @@ def test_keys_of_other_integers_are_taken(given_as: Any) -> None:
         (lambda: training.HashEmbedding(4, padding_idx="x"), "padding_idx is 'x'; allowed: None, keys"),
         (lambda: training.HashEmbedding(4, key_dtype="uint32", padding_idx=-1), "padding_idx is -1; .* from 0 to"),
         (lambda: training.HashEmbedding(4).to("meta"), "cannot be on the device 'meta'"),
+        (lambda: training.HashEmbedding(4, device="meta"), "cannot be on the device 'meta'; create it on the CPU"),
+        (
+            lambda: torch.export.export(nn.Sequential(training.HashEmbedding(4)), (_int64([1]),)),
+            "torch.export cannot trace .* training.export exports the whole model",
+        ),
         (lambda: training.HashEmbedding(4)._replicate_for_data_parallel(), "DataParallel .* DistributedDataParallel"),
         (
             lambda: nn.Sequential(training.HashEmbedding(4)).to("cpu").share_memory(),
