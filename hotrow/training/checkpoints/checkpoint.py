@@ -191,7 +191,7 @@ class Checkpoint:
     def _write(self, folder: Path, tensors: dict[str, Any]) -> None:
         """The files of one rank."""
         if keys := self._unconfirmed():
-            np.savez(folder / f"{_UNCONFIRMED}{self._ranks.rank}.npz", **keys)
+            _save_keys(folder / f"{_UNCONFIRMED}{self._ranks.rank}.npz", keys)
         try:
             with _alone():
                 distributed_checkpoint.save(
@@ -302,6 +302,14 @@ def _united(parts: Sequence[Mapping[str, NDArray[np.int64]]]) -> dict[str, NDArr
     """The keys of several parts, by table."""
     tables = {table for part in parts for table in part}
     return {table: np.unique(np.concatenate([part[table] for part in parts if table in part])) for table in tables}
+
+
+def _save_keys(path: Path, keys: Mapping[str, NDArray[np.int64]]) -> None:
+    """As np.savez does, which takes no table by the name of one of its own arguments."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for table, array in keys.items():
+            with archive.open(f"{table}.npy", "w") as file:
+                np.lib.format.write_array(file, array, allow_pickle=False)
 
 
 def _saved_keys(source: ModelSource, path: str) -> dict[str, NDArray[np.int64]]:

@@ -6,6 +6,7 @@ import json
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from hotrow import training  # noqa: E402
+from hotrow.training.model_notes import PUBLISHERS, RESTORED  # noqa: E402
 from hotrow.training.row_updates.outbox import Outbox  # noqa: E402
 from inference_session import InferenceSession  # noqa: E402
 from inference_session.errors import ConfigurationError, UnsupportedModelError  # noqa: E402
@@ -204,6 +206,19 @@ def test_rows_of_lost_steps_are_taken_back_after_a_save_in_between(tmp_path: Pat
         with training.UpdatePublisher(torch.compile(third), broker.url, "ctr") as updates:
             updates.step()
         wait_until(lambda: _serves(session, third, (1000,)), "the restored rows to be served")
+
+
+def test_a_table_may_have_the_name_of_an_argument_of_numpys(tmp_path: Path) -> None:
+    """The keys that the brokers have not confirmed are saved by table."""
+    model = Clicks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpoint = training.Checkpoint(model, optimizer, tmp_path)
+    unconfirmed = {"file": np.array([7]), "items": np.array([-1, 5])}
+    PUBLISHERS[model] = SimpleNamespace(unconfirmed=lambda: unconfirmed)
+    checkpoint.save(1)
+    checkpoint.restore()
+    found = RESTORED[model].unconfirmed
+    assert {name: keys.tolist() for name, keys in found.items()} == {"file": [7], "items": [-1, 5]}
 
 
 def test_rows_of_lost_steps_that_are_on_their_way_are_taken_back(
