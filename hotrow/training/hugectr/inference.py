@@ -16,7 +16,7 @@ from hotrow.training.hugectr.graph.graph_json import read_data
 from hotrow.training.hugectr.readers.batches import batches
 from hotrow.training.hugectr.readers.block import Bags, Block, RecordShape
 from hotrow.training.hugectr.readers.sources import Source
-from hotrow.training.hugectr.trainer.metrics import auc
+from hotrow.training.hugectr.trainer.metrics import auc, compared_columns
 from inference_session import hugectr
 from inference_session.errors import ModelFormatError
 from inference_session.hugectr import (
@@ -74,7 +74,11 @@ class CreateInferenceSession(hugectr.CreateInferenceSession):
         blocks = [*self._blocks(*arguments, **named)]
         labels = np.concatenate([block.labels for block in blocks]).astype(np.float64)
         predictions = np.concatenate([self._predict(block) for block in blocks]).astype(np.float64)
-        columns = zip(predictions[:, -labels.shape[1] :].T, labels.T, strict=True)
+        spec = self._opened.session.spec
+        outputs = {output.name: output.shape[-1] for output in spec.outputs if output.name in spec.label_outputs}
+        dims = dict(zip(self._data.label_names, self._data.label_dims, strict=True))
+        predicted, known = compared_columns(dims, outputs)
+        columns = zip(predictions[:, predicted].T, labels[:, known].T, strict=True)
         return float(np.mean([auc(column, label) for column, label in columns]))
 
     def _blocks(

@@ -273,9 +273,8 @@ class Model:
             return False
         predictions, loss = trainer.evaluate(batch)
         self._last_eval = predictions, batch.labels
-        width = batch.labels.shape[1]
-        # Of two classes with one label, the second is the positive one.
-        self._metrics.add(predictions if predictions.shape[1] == width else predictions[:, -width:], batch.labels, loss)
+        predicted, known = trainer.compared_columns
+        self._metrics.add(predictions[:, predicted], batch.labels[:, known], loss)
         return True
 
     def get_current_loss(self) -> float:

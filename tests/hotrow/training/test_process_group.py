@@ -13,11 +13,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
-from torch import multiprocessing  # noqa: E402
 
 from hotrow.training.hugectr.trainer.processes import join_processes  # noqa: E402
 from hotrow.training.ranks import Ranks  # noqa: E402
 from tests.testing.servers import free_port  # noqa: E402
+from tests.testing.training_jobs import run_processes  # noqa: E402
 
 pytestmark = [pytest.mark.training, pytest.mark.filterwarnings("ignore")]
 
@@ -57,4 +57,4 @@ def _end_a_script(rank: int, port: int) -> None:
 @pytest.mark.parametrize("job", [_destroy, _end_a_script])
 def test_no_thread_outlives_the_group(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    multiprocessing.spawn(job, (free_port(),), nprocs=2)
+    run_processes(job, free_port(), num_processes=2)

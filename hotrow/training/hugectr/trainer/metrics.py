@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +46,23 @@ class Metrics:
             (kind.value, float(np.mean(losses)) if kind is MetricsType.AverageLoss else _of(kind, predictions, labels))
             for kind in self._kinds
         ]
+
+
+def compared_columns(labels: Mapping[str, int], outputs: Mapping[str, int]) -> tuple[list[int], list[int]]:
+    """The columns of predictions, and those of labels that they are compared with.
+
+    Of two classes with one label, the second is the positive one. A label without a loss has no prediction.
+
+    Args:
+        labels: how many columns each has, in their order.
+        outputs: the same of the predictions of some labels.
+    """
+    ends_of_labels = dict(zip(labels, accumulate(labels.values()), strict=True))
+    predicted, known = list[int](), list[int]()
+    for name, end in zip(outputs, accumulate(outputs.values()), strict=True):
+        predicted += range(end - labels[name], end)
+        known += range(ends_of_labels[name] - labels[name], ends_of_labels[name])
+    return predicted, known
 
 
 def auc(predictions: Array, labels: Array) -> float:

@@ -17,6 +17,7 @@ from hotrow.training.hugectr.readers.block import Block
 from hotrow.training.hugectr.trainer.batch import Batch, DeviceBags, Staging, joined
 from hotrow.training.hugectr.trainer.embedding import BatchRows, EmbeddingTable
 from hotrow.training.hugectr.trainer.losses import Loss, class_columns, losses_of
+from hotrow.training.hugectr.trainer.metrics import compared_columns
 from hotrow.training.hugectr.trainer.network import TrainingNetwork
 from hotrow.training.hugectr.trainer.optimizers import Rule, dense_rule
 from hotrow.training.hugectr.trainer.processes import Processes
@@ -91,6 +92,8 @@ class Trainer:
         widths = {label.name: label.dim for label in self.network.translated.outputs}
         self.num_classes = class_columns(graph, widths)
         """Of labels that hold the number of a class, by their columns, as `class_columns`."""
+        self.compared_columns = compared_columns({label.name: label.dim for label in graph.labels}, widths)
+        """Of predictions and of labels, for metrics."""
         self.loss_weights: dict[str, float] = {}
         """By label; 1 by default."""
         self._graph, self._solver, self.processes = graph, solver, processes

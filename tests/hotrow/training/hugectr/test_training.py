@@ -876,6 +876,28 @@ def test_a_label_that_is_no_class_of_the_loss_is_named(
         getattr(model, step)()
 
 
+def test_metrics_compare_each_label_with_its_own_prediction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has two classes, one has no loss."""
+    monkeypatch.chdir(tmp_path)
+
+    def network(model: Model) -> None:
+        layer(model, Layer_t.InnerProduct, "dense", "fc1", num_output=1)
+        layer(model, Layer_t.InnerProduct, "dense", "fc2", num_output=2)
+        layer(model, Layer_t.CrossEntropyLoss, "fc2 kind", "loss_kind")
+        binary(model, "fc1", "click")
+
+    sample = Sample(**{**vars(SMALL), "network": network, "labels": ("click", "unused", "kind")})
+    make_data(sample, tmp_path)
+    model = make_model(sample, tmp_path)
+    model.start_data_reading()
+    assert model.eval()
+    model.export_predictions("predictions", "labels")
+    click, _, kind = np.array(Path("predictions").read_text().split(), np.float64).reshape(-1, 3).T
+    labels = np.array(Path("labels").read_text().split(), np.float64).reshape(-1, 3)
+    expected = [auc(click, labels[:, 0]), auc(kind, labels[:, 2])]
+    assert dict(model.get_eval_metrics())["AUC"] == pytest.approx(np.mean(expected))
+
+
 def test_compile_names_losses_that_are_not_there(small: Path) -> None:
     model = make_model(SMALL, small)
     with pytest.raises(ConfigurationError, match="no loss or label 'other'; there are"):
