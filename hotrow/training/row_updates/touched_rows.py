@@ -33,7 +33,7 @@ class NotedRows:
         self._num_noted = 0
 
     def note(self, rows: Tensor) -> None:
-        """int64, duplicates among them."""
+        """Integers, duplicates among them. Kept as they are: the caller must not change them later."""
         if rows.numel():
             self._rows.append(rows.detach().reshape(-1))
             self._num_noted += rows.numel()
@@ -117,7 +117,7 @@ def _is_training() -> bool:
 def _hook(module: nn.Module, rows: TouchedRows) -> Any:
     def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _is_training():
-            rows.note(args[0] if args else kwargs["input"])
+            rows.note((args[0] if args else kwargs["input"]).clone())  # the trainer may use its memory again
 
     return module.register_forward_pre_hook(note, with_kwargs=True)
 
@@ -148,6 +148,6 @@ def _noting_kernel(kernel: Any, by_name: dict[str, TouchedRows]) -> Callable[[nn
             begins.append(begins[-1] + int(count))
         values = features.values()
         for (rows, first_row), begin, end in zip(readings, begins, begins[1:], strict=False):
-            rows.note(values[begin:end] + first_row if first_row else values[begin:end])
+            rows.note(values[begin:end] + first_row)  # a copy, as above
 
     return note

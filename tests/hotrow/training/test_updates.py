@@ -13,10 +13,13 @@ pytest.importorskip("torchrec")
 
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from torch import nn  # noqa: E402
 
 from hotrow import training  # noqa: E402
+from hotrow.training.onnx_export.cutting import find_cuts  # noqa: E402
 from hotrow.training.row_updates import published_keys, publisher  # noqa: E402
 from hotrow.training.row_updates.outbox import Changes, merge  # noqa: E402
+from hotrow.training.row_updates.touched_rows import Watch  # noqa: E402
 from inference_session import InferenceSession  # noqa: E402
 from inference_session.errors import ConfigurationError, SessionClosedError, UnavailableError  # noqa: E402
 from inference_session.update_stream.announcements import Announcements  # noqa: E402
@@ -90,6 +93,17 @@ def test_what_is_only_read_is_not_published(broker: Broker, tmp_path: Path) -> N
 
         assert updates.stats.num_rows == 0
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_ids_are_noted_though_the_trainer_uses_their_memory_again() -> None:
+    """As it does where it copies each batch to the same place."""
+    model, batch = nn.Sequential(nn.Embedding(9, 2)), torch.tensor([[1, 3]])
+    watch = Watch(find_cuts(model))
+    for _ in range(3):
+        model(batch)
+        batch += 1
+    assert watch.touched[0].take().tolist() == [1, 2, 3, 4, 5]
+    watch.close()
 
 
 def test_ids_that_lose_their_rows_are_deleted(tmp_path: Path, broker: Broker) -> None:
