@@ -16,6 +16,8 @@ from hotrow.training.hash_embeddings.key_index import owners
 from inference_session.errors import ConfigurationError
 
 _ROWS_AT_ONCE = 1 << 20
+_SIZES_OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""How Open MPI and MPICH tell a process how many there are."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +100,14 @@ def join_processes(vvgpu: Sequence[Sequence[int]]) -> Processes:
     """Take part in the job that torchrun started, or start one process per GPU where there are several.
 
     Raises:
-        ConfigurationError: `vvgpu` names several machines, or fewer GPUs than there are processes.
+        ConfigurationError: `vvgpu` names several machines, or fewer GPUs than there are processes; or MPI has started
+            several.
     """
     num_gpus = sum(len(gpus) for gpus in vvgpu)
     has_gpus = torch.cuda.is_available()
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1 and not dist.is_initialized():
+        _refuse_mpi()
         if num_gpus > 1:
             _start_or_say(vvgpu, num_gpus)
         return Processes(0, 1, torch.device("cuda", vvgpu[0][0]) if has_gpus else torch.device("cpu"))
@@ -120,6 +124,17 @@ def join_processes(vvgpu: Sequence[Sequence[int]]) -> Processes:
         torch.cuda.set_device(gpus[local])
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpus else torch.device("cpu")
     return Processes(dist.get_rank(), dist.get_world_size(), device)
+
+
+def _refuse_mpi() -> None:
+    """Processes that MPI has started know nothing of each other here: each would write the files of all."""
+    for name in _SIZES_OF_MPI:
+        size = os.environ.get(name, "")
+        if size.isdecimal() and int(size) > 1:
+            raise ConfigurationError(
+                f"MPI has started {size} processes ({name}), and each would train alone; start the script with "
+                "torchrun --nnodes MACHINES --nproc-per-node PROCESSES -m hotrow.training.hugectr SCRIPT.py"
+            )
 
 
 def _leave() -> None:

@@ -15,7 +15,8 @@ import torch
 
 from hotrow.training import hugectr
 from hotrow.training.hugectr import DataReaderType_t, Layer_t, Model
-from hotrow.training.hugectr.trainer.processes import start_command
+from hotrow.training.hugectr.trainer.processes import join_processes, start_command
+from inference_session.errors import ConfigurationError
 from tests.testing.hugectr_training_samples import SAMPLES, Sample, layer, make_data, make_model
 from tests.testing.training_jobs import run_ranks
 
@@ -199,6 +200,16 @@ def test_vvgpu_trains_on_gpus_what_the_processor_trains(tmp_path: Path, gpus: li
         assert done.returncode == 0, done.stderr
         assert ("one process trains whole batches" in done.stdout) == (not visible and len(gpus) > 1)
     _compare(tmp_path, "processor", "gpus", atol=1e-4)
+
+
+def test_processes_of_mpi_do_not_train_the_same_model_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
+    assert join_processes([[0]]).count == 1
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    with pytest.raises(ConfigurationError, match=r"MPI has started 4 processes \(OMPI_COMM_WORLD_SIZE\).* torchrun"):
+        join_processes([[0], [0]])
 
 
 def test_a_program_is_started_again_once_per_gpu() -> None:
