@@ -7,9 +7,11 @@
 from __future__ import annotations
 
 import json
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
+from inference_session.errors import HotrowError
 from inference_session.model_source.base import Entry, ModelSource
 from inference_session.model_source.inventory import Inventory
 from inference_session.platform.json_records import own_fields
@@ -44,13 +46,22 @@ class StagedCopy:
             self.place.make_folder(self.path_of(folder))
         return kept
 
-    def hold(self) -> AbstractContextManager[None]:
-        """Keep other copies to this target out: they would write into its files, even once these are in place.
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep other copies to this target out: they would write into its files, even once these are in place. After an
+        error, the folder is left only if there is something in it to continue with.
 
         Raises:
             UnavailableError: there is another one.
         """
-        return self.place.hold(self._folder)
+        with self.place.hold(self._folder):
+            try:
+                yield
+            except Exception:
+                with suppress(HotrowError, OSError):  # the place may be what has failed
+                    if not any(entry.num_bytes for entry in self._staged()):
+                        self.tidy_up()
+                raise
 
     def publish(self) -> None:
         """Make it the target, and remove the staging folder; ConfigurationError where the target exists by now."""

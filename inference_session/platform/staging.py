@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from inference_session.errors import ConfigurationError, UnavailableError
@@ -194,15 +194,20 @@ def hold_folder(folder: Path) -> Iterator[None]:
 
     Raises:
         UnavailableError: another process holds it, or another thread.
-        OSError: the file system does not take it.
+        OSError: the file system does not take it, or has no locks. An empty folder is removed then.
     """
-    handle = _opened_folder(folder)
-    try:
-        if not try_lock(handle) or not _is_same(folder, handle):
+    with ExitStack() as opened:
+        try:
+            handle = _opened_folder(folder)
+            opened.callback(os.close, handle)
+            is_ours = try_lock(handle) and _is_same(folder, handle)
+        except OSError:
+            with suppress(OSError):  # it may hold what an earlier writer left
+                folder.rmdir()
+            raise
+        if not is_ours:
             raise _written_by_another(folder)
         yield
-    finally:
-        os.close(handle)
 
 
 def _opened_folder(folder: Path) -> int:

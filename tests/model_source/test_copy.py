@@ -17,6 +17,7 @@ import pytest
 from inference_session.errors import ConfigurationError, ModelFormatError, UnavailableError
 from inference_session.model_source import Copy, ModelSource, create_source, transfer
 from inference_session.model_source.staged_copy import StagedCopy
+from inference_session.model_source.transfer import FileTransfer
 from inference_session.tables.table_file import write_table
 from inference_session.version_directory import manifest
 from tests.testing import small_model
@@ -180,6 +181,21 @@ def test_a_copy_killed_between_its_last_steps_is_tidied_up(
     assert folder_of(target) == ["copy"]
 
 
+def test_a_copy_that_has_copied_nothing_leaves_nothing(
+    origin: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is nothing that the next one could continue with."""
+
+    def fail(*_: object) -> None:
+        raise OSError("input/output error")
+
+    monkeypatch.setattr(FileTransfer, "run", fail)
+    with pytest.raises(OSError, match="input/output error"):
+        copy(origin, target)
+
+    assert folder_of(target) == []
+
+
 def test_a_full_disk_is_told_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is copied then. What an interrupted copy has written needs no room again."""
     (tmp_path / "large").write_bytes(bytes(2 * _BIG))
@@ -190,7 +206,7 @@ def test_a_full_disk_is_told_beforehand(tmp_path: Path, monkeypatch: pytest.Monk
     refused = rf"new: the copy needs {2 * _BIG} bytes, but only {2 * _BIG - 1} are free"
     with pytest.raises(UnavailableError, match=refused):
         copy(str(tmp_path / "large"), str(tmp_path / "new" / "copy"))
-    assert not list((tmp_path / "new").rglob("large*"))
+    assert not list((tmp_path / "new").iterdir())
     copy(str(tmp_path / "large"), str(tmp_path / "begun"))
     assert (tmp_path / "begun").read_bytes() == bytes(2 * _BIG)
 

@@ -56,6 +56,20 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not (tmp_path / "new/repository").exists()
 
 
+@pytest.mark.parametrize("call", ["os.open", "fcntl.flock"])
+def test_a_folder_that_cannot_be_held_is_not_left(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the process has too many open files, or the file system has no locks."""
+
+    def fail(*_: object) -> None:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(call, fail)
+    with pytest.raises(OSError, match="no locks available"), stage_version(tmp_path / "repository", "ctr"):
+        pass
+
+    assert not (tmp_path / "repository").exists()
+
+
 def test_a_failure_leaves_no_configuration_of_a_model_without_versions(tmp_path: Path) -> None:
     """Importers write config.pbtxt before the version appears; a server could not load the folder."""
     with pytest.raises(OSError, match="disk"), stage_version(tmp_path, "ctr") as (staging, _):
