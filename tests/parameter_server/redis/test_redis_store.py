@@ -9,7 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,6 +28,7 @@ from inference_session.parameter_server.redis import store as redis_store
 from inference_session.parameter_server.redis.store import RedisStore, list_redis_tables
 from inference_session.tables.ordered_updates import OrderedUpdates, Progress, Status
 from inference_session.urls.store_url import StoreUrl
+from tests.testing.moving_slot import migrate, moving_slot, port_of
 from tests.testing.redis_contract import RedisContract, partition_in_plain_python
 from tests.testing.servers import (
     PATIENCE_MS,
@@ -793,7 +794,7 @@ class TestCluster:
             with moving_slot(cluster, name) as (source, target):
                 found, out = fetch(store, "user", keys)
                 assert found.all()
-                source.execute_command("MIGRATE", "127.0.0.1", _port(target), "", 0, 5000, "KEYS", name, times)
+                migrate(source, target, name, times)
                 found, out = fetch(store, "user", keys)
                 assert found.all()
                 assert_same_bits(out, vectors)
@@ -828,8 +829,8 @@ class TestCluster:
             store.insert("user", keys, vectors)
             name, times = (of(store.namespace.tag("user"), 0) for of in (layout.rows_name, layout.times_name))
             with moving_slot(cluster, name) as (source, target):
-                source.execute_command("MIGRATE", "127.0.0.1", _port(target), "", 0, 5000, "KEYS", name, times)
-                number = [server.port for server in cluster.servers].index(_port(source))
+                migrate(source, target, name, times)
+                number = [server.port for server in cluster.servers].index(port_of(source))
             remove_node(cluster, number + 3)
             remove_node(cluster, number)
             if is_killed:
@@ -849,7 +850,7 @@ class TestCluster:
             batches = store.scan("user")
             scanned = [next(batches), next(batches)]
             with moving_slot(cluster, name) as (source, target):
-                source.execute_command("MIGRATE", "127.0.0.1", _port(target), "", 0, 5000, "KEYS", name, times)
+                migrate(source, target, name, times)
                 scanned.append(next(batches))
             assert set(keys.tolist()) == {key for found, _ in (*scanned, *batches) for key in found.tolist()}
 
@@ -881,27 +882,6 @@ def remove_node(cluster: RedisClusterServers, number: int) -> None:
     clients[number].execute_command("CLUSTER", "RESET")
     for client in clients:
         client.close()
-
-
-@contextmanager
-def moving_slot(cluster: RedisClusterServers, name: bytes) -> Iterator[tuple[redis.Redis, redis.Redis]]:
-    """Half way through, the slot of a name is on its way from one node to another; these are yielded."""
-    clients = [server.client() for server in cluster.masters]
-    slot = int(clients[0].execute_command("CLUSTER", "KEYSLOT", name))
-    owner = (slot > 5460) + (slot > 10_922)
-    source, target = clients[owner], clients[(owner + 1) % 3]
-    source_id, target_id = (c.execute_command("CLUSTER", "MYID").decode() for c in (source, target))
-    target.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", source_id)
-    source.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", target_id)
-    yield source, target
-    for client in (target, source, *clients):
-        client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", target_id)
-    for client in clients:
-        client.close()
-
-
-def _port(client: redis.Redis) -> int:
-    return int(client.connection_pool.connection_kwargs["port"])
 
 
 def certificate_of(authority: trustme.CA, folder: Path, name: str) -> tuple[Path, Path, Path]:
