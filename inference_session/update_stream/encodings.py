@@ -223,8 +223,16 @@ def _batch(value: bytes | None, embedding_dim: int) -> tuple[NDArray[np.int64], 
     if not num_bytes:
         return _no_rows(embedding_dim)[:2]
     readings = [np.frombuffer(value, _row_type(width, embedding_dim), offset=HEADER_BYTES) for width in widths]
-    rows = readings[0] if len(readings) == 1 else min(readings, key=_num_implausible)
+    rows = readings[0] if len(readings) == 1 else _likelier(*readings)
     return rows["key"].astype(np.int64), rows["vector"]
+
+
+def _likelier(wide: NDArray[np.void], narrow: NDArray[np.void]) -> NDArray[np.void]:
+    """How a batch is to be read whose length allows keys of 8 bytes and of 4. The rarer ones must explain its bytes
+    well: vectors that are wrong, as after training has diverged, are implausible in both readings.
+    """
+    implausible = _num_implausible(narrow)
+    return narrow if implausible < min(_num_implausible(wide), narrow["vector"].size / 4) else wide
 
 
 def _num_implausible(rows: NDArray[np.void]) -> int:
@@ -232,6 +240,11 @@ def _num_implausible(rows: NDArray[np.void]) -> int:
     low, high = _PLAUSIBLE
     magnitudes = np.abs(rows["vector"])
     return int((~((magnitudes == 0) | ((magnitudes > low) & (magnitudes < high)))).sum())
+
+
+def is_ambiguous(num_rows: int, embedding_dim: int) -> bool:
+    """Whether a batch of so many rows with keys of 8 bytes is as long as one of more rows with keys of 4."""
+    return num_rows % (1 + embedding_dim) == 0
 
 
 def _refuse(rows: _Rows, allowed: NDArray[np.bool_], reason: str, text: str, refusals: list[Refusal]) -> _Rows:

@@ -16,7 +16,13 @@ from inference_session.model_spec import folder_names
 from inference_session.platform.staging import MAX_VERSION
 from inference_session.requests.caller_arrays import as_keys
 from inference_session.update_stream.announcements import KEY
-from inference_session.update_stream.encodings import check_rows, encode_batch, encode_keys, encode_vectors
+from inference_session.update_stream.encodings import (
+    check_rows,
+    encode_batch,
+    encode_keys,
+    encode_vectors,
+    is_ambiguous,
+)
 from inference_session.update_stream.kafka_client import (
     AdminClient,
     BrokerErrors,
@@ -279,13 +285,16 @@ def _partition(keys: NDArray[np.int64], count: int) -> list[int]:
 
 
 def _batches(keys: NDArray[np.int64], vectors: NDArray[np.float32], count: int) -> Iterator[tuple[None, bytes, int]]:
+    """Messages, with their partitions. Their lengths say how wide keys are; where one would not, a row goes alone."""
     partitions = crc32(keys) % np.uint32(count)
     step = max(1, _BATCH_BYTES // (8 + 4 * vectors.shape[1]))
     for partition in range(count):
         members = np.flatnonzero(partitions == partition)
         for begin in range(0, len(members), step):
             part = members[begin : begin + step]
-            yield None, encode_batch(keys[part], vectors[part]), partition
+            num_alone = int(is_ambiguous(len(part), vectors.shape[1]))
+            for some in filter(len, (part[:num_alone], part[num_alone:])):
+                yield None, encode_batch(keys[some], vectors[some]), partition
 
 
 _CRC_TABLE = np.array([zlib.crc32(bytes([i])) ^ zlib.crc32(b"\0") for i in range(256)], np.uint32)

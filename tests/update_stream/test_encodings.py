@@ -81,6 +81,20 @@ def test_the_width_of_a_batchs_keys_is_told(width: int, dim: int, hashed: bool) 
         assert dict(zip(updates.keys.tolist(), updates.vectors.tolist(), strict=True)) == expected
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e20, 1e-39])
+@pytest.mark.parametrize("dim", [1, 4, 16])
+def test_rows_of_a_training_that_diverged_are_not_taken_for_others(value: float, dim: int) -> None:
+    """Vectors that no trained model has are implausible as keys, too: the usual width is taken."""
+    rng = np.random.default_rng(dim)
+    for num_rows in (dim + 1, 50 * (dim + 1)):
+        keys = np.arange(num_rows)[::-1]
+        vectors = (value * rng.uniform(0.5, 2, (num_rows, dim))).astype(np.float32)
+
+        updates = decode([(None, batch(keys.tolist(), vectors, 8))], dim, allow_non_finite=True)
+
+        assert set(updates.keys.tolist()) == set(keys.tolist())
+
+
 WHOLE = batch([1, 2], np.ones((2, 3), np.float32), 8)
 
 

@@ -22,7 +22,7 @@ from inference_session.errors import (
 from inference_session.model_spec import TABLES_FOLDER
 from inference_session.update_stream import Publisher
 from inference_session.update_stream.announcements import Announcements
-from inference_session.update_stream.encodings import Updates, decode
+from inference_session.update_stream.encodings import HEADER_BYTES, Updates, decode
 from inference_session.urls.kafka_url import KafkaUrl
 from inference_session.version_directory import manifest
 from inference_session.version_directory.session_file import read_spec, write_spec
@@ -54,6 +54,18 @@ def test_a_version_is_published_whole(broker: Broker, small: SmallVersion, encod
     for table, dim in (("user_weight", 4), ("code", 3), ("hashed", 2)):
         keys = small.tables["hashed/key"] if table == "hashed" else np.arange(len(small.tables[table]))
         assert rows_of(published(broker, small.topic(table), dim)) == as_rows(keys, small.tables[table])
+
+
+def test_the_length_of_a_batch_tells_the_width_of_its_keys(broker: Broker, small: SmallVersion) -> None:
+    """Three rows of one element with keys of 4 bytes would be as long as two with keys of 8."""
+    for num_rows in (2, 12, 33):
+        table, keys, vectors = f"of_{num_rows}", np.arange(num_rows)[::-1], np.full((num_rows, 1), 1e20, np.float32)
+        with Publisher(broker.url, small.model, encoding="batch") as publisher:
+            publisher.publish(table, keys, vectors)
+
+        topic = small.topic(table)
+        assert rows_of(published(broker, topic, 1)) == as_rows(keys, vectors)
+        assert all((len(message.value()) - HEADER_BYTES) % 8 for message in broker.messages(topic))
 
 
 def test_a_table_folder_is_published(broker: Broker, small: SmallVersion, tmp_path: Path) -> None:
