@@ -24,6 +24,7 @@ from inference_session.update_stream.kafka_client import (
     Consumer,
     KafkaError,
     KafkaException,
+    TopicMetadata,
     TopicPartition,
     assign,
     create_client,
@@ -35,6 +36,8 @@ from inference_session.update_stream.stream_stats import StreamStats
 from inference_session.update_stream.topics import table_of
 from inference_session.urls.kafka_url import KafkaUrl
 
+MAX_UNDESCRIBED = 3
+"""Looks in which brokers may fail to say whether a topic has an id; then it counts as one without."""
 BROKER_TIMEOUT_S = 2.0
 """How long a question to the brokers may take."""
 _BEGINNING: int = OFFSET_BEGINNING
@@ -80,6 +83,8 @@ class FollowedPartitions:
         """The partitions among them whose end has not been seen yet."""
         self._unreadable: set[Partition] = set()
         """Partitions that the brokers have no message of at the offset where they are read."""
+        self._num_undescribed: dict[str, int] = {}
+        """By topic, how often in a row the brokers have not said whether it has an id."""
         self._is_beginning = True
         """Whether the partitions that there were at the beginning are not all known yet."""
 
@@ -107,10 +112,10 @@ class FollowedPartitions:
             return
         self._errors.forget()
         self._stats.recover()
-        # A topic with an error exists, but its partitions are not listed.
-        told = {(name, p) for name, topic in topics.items() if topic.error is None for p in topic.partitions}
+        described = self._described(topics)
+        told = {(name, p) for name in described for p in topics[name].partitions}
         followed = set(self.positions.followed)
-        there = {one for one in followed if one in told or (one[0] in topics and topics[one[0]].error is not None)}
+        there = {one for one in followed if one in told or (one[0] in topics and one[0] not in described)}
         self._leave(followed - there)
         self._suspect({one for one in there if one[0] in changed} | self._cut(there))
         self._refute_cut(there)
@@ -120,7 +125,7 @@ class FollowedPartitions:
         self._follow(told - followed)
         if self._is_beginning:
             self._behind |= told - followed
-            self._is_beginning = any(topic.error is not None for topic in topics.values())
+            self._is_beginning = described != topics.keys()
         self.note_ends(followed - there)
         self.measure_lag()
 
@@ -178,8 +183,25 @@ class FollowedPartitions:
         """Learn the ids of topics; returns those whose id has changed. An id that is not given now stays as it was."""
         known = self.positions.topic_ids
         found = topic_ids(self._admin, topics, BROKER_TIMEOUT_S)
-        self.positions.topic_ids = {**known, **found}
-        return {topic for topic in found.keys() & known.keys() if found[topic] != known[topic]}
+        given = {topic: topic_id for topic, topic_id in found.items() if topic_id}
+        self.positions.topic_ids = {**found, **known, **given}
+        return {topic for topic in given.keys() & known.keys() if known[topic] not in {"", given[topic]}}
+
+    def _described(self, topics: Mapping[str, TopicMetadata]) -> set[str]:
+        """The topics among these that can be followed. A topic with an error exists, but its partitions are not listed.
+
+        Where stores keep an order, a topic is not followed before the brokers have said whether it has an id, or have
+        failed to several times: without it, older rows replace those that other servers have written.
+        """
+        listed = {name for name, topic in topics.items() if topic.error is None}
+        unknown = sorted(listed - self.positions.topic_ids.keys()) if self._rows.orders_updates else []
+        self._num_undescribed = {name: self._num_undescribed.get(name, 0) + 1 for name in unknown}
+        awaited = {name for name, count in self._num_undescribed.items() if count <= MAX_UNDESCRIBED}
+        partitions = {(name, p) for name in awaited for p in topics[name].partitions}
+        for one in sorted(partitions):
+            self._stats.block(one, "no broker describes its topic")
+        self._stats.unblock(self._stats.blocked - partitions - self.positions.followed)
+        return listed - awaited
 
     def _leave(self, partitions: Collection[Partition]) -> None:
         for topic, partition in sorted(partitions):

@@ -24,15 +24,15 @@ try:
         TopicCollection,
         TopicPartition,
     )
-    from confluent_kafka.admin import AdminClient
+    from confluent_kafka.admin import AdminClient, TopicMetadata
     from confluent_kafka.cimpl import NewTopic
 except ImportError as missing:
     raise ConfigurationError("Kafka needs the package `confluent-kafka`: pip install 'hotrow[kafka]'") from missing
 
 __all__ = [
     "OFFSET_BEGINNING", "AdminClient", "BrokerErrors", "Consumer", "KafkaError", "KafkaException", "Message",
-    "NewTopic", "Producer", "TopicPartition", "assign", "create_client", "interruptible", "learn_leaders",
-    "read_to_end", "received", "topic_ids",
+    "NewTopic", "Producer", "TopicMetadata", "TopicPartition", "assign", "create_client", "interruptible",
+    "learn_leaders", "read_to_end", "received", "topic_ids",
 ]  # fmt: skip
 
 _LEADERS_TIMEOUT_S = 1.0
@@ -186,13 +186,14 @@ def learn_leaders(client: Consumer | Producer, topics: Iterable[str]) -> None:
 
 
 def topic_ids(admin: AdminClient, topics: Collection[str], timeout_s: float) -> dict[str, str]:
-    """The ids of topics, by name, of those of which the broker gives one: brokers before Kafka 2.8 give none."""
+    """The ids of topics, by name; empty where the broker gives none, as those before Kafka 2.8. Without topics that are
+    not described now.
+    """
     if not topics:
         return {}
     ids = {}
     for topic, described in admin.describe_topics(TopicCollection(list(topics)), request_timeout=timeout_s).items():
         with contextlib.suppress(KafkaException):
             topic_id = str(described.result().topic_id)
-            if topic_id.strip("A="):  # base64 of all zeros, which means no id
-                ids[topic] = topic_id
+            ids[topic] = topic_id if topic_id.strip("A=") else ""  # base64 of all zeros means no id
     return ids

@@ -95,7 +95,7 @@ class Positions:
         self.topics: frozenset[str] = frozenset()
         """The topics that are followed."""
         self.topic_ids: Mapping[str, str] = {}
-        """By topic, as the broker reported last; a topic without an id is not in it."""
+        """By topic, as the broker reported last; empty where it gives none."""
         self._applied: dict[Partition, AppliedPosition | None] = {}
         """Positions of the partitions followed; None: nothing is applied."""
         self._left: dict[Partition, AppliedPosition] = {}

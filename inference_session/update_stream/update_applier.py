@@ -14,7 +14,7 @@ from inference_session.model_spec import TableSpec
 from inference_session.platform.pacing import Rests
 from inference_session.rows.base import RowWriter
 from inference_session.tables.ordered_updates import OrderedUpdates, Progress
-from inference_session.update_stream.encodings import Refusal, Updates, decode
+from inference_session.update_stream.encodings import KeyValue, Refusal, Updates, decode
 from inference_session.update_stream.message_batch import MessageBatch
 from inference_session.update_stream.positions import AppliedPosition, Partition
 from inference_session.update_stream.saved_positions import SavedPositions
@@ -79,7 +79,7 @@ class UpdateApplier:
     ) -> bool:
         """`apply` where the stores say which updates their rows contain, so that other servers may write them too."""
         applied = {**begins}
-        for part in _parts(len(messages.contents)):
+        for part in _by_rows(messages.contents, 8 + 4 * self._tables[table].embedding_dim):
             updates, ends = self._decode(table, topic, messages, part), messages.ends(part)
             progress = {
                 partition: Progress(
@@ -160,3 +160,13 @@ def _ordered(updates: Updates, partitions: Sequence[int], progress: Mapping[int,
 def _parts(num_rows: int) -> Iterator[slice]:
     """Slices that divide this many rows into pieces."""
     return (slice(begin, begin + _ROWS_AT_ONCE) for begin in range(0, num_rows, _ROWS_AT_ONCE))
+
+
+def _by_rows(messages: Sequence[KeyValue], row_bytes: int) -> Iterator[slice]:
+    """Slices that divide messages into pieces of about as many rows, but no message in two."""
+    begin = num_rows = 0
+    for end, (_, value) in enumerate(messages, 1):
+        num_rows += max(len(value or b"") // row_bytes, 1)
+        if num_rows >= _ROWS_AT_ONCE or end == len(messages):
+            yield slice(begin, end)
+            begin, num_rows = end, 0

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(
 def with_ids(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the broker tells the ids of topics, which those before Kafka 2.8 do not."""
     if request.param == "no_ids":
-        monkeypatch.setattr(followed_partitions, "topic_ids", lambda *_: {})
+        monkeypatch.setattr(followed_partitions, "topic_ids", lambda _, topics, __: dict.fromkeys(topics, ""))
     return bool(request.param == "ids")
 
 
@@ -154,7 +154,7 @@ def test_a_broker_that_comes_back_empty_between_two_questions(
     is_repeating = threading.Event()
     create = kafka_stream.create_consumer
     monkeypatch.setattr(kafka_stream, "create_consumer", lambda *args: Repeating(create(*args), is_repeating))
-    monkeypatch.setattr(followed_partitions, "topic_ids", lambda *_: {})
+    monkeypatch.setattr(followed_partitions, "topic_ids", lambda _, topics, __: dict.fromkeys(topics, ""))
     topic = small.topic("user_weight")
     with Broker() as broker, serving(small, database, broker) as session:
         send(broker, topic, NUM_OLD, 100)

@@ -30,7 +30,7 @@ def with_ids(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """Whether the broker tells the ids of topics."""
     is_given = bool(request.param == "ids")
     monkeypatch.setattr(
-        followed_partitions, "topic_ids", lambda _, topics, __: dict.fromkeys(topics, "id") if is_given else {}
+        followed_partitions, "topic_ids", lambda _, topics, __: dict.fromkeys(topics, "id" if is_given else "")
     )
     return is_given
 

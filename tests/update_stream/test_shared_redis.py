@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 
 from inference_session import InferenceSession
+from inference_session.parameter_server.redis.store import RedisStore
 from inference_session.rows.stored_writer import StoredWriter
-from inference_session.update_stream import kafka_stream
+from inference_session.tables.ordered_updates import OrderedUpdates, Outcome
+from inference_session.update_stream import followed_partitions, kafka_stream
+from inference_session.update_stream.encodings import encode_batch
 from tests.testing.broker import Broker
 from tests.testing.servers import PATIENCE_MS, PATIENCE_S, RedisServer, wait_until
 from tests.testing.small_version import SmallVersion
@@ -104,6 +107,24 @@ def test_a_server_that_starts_writes_no_older_rows(
         np.testing.assert_array_equal(first.lookup(TABLE, [1, 2]), newest)
 
 
+def test_a_topic_is_followed_once_its_id_is_known(
+    broker: Broker, small: SmallVersion, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that starts, and whose broker does not describe topics yet, applies nothing that it could not order."""
+    send(broker, small, (1, 100), (2, 100), (1, 200))
+    with serving(small, redis, broker) as first:
+        await_messages(first, 3)
+        with monkeypatch.context() as patched:
+            patched.setattr(followed_partitions, "topic_ids", lambda *_: {})
+            second = serving(small, redis, broker)
+            wait_until(lambda: "no broker describes its topic" in (updates(second)["failure"] or ""), "a failure")
+            assert updates(second)["topics"] == []
+        await_messages(second, 3)
+        assert updates(second)["failure"] is None
+        np.testing.assert_array_equal(second.lookup(TABLE, [1, 2]), [[200] * 4, [100] * 4])
+        second.close()
+
+
 def test_a_server_that_lags_answers_what_the_other_has_written(
     broker: Broker, small: SmallVersion, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +142,28 @@ def test_a_server_that_lags_answers_what_the_other_has_written(
         while updates(second)["messages"] < 4:
             assert second.lookup(TABLE, [1])[0, 0] == 300
         np.testing.assert_array_equal(second.lookup(TABLE, [1, 2]), [[300] * 4, [200] * 4])
+
+
+def test_large_messages_are_written_in_pieces(
+    broker: Broker, small: SmallVersion, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis answers nobody else while a script writes. After small messages, many are taken at once."""
+    sizes: list[int] = []
+    apply = RedisStore.apply
+
+    def note_size(store: RedisStore, table: str, updates: OrderedUpdates) -> Outcome:
+        sizes.append(len(updates.all_keys))
+        return apply(store, table, updates)
+
+    monkeypatch.setattr(RedisStore, "apply", note_size)
+    batches = [(None, encode_batch(np.arange(i, i + 1000), vectors(i, rows=1000))) for i in range(0, 40_000, 1000)]
+    send(broker, small, *((key, 100) for key in range(600)))
+    broker.send(small.topic("user_weight"), *batches)
+
+    with serving(small, redis, broker) as session:
+        await_messages(session, 640)
+
+    assert max(sizes) < 2 * 1024
 
 
 def test_what_redis_has_lost_is_applied_again(broker: Broker, small: SmallVersion, redis: RedisServer) -> None:
