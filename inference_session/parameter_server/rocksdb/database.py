@@ -19,6 +19,12 @@ from stat import S_ISDIR
 from typing import Any
 
 from inference_session.errors import ConfigurationError, SessionClosedError, StoreError, UnavailableError
+from inference_session.parameter_server.rocksdb.manifest_size import (
+    CURRENT_FILE,
+    IDENTITY_FILE,
+    note_manifest_size,
+    refuse_cut_manifest,
+)
 from inference_session.platform.file_names import path_for_library
 
 try:
@@ -46,10 +52,6 @@ _BLOCK_BYTES = 1024
 _FILE_BYTES = 256 << 20
 _LOG_BYTES = 1 << 20
 """RocksDB's own log, of which it keeps a few files."""
-CURRENT_FILE = "CURRENT"
-"""A file that every RocksDB has; without it there is no database."""
-_IDENTITY_FILE = "IDENTITY"
-"""Written once, when a database is made."""
 _LOCK_FILE = "LOCK"
 _LOCKS = Path("/proc/locks")
 _MAX_OPENED = 50
@@ -192,6 +194,7 @@ class OpenDatabase:
         """Return when the disk has what was written."""
         with translated(self._path):
             self._db.flush_wal(sync=True)
+        note_manifest_size(self._path)
 
     def catch_up(self, tags: Collection[str]) -> bool:
         """See what the writer has written since; False: open it again, because the writer has made or dropped one of
@@ -226,6 +229,8 @@ class OpenDatabase:
             for family in families.values():
                 self._close_handle(family, end, flush=self.is_writer)
             self._close_handle(self._db, end)
+        if self.is_writer:
+            note_manifest_size(self._path)
 
     def _close_handle(self, handle: Any, end: float, *, flush: bool = False) -> None:
         """Close the database or a table. Rows that cannot be written now stay in the log, and are not lost."""
@@ -264,6 +269,7 @@ def open_writer(path: Path, *, may_create: bool) -> Any:
         path.mkdir(parents=True, exist_ok=True)
     else:
         identity_of(path)
+    refuse_cut_manifest(path)
     families = {name: family_options() for name in list_families(path)}
     options = family_options()
     options.create_if_missing(may_create)
@@ -273,6 +279,7 @@ def open_writer(path: Path, *, may_create: bool) -> Any:
 def open_reader(path: Path, secondary_path: Path) -> Any:
     """Follow a database that another may be writing; `secondary_path` is a folder for RocksDB's own log."""
     refuse_absent(path)
+    refuse_cut_manifest(path)
     with translated(path):
         _refuse_incomplete(path)
         return _open_as(path, AccessType.secondary(path_for_library(secondary_path)))
@@ -336,7 +343,7 @@ def _identity_file(path: Path) -> Path:
     """The database's own file; where a copy lacks it, its folder."""
     if not (path / CURRENT_FILE).exists():
         raise UnavailableError(f"the RocksDB at {str(path)!r} does not exist any more")
-    file = path / _IDENTITY_FILE
+    file = path / IDENTITY_FILE
     return file if file.exists() else path
 
 

@@ -24,7 +24,7 @@ from rocksdict import AccessType, Options, Rdict
 from inference_session.errors import SessionClosedError, StoreError, UnavailableError
 from inference_session.parameter_server.namespace import Namespace, StoredTable
 from inference_session.parameter_server.rocksdb import database
-from inference_session.parameter_server.rocksdb.database import translated
+from inference_session.parameter_server.rocksdb.database import list_families, translated
 from inference_session.parameter_server.rocksdb.store import RocksDbStore, list_rocksdb_tables
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
@@ -32,6 +32,7 @@ from tests.testing.forked import FORKED, prepare_forks
 from tests.testing.servers import PATIENCE_S, wait_until
 from tests.testing.store_contract import (
     DIMS,
+    EXTREMES,
     SharedStoreContract,
     assert_same_bits,
     fetch,
@@ -687,6 +688,30 @@ def test_a_reader_refuses_an_incomplete_database_until_it_is_mended(
         shutil.copytree(whole, damaged)
         store.check()
         assert_same_bits(fetch(store, "wide", keys)[1], vectors)
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_manifest_that_was_cut_between_two_records_is_an_error(tmp_path: Path, is_closed: bool) -> None:
+    """RocksDB itself opens it, as that of an older database."""
+    database, copied = tmp_path / "db", tmp_path / "copied"
+    with open_store(database) as store:
+        store.insert("wide", random_keys(100), random_vectors(100, 128))
+        [manifest] = database.glob("MANIFEST-*")
+        num_bytes = manifest.stat().st_size
+        store.insert("odd", EXTREMES, random_vectors(len(EXTREMES), 1))  # whose family is another record
+        store.set_note("odd", "{}")
+        shutil.copytree(database, copied, ignore=shutil.ignore_patterns("LOCK"))
+    path = database if is_closed else copied
+    os.truncate(path / manifest.name, num_bytes)
+    list_families(path)  # which reads it without an error
+
+    with pytest.raises(StoreError, match=f"its {manifest.name} has {num_bytes} bytes and had"), open_store(path):
+        pass
+    with (
+        open_store(path, writable=False) as reader,
+        pytest.raises(UnavailableError, match=f"its {manifest.name} has {num_bytes} bytes and had"),
+    ):
+        reader.check()
 
 
 def _write_beyond_a_limit(path: Path) -> None:
