@@ -15,11 +15,14 @@ from numpy.typing import NDArray
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache
 from inference_session.kernels.cpu import lookup as cpu
 from inference_session.kernels.cpu.lookup import NO_POSITIONS, BoundLookups
-from inference_session.kernels.records import TABLE, Lookup, PoolingCode
+from inference_session.kernels.cpu.sums import sum_vectors
+from inference_session.kernels.cpu.vectors import SUM_BLOCK
+from inference_session.kernels.records import TABLE, Lookup, PoolingCode, VectorCode
 from tests.testing.known_tables import KnownTable, make_table, segment
 from tests.testing.sums import LENGTHS, most_error, summed
 
 ROWS = 400
+ODD_FLOATS = np.array([0, -0.0, 1, -3.3, 1e-45, -7e-6, 65504, 3e38, np.inf, -np.inf, np.nan, 0.1], np.float32)
 
 
 def known_table(folder: Path, dim: int, dtype: str = "float32", *, has_index: bool = False) -> KnownTable:
@@ -139,3 +142,55 @@ def test_a_sum_with_weights_and_of_cached_rows_is_the_same() -> None:
         wanted = [summed(weighted[b:e]) for b, e in zip(begins, ends, strict=True)]
         np.testing.assert_array_equal(output, np.array(wanted))
     cache.close()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    code=st.sampled_from(VectorCode),
+    dim=st.integers(1, 150),
+    num=st.integers(1, SUM_BLOCK),
+    has_weights=st.booleans(),
+    begins=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_registers_add_as_numpy_does_one_vector_after_the_other(  # noqa: PLR0917
+    code: VectorCode, dim: int, num: int, has_weights: bool, begins: bool, seed: int
+) -> None:
+    """To the last bit, whatever values the vectors have; nothing is written behind the sum."""
+    generator = np.random.default_rng(seed)
+    rows = stored_rows(code, generator.choice(ODD_FLOATS, (num, dim)), generator)
+    weights = generator.choice(ODD_FLOATS, num)
+    total = np.append(generator.choice(ODD_FLOATS, dim), np.float32(7))
+    with np.errstate(all="ignore"):
+        wanted = total[:dim].copy()
+        for i, vector in enumerate(floats_of(code, rows, dim)):
+            weighted = vector * weights[i] if has_weights else vector
+            wanted = weighted if begins and i == 0 else wanted + weighted
+    sources = np.array([row.ctypes.data for row in rows], np.int64)
+    of_weights = weights.ctypes.data if has_weights else 0
+    sum_vectors(total.ctypes.data, sources.ctypes.data, of_weights, num, int(code), dim, begins)
+    np.testing.assert_array_equal(total[:dim], wanted)
+    assert not (np.signbit(total[:dim]) ^ np.signbit(wanted))[~np.isnan(wanted)].any()
+    assert total[dim] == 7
+
+
+def stored_rows(code: VectorCode, floats: NDArray[np.float32], generator: np.random.Generator) -> list[NDArray[Any]]:
+    """Vectors as tables of a type hold them."""
+    if code == VectorCode.FLOAT32:
+        return list(floats)
+    if code == VectorCode.FLOAT16:
+        with np.errstate(over="ignore"):
+            return list(floats.astype(np.float16))
+    elements = generator.integers(-128, 128, floats.shape).astype(np.int8)
+    scales_and_biases = generator.choice(ODD_FLOATS, (len(floats), 2))
+    return [np.frombuffer(e.tobytes() + s.tobytes(), np.int8) for e, s in zip(elements, scales_and_biases, strict=True)]
+
+
+def floats_of(code: VectorCode, rows: list[NDArray[Any]], dim: int) -> Iterator[NDArray[np.float32]]:
+    """What they stand for."""
+    for row in rows:
+        if code == VectorCode.INT8:
+            scale, bias = row[dim:].view(np.float32)
+            yield row[:dim].astype(np.float32) * scale + bias
+        else:
+            yield row.astype(np.float32)

@@ -17,6 +17,7 @@ import numpy as np
 from inference_session.kernels.cpu.hash_index import BUCKET_BYTES, candidate_row, find_row, hash_key, home_bucket
 from inference_session.kernels.cpu.intrinsics import kernel, load, prefetch
 from inference_session.kernels.cpu.rows import bag_length, load_key, mark_hit, row_of, row_of_number
+from inference_session.kernels.cpu.sums import sum_vectors
 from inference_session.kernels.cpu.vectors import (
     CHUNK,
     SUM_BLOCK,
@@ -37,6 +38,8 @@ MIN_BLOCK_KEYS = 8
 NUM_STAGES = 3
 
 _FLOAT32 = int(VectorCode.FLOAT32)
+_SEVERAL = -1
+"""In place of the one type that all vectors have."""
 _NONE, _MEAN, _MAX = int(PoolingCode.NONE), int(PoolingCode.MEAN), int(PoolingCode.MAX)
 
 
@@ -54,6 +57,7 @@ BLOCK = np.dtype(
         *_per_key("positions"),  # of the keys in their segment
         *_per_key("outputs"),  # addresses to write to
         *_per_key("indices", "lengths"),  # pooled: place in the bag, keys in the bag
+        *_per_key("sources"),  # pooled: addresses of the vectors
     ],
     align=True,
 )
@@ -385,10 +389,12 @@ def _pool_some(tables: Any, segment: Any, block: Any, first: int, num: int, scra
     output, length, is_max = block.outputs[first], block.lengths[first], segment.pooling == _MAX
     sums = scratch.ctypes.data + 4 * CHUNK
     begins = place == 0 or (place % SUM_BLOCK == 0 and not is_max)
-    for i in range(first, first + num):
-        source, code = _source_of(tables, segment, block, i)
-        weight = load(weights, np.float32, block.positions[i]) if weights != 0 else np.float32(1)
-        pool_vector(output, source, code, dim, weight, begins and i == first, is_max, scratch)
+    code = _find_sources(tables, segment, block, first, num)
+    if code != _SEVERAL and not is_max:
+        of_first = weights + 4 * block.positions[first] if weights != 0 else 0
+        sum_vectors(output, block.sources.ctypes.data + 8 * first, of_first, num, code, dim, begins)
+    else:
+        _pool_each(tables, segment, block, first, num, begins, scratch)
     end = place + num
     if length > SUM_BLOCK and not is_max:
         if end == length:
@@ -397,6 +403,32 @@ def _pool_some(tables: Any, segment: Any, block: Any, first: int, num: int, scra
             take_sums(sums, output, dim, end == SUM_BLOCK)
     if end == length and segment.pooling == _MEAN:
         divide_floats(output, dim, np.float32(length))
+
+
+@kernel
+def _find_sources(tables: Any, segment: Any, block: Any, first: int, num: int) -> Any:
+    """Note the addresses of some vectors; returns the type that all of them have, if there is one."""
+    rows, tables_of, sources = block.rows, block.tables, block.sources
+    table = tables[segment.table]
+    vectors, row_bytes, of_all = table.vectors_address, table.row_bytes, table.vector_code
+    for i in range(first, first + num):
+        if rows[i] >= 0 and tables_of[i] == segment.table:
+            sources[i] = vectors + rows[i] * row_bytes
+        else:
+            sources[i], code = _source_of(tables, segment, block, i)
+            if code != table.vector_code or sources[i] == 0:
+                of_all = _SEVERAL
+    return of_all
+
+
+@kernel
+def _pool_each(tables: Any, segment: Any, block: Any, first: int, num: int, begins: bool, scratch: Any) -> None:
+    """Vectors of several types, of which some may be a default vector of zeros, or the largest elements of any."""
+    dim, weights, is_max = tables[segment.table].embedding_dim, segment.weights_address, segment.pooling == _MAX
+    for i in range(first, first + num):
+        source, code = _source_of(tables, segment, block, i)
+        weight = load(weights, np.float32, block.positions[i]) if weights != 0 else np.float32(1)
+        pool_vector(block.outputs[first], source, code, dim, weight, begins and i == first, is_max, scratch)
 
 
 @kernel

@@ -34,12 +34,17 @@ _MEAN, _MAX = int(PoolingCode.MEAN), int(PoolingCode.MAX)
 
 @kernel
 def prefetch_vector(vector: int, row_bytes: int) -> None:
-    """Ask for all lines of a vector, or the first ones of a long vector."""
+    """Ask for all lines of a vector, or the first ones of a long vector.
+
+    Where in a line a vector begins decides whether it needs one line more. A test of that costs more than to ask twice
+    for the last line: vectors of int8 begin anywhere, and processors cannot foresee where.
+    """
+    asked = min(row_bytes, MAX_PREFETCH_BYTES)
     prefetch(vector)
-    if (vector & (LINE_BYTES - 1)) + row_bytes > LINE_BYTES:  # a test costs less than a loop that runs once
-        end = vector + min(row_bytes, MAX_PREFETCH_BYTES)
-        for line in range((vector | (LINE_BYTES - 1)) + 1, end, LINE_BYTES):
-            prefetch(line)
+    prefetch(vector + asked - 1)
+    if asked > LINE_BYTES:  # a test costs less than a loop that runs once
+        for offset in range(LINE_BYTES, asked, LINE_BYTES):
+            prefetch(vector + offset)
 
 
 @kernel
