@@ -14,7 +14,7 @@ import numpy as np
 from inference_session.kernels.cpu.hash_index import BUCKET_BYTES, candidate_row, find_row, hash_key, home_bucket
 from inference_session.kernels.cpu.intrinsics import copy_16_floats, finish_lines, kernel, load, prefetch, write_line
 from inference_session.kernels.cpu.rows import load_key, mark_hit, row_of_number
-from inference_session.kernels.cpu.vectors import LINE_BYTES, MAX_PREFETCH_BYTES, copy_vector, prefetch_vector
+from inference_session.kernels.cpu.vectors import LINE_BYTES, MAX_PREFETCH_BYTES, copy_vector
 from inference_session.kernels.records import PoolingCode, VectorCode
 
 MIN_STREAM_KEYS = 256
@@ -28,7 +28,6 @@ SHORT_ROW_BYTES = 128
 """Rows that are no longer are looked up faster in other ways, if their vectors have gaps between them."""
 PAST_CACHES_BYTES = 4 << 20
 """Output of this size would push from the caches what is read next, and is itself pushed out before it is read."""
-MAX_PREFETCH_LINES = MAX_PREFETCH_BYTES // LINE_BYTES
 
 _NONE, _FLOAT32 = int(PoolingCode.NONE), int(VectorCode.FLOAT32)
 
@@ -67,6 +66,8 @@ class Source(NamedTuple):
     vector_code: int
     default_address: int
     marks_address: int
+    is_even: bool
+    """Whether each vector begins and ends with a line of the processor's caches."""
     lines: int
     """Cache lines of a row of float32 that begins and ends at such; 0: rows are others."""
 
@@ -118,14 +119,14 @@ def _source(table: Any) -> Any:
         table.vector_code,
         table.default_address,
         table.marks_address,
-        _lines(table),
+        _is_even(table),
+        table.row_bytes // LINE_BYTES if _is_even(table) and table.vector_code == _FLOAT32 else 0,
     )
 
 
 @kernel
-def _lines(table: Any) -> Any:
-    is_even = (table.vectors_address | table.row_bytes) & (LINE_BYTES - 1) == 0
-    return table.row_bytes // LINE_BYTES if is_even and table.vector_code == _FLOAT32 else 0
+def _is_even(table: Any) -> Any:
+    return (table.vectors_address | table.row_bytes) & (LINE_BYTES - 1) == 0
 
 
 @kernel
@@ -247,12 +248,11 @@ def _write(table: Any, stream: Any, i: int, row: int) -> None:
 
 @kernel
 def _ask_for_vector(table: Any, row: int) -> None:
-    vector = table.vectors_address + row * table.row_bytes
-    if table.lines > 0:
-        for line in range(min(table.lines, MAX_PREFETCH_LINES)):
-            prefetch(vector + LINE_BYTES * line)
-    else:
-        prefetch_vector(vector, table.row_bytes)
+    vector, asked = table.vectors_address + row * table.row_bytes, min(table.row_bytes, MAX_PREFETCH_BYTES)
+    for offset in range(0, asked, LINE_BYTES):
+        prefetch(vector + offset)
+    if not table.is_even:
+        prefetch(vector + asked - 1)
 
 
 @kernel

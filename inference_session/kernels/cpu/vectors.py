@@ -39,12 +39,12 @@ def prefetch_vector(vector: int, row_bytes: int) -> None:
     Where in a line a vector begins decides whether it needs one line more. A test of that costs more than to ask twice
     for the last line: vectors of int8 begin anywhere, and processors cannot foresee where.
     """
-    asked = min(row_bytes, MAX_PREFETCH_BYTES)
+    end = vector + min(row_bytes, MAX_PREFETCH_BYTES)
     prefetch(vector)
-    prefetch(vector + asked - 1)
-    if asked > LINE_BYTES:  # a test costs less than a loop that runs once
-        for offset in range(LINE_BYTES, asked, LINE_BYTES):
-            prefetch(vector + offset)
+    prefetch(end - 1)
+    if row_bytes > LINE_BYTES:  # a test costs less than a loop that runs once
+        for line in range(vector + LINE_BYTES, end, LINE_BYTES):
+            prefetch(line)
 
 
 @kernel
