@@ -66,6 +66,18 @@ def hdfs() -> Iterator[Hdfs]:
         yield servers.enter_context(Hdfs())
 
 
+@pytest.fixture(scope="session", autouse=True)
+def forked_trials() -> Iterator[None]:
+    """Networks that tests import and publish are tried in forks of one process; tests of trials start new ones."""
+    from inference_session.dense_engine import trial
+    from tests.testing.forked_trials import ForkedTrials
+
+    trials = ForkedTrials()
+    with trials, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial, "_open_apart", trials.open_apart)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tritonserver() -> None:
     """Skip where there is no tritonserver for this Python."""

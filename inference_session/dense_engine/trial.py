@@ -37,19 +37,24 @@ def try_to_open(networks: Sequence[Path], source: str) -> None:
     """
     if not networks or not sys.executable:  # Python does not know its own program
         return
+    status, num_begun = _open_apart([str(path.absolute()) for path in networks])
+    if status < 0:
+        network = networks[max(num_begun, 1) - 1]
+        raise UnsupportedModelError(f"{source}: {_crash(network, -status)}")
+    if status:  # an error of Python's, which this process has too
+        for path in networks:
+            OnnxEngine(NetworkFile(path), num_threads=1).close()
+
+
+def _open_apart(paths: Sequence[str]) -> tuple[int, int]:
+    """The exit status of another process that opens networks, negative if a signal ended it, and how many it began."""
     # The other process finds packages where this one does, and nowhere else: not in its working directory either.
     folders = json.dumps([os.path.abspath(folder) for folder in sys.path])  # noqa: PTH100  "" is the working directory
-    paths = [str(path.absolute()) for path in networks]
     program = [sys.executable, "-I", "-c", _PROGRAM, folders, *paths]
     done = subprocess.run(
         program, cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False
     )
-    if done.returncode < 0:
-        network = networks[max(len(done.stdout), 1) - 1]
-        raise UnsupportedModelError(f"{source}: {_crash(network, -done.returncode)}")
-    if done.returncode:  # an error of Python's, which this process has too
-        for path in networks:
-            OnnxEngine(NetworkFile(path), num_threads=1).close()
+    return done.returncode, len(done.stdout)
 
 
 def open_all(paths: Sequence[str]) -> None:

@@ -13,6 +13,14 @@ from inference_session.dense_engine import trial
 from inference_session.errors import ModelFormatError, UnsupportedModelError
 from tests.testing.onnx_models import import_model, two_lookups
 
+OPEN_APART = trial._open_apart
+"""Where most tests fork a process, as `tests/conftest.py` says, these start one."""
+
+
+@pytest.fixture(autouse=True)
+def in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_open_apart", OPEN_APART)
+
 
 @pytest.fixture
 def network(tmp_path: Path) -> Path:
