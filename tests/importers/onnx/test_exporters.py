@@ -278,12 +278,13 @@ def test_keras(layer: str, options: dict[str, Any], tmp_path: Path) -> None:
     assert report.spec.labels
 
 
-def test_the_page_on_exports(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keras_backend", ["torch", "jax"])
+def test_the_page_on_exports(keras_backend: str, tmp_path: Path) -> None:
     """docs/how-to/export-to-onnx.md, as it is written; its block for TensorFlow makes no model of hotrow."""
     os.environ["KERAS_BACKEND"] = "torch"
     for name in ("torch", "keras", "jax", "jax2onnx"):
         pytest.importorskip(name)
-    page = Walkthrough(ROOT / "docs/how-to/export-to-onnx.md", tmp_path, environment={"KERAS_BACKEND": "torch"})
+    page = Walkthrough(ROOT / "docs/how-to/export-to-onnx.md", tmp_path, environment={"KERAS_BACKEND": keras_backend})
 
     page.run()
 
