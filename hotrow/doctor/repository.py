@@ -13,13 +13,14 @@ from hotrow.doctor.findings import Finding
 from hotrow.doctor.machine import may
 from hotrow.doctor.services import check_services
 from hotrow.output.formatting import counted, in_units, in_words
-from inference_session.errors import HotrowError
+from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.model_source import is_url
 from inference_session.model_spec import DENSE_FILE, INDEX_FILE, KEY_FILE, SESSION_FILE, TABLES_FOLDER, VECTOR_FILE
 from inference_session.platform.mapped_large_pages import large_page_fraction, large_page_setting
 from inference_session.platform.memory import available_bytes
 from inference_session.sizing.memory import PROCESS_BYTES, MemoryItem, bytes_in, memory_items
 from inference_session.version_directory.session_file import read_spec
+from triton_backend.backend.settings import own_settings
 from triton_backend.repository.in_place import InPlaceModel, in_place_backend, read_model_folder
 from triton_backend.repository.model_config import configured_cache_bytes
 from triton_backend.repository.servable import ServableModel, find_models, read_config
@@ -152,6 +153,10 @@ def _needs(repository: Path, model: ServableModel) -> _Needs:
     version_dir = folder / str(model.versions[-1])
     if not (version_dir / SESSION_FILE).exists():
         return _Needs([], set())
+    try:
+        own_settings(parameters)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"model {model.name!r}: {error}") from None
     spec = read_spec(version_dir)
     items = memory_items(spec, version_dir, cache_bytes=configured_cache_bytes(spec, version_dir))
     settings = {**spec.settings, **parameters}

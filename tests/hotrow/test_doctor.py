@@ -312,6 +312,25 @@ def test_hugectr_s_files_are_looked_for(repository: Path) -> None:
     assert finding.message == f"{key}: No such file or directory"
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("cach_bytes", "1", "unknown setting 'cach_bytes'; did you mean 'cache_bytes'?"),
+        ("cache_bytes", "1x", "setting 'cache_bytes' cannot be '1x'; allowed: whole numbers from 0"),
+        ("max_samples_per_request", "0", "setting 'max_samples_per_request' cannot be '0'"),
+        ("EXECUTION_ENV_PATH", "env.tar.gz", ""),
+    ],
+)
+def test_settings_that_fail_a_load(repository: Path, setting: str, value: str, message: str) -> None:
+    """The model and the setting are named, as the load would; names in capitals are Triton's own."""
+    add_settings(repository / "ctr" / "config.pbtxt", {setting: value})
+
+    (finding,) = _findings("repository", repository=repository)
+
+    assert finding.level == ("problem" if message else "ok")
+    assert not message or finding.message.startswith(f"model 'ctr': config.pbtxt: parameters: {message}")
+
+
 def test_a_repository_that_cannot_be_served(repository: Path) -> None:
     """A bad setting or a missing version is found before a server meets it."""
     add_settings(repository / "ctr" / "config.pbtxt", {"volatile_store": "redis://h"})

@@ -26,16 +26,22 @@ def read_parameters(parameters: Mapping[str, Mapping[str, str]], args: Mapping[s
         ConfigurationError: a parameter is unknown or its value not allowed, or an instance that has one GPU is to use
             several.
     """
-    settings = {name: value["string_value"] for name, value in parameters.items() if not name.isupper()}
-    limit = _limit(settings.pop("max_samples_per_request", DEFAULT_MAX_SAMPLES))
-    try:
-        SessionConfig.resolve(settings)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{CONFIG_FILE}: parameters: {error}") from None
+    settings, limit = own_settings({name: value["string_value"] for name, value in parameters.items()})
     if args.get("model_instance_kind") == "GPU":
         own = f"cuda:{args['model_instance_device_id']}"
         _check_one_gpu(settings.get("device", own), own)
         settings = settings if "device" in settings else {**gpu_settings(args), **settings}
+    return settings, limit
+
+
+def own_settings(parameters: Mapping[str, str]) -> tuple[dict[str, Any], int]:
+    """The settings and the limit that are among config.pbtxt's `parameters`; ConfigurationError as read_parameters."""
+    settings: dict[str, Any] = {name: value for name, value in parameters.items() if not name.isupper()}
+    try:
+        limit = _limit(settings.pop("max_samples_per_request", DEFAULT_MAX_SAMPLES))
+        SessionConfig.resolve(settings)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{CONFIG_FILE}: parameters: {error}") from None
     return settings, limit
 
 
