@@ -7,6 +7,7 @@ import time
 import click
 
 from hotrow.options.paths import PATH_OR_URL
+from hotrow.output.formatting import counted
 from hotrow.output.progress import byte_progress
 
 
@@ -33,4 +34,5 @@ def command(source: str, target: str) -> None:
         report = copy.run(progress)
     seconds = time.perf_counter() - begin
     resumed = f" ({report.num_resumed_bytes} of them copied by an earlier run)" if report.num_resumed_bytes else ""
-    click.echo(f"{target}: {report.num_files} files, {report.num_bytes} bytes{resumed} in {seconds:.1f} s, verified")
+    copied = f"{counted(report.num_files, 'file')}, {counted(report.num_bytes, 'byte')}{resumed}"
+    click.echo(f"{target}: {copied} in {seconds:.1f} s, verified")

@@ -28,7 +28,10 @@ from inference_session.version_directory.session_file import read_spec
 
 def _target(ctx: click.Context, parameter: click.Parameter, value: str) -> Path | StoreUrl:
     """A directory that exists, or a store's URL."""
-    if "://" in value or value.partition(":")[0] in URL_OPTIONS:  # an error must not repeat a mistyped URL
+    scheme, _, _ = value.partition(":")
+    if scheme.endswith("hdfs"):
+        return FOLDER.convert(value, parameter, ctx)  # says how to copy it
+    if "://" in value or scheme in URL_OPTIONS:  # an error must not repeat a mistyped URL
         return StoreUrl.parse(value)
     return FOLDER.convert(value, parameter, ctx)
 
@@ -41,7 +44,8 @@ def command(target: Path | StoreUrl, as_json: bool, verify: bool) -> None:
     """Show the inputs, tasks and tables of a version directory, or the tables in a store.
 
     Sizes are always checked against the manifest. With --verify every byte is read. A damaged or missing file is
-    named, and the exit code is 1.
+    named, and the exit code is 1. `large pages` is how much of a table's file the kernel maps in large pages, which
+    makes look-ups faster.
 
     \b
     Examples:

@@ -307,6 +307,7 @@ def test_a_url_in_place_of_a_folder_is_refused(run: Run, model: Path, version_di
         ("publish-version", version_dir, "--name", "ctr", *to),
         ("doctor", *to),
         ("size", to[1]),
+        ("inspect", to[1]),
     ):
         code, _, err = run(*command)
 

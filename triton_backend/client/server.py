@@ -32,6 +32,7 @@ _LOAD_FAILED = re.compile(r"^load failed for model '.*?': ")
 _VERSION_FAILED = re.compile(r"version (\d+) is at \w+ state: ")
 _STUB_DIED = re.compile(r"Stub process '.*?' is not healthy\.?")
 _NOT_POLLED = "failed to poll from model repository"
+_NOT_EXPLICIT = "explicit model load / unload is not allowed"
 _UNKNOWN_MODEL = "unknown model"
 _DECOUPLED = "decoupled transaction policy"
 """In Triton's refusal of a request that is not part of a stream."""
@@ -262,6 +263,11 @@ class RemoteServer:
                 raise RemoteError(
                     f"model {model!r}: the server does not find this folder in its repository or cannot read its "
                     "config.pbtxt; see the server's log"
+                ) from error
+            if _NOT_EXPLICIT in str(error):
+                raise RemoteError(
+                    f"the server at {self._url} loads models by itself alone; to load them by request, start it with "
+                    "--model-control-mode=explicit, as `hotrow serve` does"
                 ) from error
             raise
 
