@@ -296,7 +296,7 @@ def load_table_states(
         keys, order = _keys_of_rows(table, path, params, key_type), table.rule.original_states
         states = layout.read(_existing(path), keys, len(order), table.embedding_dim)
     rows = table.rows_of(keys)
-    if np.count_nonzero(rows) != table.num_rows:
+    if not np.array_equal(rows > 0, table.keeps(keys)) or np.count_nonzero(rows) != table.num_rows:
         raise ModelFormatError(
             f"{path}: states of {len(keys)} rows, which are not those of the table {table.name!r}. Load the sparse "
             "weights of the same snapshot first"

@@ -583,6 +583,8 @@ def test_files_of_another_model_are_refused(small: Path) -> None:
         model.train()
     with pytest.raises(ModelFormatError, match="Load the sparse weights of the same snapshot first"):
         model.load_sparse_optimizer_states(["a0_opt_sparse_1.model"])
+    with pytest.raises(ModelFormatError, match="Load the sparse weights of the same snapshot first"):
+        make_model(SMALL, small).load_sparse_optimizer_states(["a0_opt_sparse_1.model"])
     for opt in ("a_opt_dense_1.model", "a0_opt_sparse_1.model"):
         Path(f"{opt}.json").unlink()
     model.load_dense_optimizer_states("a_opt_dense_1.model")  # as HugeCTR writes it
