@@ -144,6 +144,27 @@ def test_a_response_cache_is_warned_of(server: Served) -> None:
     wait_until(lambda: warning in "".join(server.errors), "the warning")
 
 
+def test_a_model_that_may_get_no_samples_is_warned_of(server: Served) -> None:
+    """Its users let Triton count samples where no input has a fixed size: a request without any ends the server."""
+    write_flat(server.repository / "counted" / "1")
+    one = "data_type: TYPE_{} dims: [ 1 ] reshape {{ shape: [ ] }} }}\n"
+    lines = [
+        'backend: "hotrow" max_batch_size: 8\n',
+        f'input {{ name: "item" {one.format("INT64")}',
+        f'input {{ name: "price" {one.format("FP32")}',
+        f'output {{ name: "score" {one.format("FP32")}',
+    ]
+    (server.repository / "counted" / "config.pbtxt").write_text("".join(lines), encoding="utf-8")
+    items, prices = np.array([[3], [4]]), np.ones((2, 1), np.float32)
+
+    with server.grpc_client() as client:
+        client.load_model("counted")
+        answer = ask(client, "counted", {"item": items, "price": prices}).as_numpy("score")
+    np.testing.assert_array_equal(answer[:, 0], flat_answer(items[:, 0], prices[:, 0]))
+    warning = "model 'counted' has a max_batch_size, but no input of a fixed size: a request of 0 samples ends Triton"
+    wait_until(lambda: warning in "".join(server.errors), "the warning")
+
+
 def test_metrics_may_be_off(serve: Serve, repository: Path) -> None:
     """A server without metrics serves anyway."""
     served = serve(repository, "--", "--allow-metrics=false")

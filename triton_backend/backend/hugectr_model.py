@@ -52,8 +52,7 @@ def _device(args: Mapping[str, str]) -> dict[str, str]:
 def _warn(found: InPlaceModel, spec: ModelSpec, config: Mapping[str, Any], args: Mapping[str, str]) -> None:
     """Log once which settings in the user's files have no effect, or another effect than with HugeCTR."""
     name = args["model_name"]
-    if found.ps_json.ignored:
-        fields = ", ".join(found.ps_json.ignored)
-        pb_utils.Logger.log_warn(decoded(f"{name}: ignored fields of {found.ps_json.path}: {fields}"))
+    if fields := found.ps_json.concerning(found.ps_json.ignored, found.model.name):
+        pb_utils.Logger.log_warn(decoded(f"{name}: ignored fields of {found.ps_json.path}: {', '.join(fields)}"))
     if contradicted := contradictions(found, spec, max_batch_size=config["max_batch_size"]):
         pb_utils.Logger.log_warn(f"{name}: config.pbtxt does not match the model: {'; '.join(contradicted)}")

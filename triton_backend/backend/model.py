@@ -27,8 +27,7 @@ from triton_backend.backend.settings import changed_parameters, read_parameters
 from triton_backend.backend.stub_calls import shorten_calls
 from triton_backend.backend.tensors import check_types
 from triton_backend.backend.tracing import create_tracing
-from triton_backend.repository.config_checks import check_config
-from triton_backend.repository.model_config import CONFIG_FILE
+from triton_backend.repository.config_checks import check_config, may_be_empty
 from triton_backend.repository.servable import SOURCE_LINK, VIEW_FOLDER
 
 _CACHED = (
@@ -40,6 +39,12 @@ _CACHED = (
 _WARMED_UP = (
     "model {!r} has model_warmup: where a sample fails, Triton 24.10 may end with signal 11; remove it from "
     "config.pbtxt: hotrow warms up without it (warm_up_s), and canary_requests refuse a bad version"
+)
+
+_MAY_BE_EMPTY = (
+    "model {!r} has a max_batch_size, but no input of a fixed size: a request of 0 samples ends Triton 24.10 with "
+    "signal 11 where inputs are reshaped to no dimension, and is never answered where all have open sizes; set "
+    "max_batch_size to 0 in config.pbtxt, and begin all dims with -1, as `hotrow import` does"
 )
 
 _OTHER_SETTINGS = (
@@ -63,12 +68,7 @@ class TritonPythonModel:
         except Exception as error:  # noqa: BLE001  the caller of the load gets a plain message for every error
             self._heartbeat.stop()
             raise load_error(error) from None
-        if config.get("response_cache", {}).get("enable"):
-            pb_utils.Logger.log_warn(_CACHED.format(args["model_name"]))
-        if config.get("model_warmup"):
-            pb_utils.Logger.log_warn(_WARMED_UP.format(args["model_name"]))
-        if others := changed_parameters(Path(args["model_repository"]) / CONFIG_FILE, config.get("parameters", {})):
-            pb_utils.Logger.log_warn(_OTHER_SETTINGS.format(args["model_name"], ", ".join(map(repr, others))))
+        _warn(config, args, versions.spec)
         self._versions = versions
         self._tracing = create_tracing()
         spec = versions.spec
@@ -135,6 +135,20 @@ def open_versions(directory: Path, settings: Mapping[str, Any], args: Mapping[st
         if is_text(state_dir):  # nor where Triton's Python, which knows ASCII names only, cannot decode it
             defaults["state_dir"] = state_dir
     return VersionManager(directory, partial(InferenceSession.open, directory, defaults=defaults, **settings))
+
+
+def _warn(config: Mapping[str, Any], args: Mapping[str, str], spec: ModelSpec) -> None:
+    """Log what is allowed in a configuration, but may do harm, or be other than what the user's file says."""
+    found = {
+        _CACHED: config.get("response_cache", {}).get("enable"),
+        _WARMED_UP: config.get("model_warmup"),
+        _MAY_BE_EMPTY: may_be_empty(config, spec),
+    }
+    for warning, holds in found.items():
+        if holds:
+            pb_utils.Logger.log_warn(warning.format(args["model_name"]))
+    if others := changed_parameters(Path(args["model_repository"]), config.get("parameters", {})):
+        pb_utils.Logger.log_warn(_OTHER_SETTINGS.format(args["model_name"], ", ".join(map(repr, others))))
 
 
 def _joined_by_us(spec: ModelSpec, config: Mapping[str, Any]) -> bool:

@@ -13,6 +13,7 @@ from inference_session.errors import ConfigurationError
 from triton_backend.repository.model_config import CONFIG_FILE, ModelConfig
 
 DEFAULT_MAX_SAMPLES = 1024
+_NAMED_CONFIGS = "configs/*.pbtxt"
 _WHOLE_NUMBER = re.compile("[0-9]{1,18}")
 
 
@@ -56,13 +57,21 @@ def gpu_settings(args: Mapping[str, str]) -> dict[str, str]:
     return settings
 
 
-def changed_parameters(path: Path, parameters: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """The settings that a config.pbtxt has with other values than Triton, which may hold an older one."""
+def changed_parameters(folder: Path, parameters: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """The settings that a model's config.pbtxt has with other values than Triton, which may hold an older one.
+
+    Where the model has several configurations (`--model-config-name`), Triton may have read any of them.
+    """
+    here = {name: value["string_value"] for name, value in parameters.items()}
+    found = [_differences(path, here) for path in (folder / CONFIG_FILE, *folder.glob(_NAMED_CONFIGS))]
+    return found[0] if all(found) else []
+
+
+def _differences(path: Path, here: Mapping[str, str]) -> list[str]:
     try:
         there = ModelConfig.read(path).parameters
     except ConfigurationError:  # Triton says so when it reads the file
         return []
-    here = {name: value["string_value"] for name, value in parameters.items()}
     names = sorted({*there, *here})
     return [name for name in names if not name.isupper() and there.get(name) != here.get(name)]
 

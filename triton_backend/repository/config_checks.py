@@ -45,6 +45,20 @@ def check_config(config: Mapping[str, Any], spec: ModelSpec) -> None:
                 )
 
 
+def may_be_empty(config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    """Whether Triton, which counts samples by a config.pbtxt, given as its JSON, takes requests that have none.
+
+    It refuses these only for an input of fixed size, which lacks its bytes. It does not withstand them: see `describe`.
+    """
+    counted = config.get("max_batch_size") and spec.has_own_inputs
+    return bool(counted) and not any(map(_has_fixed_size, config.get("input", ())))
+
+
+def _has_fixed_size(tensor: Mapping[str, Any]) -> bool:
+    dims = _dims(tensor)
+    return bool(dims) and -1 not in dims and tensor["data_type"] != DATA_TYPES["object"]
+
+
 def _inputs_of_sequences(config: Mapping[str, Any]) -> list[str]:
     """Inputs that Triton adds to requests itself."""
     batching = config.get("sequence_batching", {})
@@ -58,8 +72,13 @@ def _tensor_of_spec(tensor: TensorSpec) -> TensorConfig:
 
 def _tensor_of_json(tensor: Mapping[str, Any], outer: tuple[int, ...]) -> TensorConfig:
     """With all sizes that the model gets, including the number of samples."""
-    dims = tensor["reshape"]["shape"] if "reshape" in tensor else tensor.get("dims", ())
-    return TensorConfig(tensor["name"], tensor["data_type"], (*outer, *map(int, dims)) or SCALAR_DIMS)
+    return TensorConfig(tensor["name"], tensor["data_type"], (*outer, *_dims(tensor)) or SCALAR_DIMS)
+
+
+def _dims(tensor: Mapping[str, Any]) -> tuple[int, ...]:
+    """Without the number of samples, after a reshape."""
+    dims = tensor["reshape"].get("shape", ()) if "reshape" in tensor else tensor.get("dims", ())
+    return tuple(map(int, dims))
 
 
 def _suits(there: TensorConfig | None, here: TensorConfig | None, *, sizes: bool) -> bool:

@@ -92,7 +92,7 @@ def import_hugectr(
             share_unchanged(staging)
             if complete:
                 complete(staging, spec, item)
-        notes = *_duplicates(version_dir, spec), *_unused_fields(settings)
+        notes = *_duplicates(version_dir, spec), *_unused_fields(settings, item)
         reports.append(ImportReport(version_dir, spec, notes=notes))
         for url in remote_files(item):
             forget(url)
@@ -222,7 +222,8 @@ def _duplicates(version_dir: Path, spec: ModelSpec) -> list[str]:
     ]
 
 
-def _unused_fields(settings: PsJson) -> list[str]:
+def _unused_fields(settings: PsJson, model: PsModel) -> list[str]:
     """Notes on fields of ps.json that have no effect in this release, and on those that neither HugeCTR nor HPS has."""
     kinds = {"fields of ps.json that hotrow ignores": settings.ignored, "unknown fields of ps.json": settings.unknown}
-    return [f"{kind}: {', '.join(fields)}" for kind, fields in kinds.items() if fields]
+    found = {kind: settings.concerning(fields, model.name) for kind, fields in kinds.items()}
+    return [f"{kind}: {', '.join(fields)}" for kind, fields in found.items() if fields]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -210,6 +210,11 @@ class PsJson:
                 return model
         known = ", ".join(repr(model.name) for model in self.models)
         raise ConfigurationError(f"{self.path}: has no model {name!r}; its models: {known}")
+
+    def concerning(self, fields: Iterable[str], model: str) -> list[str]:
+        """Those of `ignored` or `unknown` that are not other models'."""
+        own = f"'models[{[one.name for one in self.models].index(model)}]."
+        return [name for name in fields if name.startswith(own) or not name.startswith("'models[")]
 
     def session_settings(self, model: PsModel) -> dict[str, str]:
         """ps.json in the words of hotrow's own settings, those of `acting_settings`."""

@@ -241,6 +241,19 @@ def test_what_has_no_meaning_here_is_in_the_report(source: Source, tmp_path: Pat
     assert f"Note: {unknown}" in str(report)
 
 
+def test_a_report_has_no_fields_of_other_models(source: Source, tmp_path: Path) -> None:
+    """A ps.json may have many models: each one's report names its own fields, and those of the whole file."""
+    source.settings["models"].append({**source.model, "model": "other", "slot_num": 2, "colour": "blue"})
+    source.settings["db_type"] = "local"
+
+    reports = import_hugectr(source.ps_json(), tmp_path / "repository")
+
+    (first,), (ignored, unknown) = (report.notes for report in reports)
+    assert first == "fields of ps.json that hotrow ignores: 'db_type'"
+    assert ignored == f"{first}, 'models[1].slot_num'"
+    assert unknown == "unknown fields of ps.json: 'models[1].colour'"
+
+
 def test_progress_is_told(source: Source, tmp_path: Path) -> None:
     """The bytes of keys and files, to fill a bar."""
     told: list[int] = []

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from inference_session.config import SessionConfig
 from inference_session.errors import ConfigurationError
-from triton_backend.backend.settings import DEFAULT_MAX_SAMPLES, read_parameters
+from tests.testing.model_settings import settings_text
+from triton_backend.backend.settings import DEFAULT_MAX_SAMPLES, changed_parameters, read_parameters
 
 
 def read(kind: str, **parameters: str) -> dict[str, object]:
@@ -92,3 +94,15 @@ def test_a_limit_of_samples_is_a_whole_number(limit: str) -> None:
     """From 1."""
     with pytest.raises(ConfigurationError, match="max_samples_per_request"):
         read("CPU", max_samples_per_request=limit)
+
+
+def test_settings_that_no_file_of_the_model_has_are_named(tmp_path: Path) -> None:
+    """Triton keeps those of a load; with `--model-config-name` it reads another file than config.pbtxt."""
+    ours = {"verify": {"string_value": "sizes"}}
+    (tmp_path / "config.pbtxt").write_text(settings_text({"device": "cpu"}), encoding="utf-8")
+    assert changed_parameters(tmp_path, ours) == ["device", "verify"]
+
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/small.pbtxt").write_text(settings_text({"verify": "sizes", "OWN": "x"}), encoding="utf-8")
+    assert changed_parameters(tmp_path, ours) == []
+    assert changed_parameters(tmp_path, {"verify": {"string_value": "full"}}) == ["device", "verify"]

@@ -17,7 +17,7 @@ from inference_session.errors import ConfigurationError, UnsupportedModelError
 from inference_session.importers.onnx import import_onnx
 from inference_session.model_spec import ModelSpec, TensorSpec
 from tests.testing.onnx_models import two_lookups
-from triton_backend.repository.config_checks import check_config
+from triton_backend.repository.config_checks import check_config, may_be_empty
 from triton_backend.repository.config_writer import write_model_config
 from triton_backend.repository.instances import suitable_instances
 from triton_backend.repository.model_config import ModelConfig, TensorConfig, configured_instances
@@ -420,3 +420,25 @@ def test_requests_may_come_in_sequences() -> None:
     config = {**_json({"ids": ("TYPE_INT64", [26])}, {}), "sequence_batching": {"direct": {}, "control_input": []}}
 
     check_config(config, spec_of([IDS], [CLICK]))
+
+
+def _inputs(*tensors: dict[str, Any], max_batch_size: int = 8) -> dict[str, Any]:
+    return {"max_batch_size": max_batch_size, "input": [{"data_type": "TYPE_INT64", **tensor} for tensor in tensors]}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (_inputs({"dims": [1], "reshape": {"shape": []}}), True),
+        (_inputs({"dims": [1], "reshape": {}}, {"dims": [-1]}), True),
+        (_inputs({"dims": [1], "data_type": "TYPE_STRING"}), True),
+        (_inputs({"dims": [1], "reshape": {"shape": []}}, {"dims": [4, 4], "reshape": {"shape": [16]}}), False),
+        (_inputs({"dims": [-1]}, {"dims": [3]}), False),
+        (_inputs({"dims": [-1]}, max_batch_size=0), False),
+    ],
+    ids=["no dimension", "open", "strings", "a fixed one, reshaped", "a fixed one", "samples are not counted"],
+)
+def test_a_model_may_get_requests_that_triton_does_not_withstand(config: dict[str, Any], expected: bool) -> None:
+    """Those of no samples, which Triton refuses only if an input of fixed size lacks its bytes."""
+    assert may_be_empty(config, spec_of([IDS], [CLICK])) == expected
+    assert not may_be_empty(config, spec_of([IDS], [CLICK], layout="hugectr"))  # these always have a max_batch_size
