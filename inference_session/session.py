@@ -67,12 +67,13 @@ class InferenceSession:
 
     @classmethod
     def open(
-        cls, directory: str | Path, *, defaults: Mapping[str, Any] | None = None, **settings: Any
+        cls, directory: str | Path, *, model: str = "", defaults: Mapping[str, Any] | None = None, **settings: Any
     ) -> InferenceSession:
         """Open a version directory: map its tables, load its network, warm both, and try its canary requests.
 
         Args:
             directory: `<repository>/<model>/<version>`.
+            model: its name in stores, update streams and saved state. Empty: that of the folder.
             defaults: fields of SessionConfig, used where neither `settings` nor session.json has one.
             settings: fields of SessionConfig; they take precedence over those in session.json.
 
@@ -83,7 +84,7 @@ class InferenceSession:
             UnavailableError: the GPU has failed.
         """
         begin = time.perf_counter()
-        version = VersionDirectory.read(directory)
+        version = VersionDirectory.read(directory, model)
         config = SessionConfig.resolve(settings, version.spec.settings, defaults or {})
         version.verify(checksums=config.verify == "full", has_store=config.has_store, state_dir=config.state_dir)
         devices = open_devices(config.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -162,6 +163,20 @@ def test_lookup_answers_as_from_files(session: InferenceSession, version: tuple[
     np.testing.assert_array_equal(vectors, [*version[1]["hashed"][:5], HASHED_DEFAULT])
     np.testing.assert_array_equal(session.lookup("code", [-1, 39, 40])[:2], version[1]["code"][[39, 39]])
     np.testing.assert_array_equal(session.lookup("user.weight", []), np.empty((0, 4)))
+
+
+def test_rows_are_found_by_the_name_that_a_model_is_given(
+    version: tuple[Path, small_model.Arrays], tmp_path: Path
+) -> None:
+    """A server may have copied the version to a folder of another name."""
+    directory, tables = version
+    copy = shutil.copytree(directory, tmp_path / "folderX2mA9e" / "1")
+    keys = tables["hashed/key"][:5]
+
+    with InferenceSession.open(copy, model="small", persistent_store=url_of(directory)) as opened:
+        found = opened.lookup("hashed", keys)
+
+    np.testing.assert_array_equal(found, tables["hashed"][:5])
 
 
 def test_default_vectors_are_not_cached(version: tuple[Path, small_model.Arrays]) -> None:

@@ -40,7 +40,7 @@ def create_parameter_server(version: VersionDirectory, config: SessionConfig) ->
         StoreError: a store refuses us for good, as with a wrong password, or is not there.
         UnavailableError: no store can be reached.
     """
-    namespace = Namespace.of(version.path, shared=config.store_namespace == "shared")
+    namespace = Namespace(version.model, None if config.store_namespace == "shared" else version.version)
     dims = {table.folder: table.embedding_dim for table in version.spec.tables}
     has_files = version.tables_folder.exists()
     if has_files:

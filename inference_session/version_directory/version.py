@@ -22,21 +22,23 @@ class VersionDirectory:
     path: Path
     """As given."""
     spec: ModelSpec
+    named: str = ""
+    """The name of the model, where it is not that of the folder above: servers copy versions to temporary folders."""
 
     @classmethod
-    def read(cls, path: str | Path) -> VersionDirectory:
+    def read(cls, path: str | Path, named: str = "") -> VersionDirectory:
         """Read session.json; ModelFormatError where it is missing or damaged, ConfigurationError for its settings."""
         spec = read_spec(Path(path))
         try:
             SessionConfig.resolve(spec.settings)
         except ConfigurationError as error:
             raise ConfigurationError(f"{Path(path) / SESSION_FILE}: field 'settings': {error}") from None
-        return cls(Path(path), spec)
+        return cls(Path(path), spec, named)
 
     @property
     def model(self) -> str:
-        """The name of the model: that of the folder above."""
-        return model_and_version(self.path)[0]
+        """The name of the model: that of the folder above, unless it was given another."""
+        return self.named or model_and_version(self.path)[0]
 
     @property
     def version(self) -> str:
@@ -58,7 +60,7 @@ class VersionDirectory:
 
     def state_file(self, state_dir: str, kind: str) -> Path:
         """The state of one kind that processes that serve the model keep for each other."""
-        return state_file(Path(state_dir), absolute(self.path).parent.name, kind)
+        return state_file(Path(state_dir), self.named or absolute(self.path).parent.name, kind)
 
     def verify(self, *, checksums: bool, has_store: bool, state_dir: str | None) -> None:
         """Compare the files with the manifest; see `manifest.verify`.

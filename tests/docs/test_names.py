@@ -47,7 +47,13 @@ PLACES = {"hotrow/imports", "hotrow/sources", "hotrow/state", "HOTROW_CACHE_DIR/
 """Folders of the machine and images: these are no files of the repository."""
 FOREIGN = {
     # tritonserver
-    *("--backend-config", "--disable-auto-complete-config", "--exit-on-error", "--http-max-input-size"),
+    *(
+        "--backend-config",
+        "--disable-auto-complete-config",
+        "--exit-on-error",
+        "--http-max-input-size",
+        "--model-config-name",
+    ),
     *(
         "--model-control-mode",
         "--grpc-infer-allocation-pool-size",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -15,8 +16,9 @@ from tests.testing.command_line import hotrow
 from tests.testing.example_models import ExampleModels
 from tests.testing.model_settings import add_settings
 from tests.testing.served import Serve, metric
-from tests.testing.served_requests import ask
+from tests.testing.served_requests import DENSE, IDS, ask
 from tests.testing.servers import RedisServer, wait_until
+from tests.testing.triton_models import ctr_answer, write_ctr
 from triton_backend.repository.config_writer import write_model_config
 
 pytestmark = pytest.mark.triton
@@ -63,3 +65,20 @@ def test_a_model_is_served_from_stores_alone(models: ExampleModels, serve: Serve
             line = re.compile(rf'W\d{{4}} [\d:.]+ \d+ \S+] "{MODEL} version 1: tier volatile of .* {said}')
             wait_until(lambda wanted=line: any(map(wanted.match, served.errors)), said)  # type: ignore[misc]
         client.close()
+
+
+def test_files_in_a_load_call_are_served_with_the_rows_of_a_store(serve: Serve, tmp_path: Path) -> None:
+    """Triton puts these files into a folder of another name, by which the store would have no rows."""
+    version = tmp_path / "repository" / "ctr" / "1"
+    write_ctr(version)
+    with RedisServer() as server:
+        hotrow("push", version, "--to", server.url)
+        with serve(version.parent.parent).grpc_client() as client:
+            config = client.get_model_config("ctr", as_json=True)["config"]
+            client.unload_model("ctr")
+            wait_until(lambda: not client.is_model_ready("ctr"), "the model to be unloaded")
+            config["parameters"] = {"volatile_store": {"string_value": server.url}}
+            files = {f"file:1/{path.name}": path.read_bytes() for path in version.iterdir() if path.is_file()}
+            client.load_model("ctr", config=json.dumps(config), files=files)
+            answer = ask(client, "ctr", {"ids": IDS, "dense": DENSE}).as_numpy("OUTPUT0")
+        np.testing.assert_array_equal(answer, ctr_answer(IDS, DENSE))

@@ -26,6 +26,15 @@ def test_names_are_those_of_the_folders_as_given(tmp_path: Path, monkeypatch: py
     assert version.model_file("canary.json") == tmp_path / "repository" / "ctr" / "canary.json"
 
 
+def test_a_version_in_a_folder_of_another_name_has_the_name_that_it_is_given(tmp_path: Path) -> None:
+    """Triton copies versions of repositories in the cloud to folders that have a new name at each load."""
+    small_model.write(tmp_path / "folderX2mA9e" / "7")
+    version = VersionDirectory.read(tmp_path / "folderX2mA9e" / "7", "ctr")
+
+    assert (version.model, version.version) == ("ctr", "7")
+    assert version.state_file("/state", "hot_keys") == Path("/state/ctr.hot_keys")
+
+
 def test_a_folder_without_one_above_is_no_version(tmp_path: Path) -> None:
     """It has no model."""
     small_model.write(tmp_path / "1")

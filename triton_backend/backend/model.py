@@ -134,7 +134,9 @@ def open_versions(directory: Path, settings: Mapping[str, Any], args: Mapping[st
         state_dir = str(state_folder((source if source.exists() else folder).resolve().parent))
         if is_text(state_dir):  # nor where Triton's Python, which knows ASCII names only, cannot decode it
             defaults["state_dir"] = state_dir
-    return VersionManager(directory, partial(InferenceSession.open, directory, defaults=defaults, **settings))
+    # Files of a load call, or of a repository in the cloud, are in a folder that has a new name at each load.
+    opening = partial(InferenceSession.open, directory, model=args["model_name"], defaults=defaults, **settings)
+    return VersionManager(directory, opening)
 
 
 def _warn(config: Mapping[str, Any], args: Mapping[str, str], spec: ModelSpec) -> None:

@@ -59,11 +59,16 @@ class InPlaceModel:
     statements: Mapping[str, str]
     """Statements in config.pbtxt about the model that do not affect it."""
 
+    @property
+    def owner(self) -> Path:
+        """What imports are kept for: the folder, unless Triton made it for this load, with a name of its own."""
+        return self.folder if self.folder.name == self.model.name else self.folder.parent
+
     def imported(self, version: int, progress: Progress | None = None) -> AbstractContextManager[Path]:
         """A version directory made of the files; see `cached_import`."""
         keep_rows_of = self.keep_rows_of
         return cached_import(
-            self.ps_json, self.model, self.folder, version=version, keep_rows_of=keep_rows_of, progress=progress
+            self.ps_json, self.model, self.owner, version=version, keep_rows_of=keep_rows_of, progress=progress
         )
 
     @contextmanager
@@ -73,7 +78,7 @@ class InPlaceModel:
         Raises:
             ConfigurationError: they are no longer known.
         """
-        with kept_import(self.model.name, self.folder, version) as version_dir:
+        with kept_import(self.model.name, self.owner, version) as version_dir:
             if version_dir is None:
                 raise ConfigurationError(
                     f"{self.folder}: the files of version {version} are not kept; restore its config.pbtxt "

@@ -139,6 +139,20 @@ def test_hps_takes_the_tables_alone(source: Source, tmp_path: Path, monkeypatch:
     assert [tensor.name for tensor in spec.inputs] == ["KEYS", "NUMKEYS"]
 
 
+def test_copies_of_a_folder_under_other_names_have_one_import(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton copies models of repositories in the cloud to a new folder at each load: imports must not pile up."""
+    monkeypatch.setenv("HOTROW_CACHE_DIR", str(tmp_path / "cache"))
+    imports = set()
+    for name in ("folderX2mA9e", "folderb7Qk0d"):
+        source.folder = source.folder.rename(tmp_path / name)
+        with read(source).imported(1) as version_dir:
+            imports.add(version_dir)
+
+    assert len(imports) == 1
+
+
 def test_hugectr_needs_a_graph(source: Source) -> None:
     """A model of tables alone is for the other backend."""
     source.model["network_file"] = ""
