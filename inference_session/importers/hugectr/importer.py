@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def import_hugectr(
     progress: Progress | None = None,
     complete: Callable[[Path, ModelSpec, PsModel], object] | None = None,
 ) -> list[ImportReport]:
-    """Import one model of ps.json, or all of them, into a model repository.
+    """Import one model of ps.json, or all of them, into a model repository. After an error there is none of them.
 
     Tables are hard links where the file system allows, else copies; they are converted only where `tables` asks for it.
 
@@ -72,7 +73,7 @@ def import_hugectr(
         tables: how tables are stored, where that makes them smaller; see `quantizing.narrowed`.
         progress: called with the bytes of keys indexed, then those of all files read for their checksums.
         complete: called with each staged version before it appears, to add what a server needs (config.pbtxt); if it
-            raises, the model is not imported.
+            raises, no model is imported.
 
     Raises:
         ConfigurationError: ps.json is wrong, or the version exists.
@@ -84,19 +85,24 @@ def import_hugectr(
     models = settings.models if model is None else (settings.model(model),)
     if keep_rows_of and len(models) > 1:
         raise ConfigurationError(f"{settings.path} has {len(models)} models; name the one whose rows are to be kept")
-    reports = []
-    for item in models:
-        with stage_version(repository, item.name, version) as (staging, version_dir):
+    written = []
+    with ExitStack() as staged:
+        for item in models:
+            staging, version_dir = staged.enter_context(stage_version(repository, item.name, version))
             local = with_local_files(item, progress)
             spec = write_version(settings, local, staging, keep_rows_of=keep_rows_of, tables=tables, progress=progress)
             share_unchanged(staging)
             if complete:
                 complete(staging, spec, item)
-        notes = *_duplicates(version_dir, spec), *_unused_fields(settings, item)
-        reports.append(ImportReport(version_dir, spec, notes=notes))
-        for url in remote_files(item):
-            forget(url)
-    return reports
+            written.append((item, version_dir, spec))
+            for url in remote_files(item):
+                forget(url)
+    return [_report(settings, *parts) for parts in written]
+
+
+def _report(settings: PsJson, model: PsModel, version_dir: Path, spec: ModelSpec) -> ImportReport:
+    notes = *_duplicates(version_dir, spec), *_unused_fields(settings, model)
+    return ImportReport(version_dir, spec, notes=notes)
 
 
 def write_version(

@@ -229,6 +229,24 @@ def test_one_model_of_several_is_imported_by_name(source: Source, tmp_path: Path
         import_hugectr(source.ps_json(), repository, model="none")
 
 
+def test_all_models_are_imported_or_none(source: Source, tmp_path: Path) -> None:
+    """A wrong one leaves no others behind, which a second import would take for an earlier version."""
+    wrong = {**source.model, "model": "wrong", "dense_file": "nowhere.model"}
+    source.settings["models"].append(wrong)
+    repository = tmp_path / "repository"
+
+    def configure(staging: Path, *_: object) -> None:
+        (staging.parent / "config.pbtxt").touch()
+
+    with pytest.raises(ModelFormatError, match=r"nowhere\.model: cannot be read"):
+        import_hugectr(source.ps_json(), repository, complete=configure)
+    assert not repository.exists()
+
+    wrong["dense_file"] = source.model["dense_file"]
+    reports = import_hugectr(source.ps_json(), repository, version=7, complete=configure)
+    assert [report.version_dir for report in reports] == [repository / "small/7", repository / "wrong/7"]
+
+
 def test_what_has_no_meaning_here_is_in_the_report(source: Source, tmp_path: Path) -> None:
     """For the caller to say once."""
     source.model.update({"num_of_worker_buffer_in_pool": "4", "colour": "blue"})
