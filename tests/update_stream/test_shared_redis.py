@@ -144,6 +144,18 @@ def test_a_server_that_lags_answers_what_the_other_has_written(
         np.testing.assert_array_equal(second.lookup(TABLE, [1, 2]), [[300] * 4, [200] * 4])
 
 
+def test_a_topic_that_no_broker_describes_is_followed_in_the_end(
+    broker: Broker, small: SmallVersion, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of brokers that give no ids: some clusters have no controller to ask."""
+    monkeypatch.setattr(followed_partitions, "topic_ids", lambda *_: {})
+    send(broker, small, (1, 100), (1, 200))
+    with serving(small, redis, broker) as session:
+        await_messages(session, 2)
+        assert session.lookup(TABLE, [1])[0, 0] == 200
+        wait_until(lambda: updates(session)["failure"] is None, "the topic to be read")
+
+
 def test_large_messages_are_written_in_pieces(
     broker: Broker, small: SmallVersion, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
