@@ -11,6 +11,10 @@ INSTALL := -m pip --disable-pip-version-check --quiet install
 PYTEST_ARGS ?=
 # Processes that run the tests side by side: these wait more than they compute.
 TEST_PROCESSES ?= 12
+# Those that train models compute more than they wait, and each process imports PyTorch.
+TRAINING_PROCESSES ?= 3
+# A process that crashes ends the run. With another one in its place, pytest-xdist 3.8 may never end.
+SIDE_BY_SIDE := --dist loadgroup --no-loadscope-reorder --max-worker-restart=0
 # Marker of the benchmarks that `make bench-smallest` runs.
 SMALLEST ?= not training and not gpu
 FUZZ_SECONDS ?= 60
@@ -89,8 +93,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m inference_session.execution.all_kernels & \
 	$(BIN)/python -m compileall -q hotrow inference_session triton_backend; \
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --collect-only -q >/dev/null; wait $$!
-	@# A process that crashes ends the run. With another one in its place, pytest-xdist 3.8 may never end.
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder --max-worker-restart=0 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 # Guides the fuzzing, where its authors have built it.
 $(VENV)/.fuzz: $(VENV)/.test
@@ -123,7 +126,8 @@ test-exporters: $(EXPORTERS_VENV)/.ready
 	$(EXPORTERS_VENV)/bin/python -m pytest -m exporters tests/importers/onnx $(PYTEST_ARGS)
 
 test-training: $(EXPORTERS_VENV)/.ready
-	$(EXPORTERS_VENV)/bin/python -m pytest -m "training and not gpu" tests/hotrow/training tests/fuzz tests/benchmarks/smallest_sizes.py $(PYTEST_ARGS)
+	$(EXPORTERS_VENV)/bin/python -m pytest -n $(TRAINING_PROCESSES) $(SIDE_BY_SIDE) -m "training and not gpu" \
+	  tests/hotrow/training tests/fuzz tests/benchmarks/smallest_sizes.py $(PYTEST_ARGS)
 
 $(DOCS_VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(DOCS_VENV)
