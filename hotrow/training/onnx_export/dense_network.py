@@ -85,21 +85,42 @@ def _copied(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
     return twin
 
 
+def named_outputs(value: Any) -> list[tuple[str | None, Tensor]]:
+    """The tensors in the output of forward, in its order, each with its key or field; None where it has none of its
+    own.
+    """
+    value = waited(value)
+    parts = _named_parts(value)
+    if not parts:
+        return [(None, tensor) for tensor in flat_outputs(value)]
+    flat = [(name, flat_outputs(part)) for name, part in parts]
+    return [(name if len(tensors) == 1 else None, tensor) for name, tensors in flat for tensor in tensors]
+
+
 def flat_outputs(value: Any) -> list[Tensor]:
     """The tensors in the output of forward, in its order."""
-    if hasattr(value, "wait") and not isinstance(value, Tensor):  # TorchRec's awaitables
-        value = value.wait()
+    value = waited(value)
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, Mapping):
-        return [tensor for part in value.values() for tensor in flat_outputs(part)]
-    if isinstance(value, (list, tuple)):
-        return [tensor for part in value for tensor in flat_outputs(part)]
-    if hasattr(value, "__dataclass_fields__"):
-        return [tensor for name in value.__dataclass_fields__ for tensor in flat_outputs(getattr(value, name))]
+    named = _named_parts(value)
+    if named or isinstance(value, (list, tuple)):
+        return [tensor for part in ([part for _, part in named] or value) for tensor in flat_outputs(part)]
     if hasattr(value, "length_per_key") and hasattr(value, "values"):  # a KeyedTensor
         return [value.values()]
     return []
+
+
+def waited(value: Any) -> Any:
+    """What one of TorchRec's awaitables gives, which may be waited for only once."""
+    return value.wait() if hasattr(value, "wait") and not isinstance(value, Tensor) else value
+
+
+def _named_parts(value: Any) -> list[tuple[str, Any]]:
+    """The items of a dict, or the fields of a dataclass or a named tuple; none of anything else."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    names = value._fields if isinstance(value, tuple) and hasattr(value, "_fields") else ()
+    return [(name, getattr(value, name)) for name in names or getattr(value, "__dataclass_fields__", ())]
 
 
 class _TracedNetwork(nn.Module):

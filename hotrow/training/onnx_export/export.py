@@ -25,10 +25,11 @@ from hotrow.training.onnx_export.cutting import Cut, find_cuts
 from hotrow.training.onnx_export.dense_network import (
     computes_in,
     first_lines,
-    flat_outputs,
+    named_outputs,
     table_names,
     trace,
     unwrapped,
+    waited,
 )
 from hotrow.training.onnx_export.exported_table import ExportedTable, RankRows
 from hotrow.training.onnx_export.inputs import Form, ServedInputs
@@ -78,8 +79,9 @@ def export(
             out.
         inputs: the form in which clients send lists of ids: `padded(max_len=...)`, `lengths()`, or a dict of these by
             feature.
-        outputs: names of forward's outputs, in its order. Losses (tensors without dimensions) and inputs that forward
-            returns unchanged are not counted if there are fewer names than tensors.
+        outputs: keys of the dict, or fields of the dataclass or named tuple, that forward returns. Or new names of all
+            that it returns, in its order. Losses (tensors without dimensions) and inputs that forward returns
+            unchanged are not counted if there are fewer names than tensors.
         repository: the model repository; created if it does not exist.
         name: the model's folder in it.
         version: if None, one above the highest that exists.
@@ -132,17 +134,18 @@ class _Plan:
     def run_live(self, model: nn.Module) -> list[NDArray[Any]]:
         """The live model's outputs for the example; all ranks run it, as sharded modules need."""
         with _evaluating(model), _noting_orders(self.cuts):
-            tensors = _forward(model, *self.inputs.original)
-        self.chosen = _chosen(tensors, self.outputs, self.inputs)
+            returned = _forward(model, *self.inputs.original)
+        tensors = [tensor for _, tensor in returned]
+        self.chosen = _chosen(returned, self.outputs, self.inputs)
         for name, index in zip(self.outputs, self.chosen, strict=True):
             if tensors[index].dtype is torch.bfloat16:
                 raise UnsupportedModelError(f"output {name!r} is bfloat16, which is not served; return it as .float()")
         return [tensors[index].detach().cpu().numpy() for index in self.chosen]
 
 
-def _forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def _forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str | None, Tensor]]:
     try:
-        return flat_outputs(model(*args, **kwargs))
+        return named_outputs(model(*args, **kwargs))
     except HotrowError:
         raise
     except Exception as error:
@@ -174,7 +177,7 @@ def _noting_orders(cuts: Sequence[Cut]) -> Iterator[None]:
     def noting(cut: Cut) -> Callable[..., Any]:
         def note(_module: nn.Module, _args: Any, output: Any) -> Any:
             # An awaitable may be waited for only once, so the model gets its result.
-            parts = [_waited(part) for part in output] if isinstance(output, tuple) else [_waited(output)]
+            parts = [waited(part) for part in output] if isinstance(output, tuple) else [waited(output)]
             if hasattr(parts[0], "length_per_key") and hasattr(parts[0], "keys"):
                 cut.order[:] = list(parts[0].keys())
             return tuple(parts) if isinstance(output, tuple) else parts[0]
@@ -187,12 +190,22 @@ def _noting_orders(cuts: Sequence[Cut]) -> Iterator[None]:
         yield
 
 
-def _waited(value: Any) -> Any:
-    return value.wait() if hasattr(value, "wait") and not isinstance(value, Tensor) else value
+def _chosen(returned: list[tuple[str | None, Tensor]], names: list[str], inputs: ServedInputs) -> list[int]:
+    """The output tensors of forward that the names belong to: by its keys, or else in its order."""
+    places = {key: i for i, (key, _) in enumerate(returned) if key is not None}
+    if all(name in places for name in names):
+        return [places[name] for name in names]
+    chosen = _in_order([tensor for _, tensor in returned], names, inputs)
+    for name, place in zip(names, chosen, strict=True):
+        if places.get(name, place) != place:
+            raise ConfigurationError(
+                f"outputs names {name!r} in the place of {returned[place][0]!r}; give keys of forward's output alone "
+                f"({', '.join(places)}), or new names in its order"
+            )
+    return chosen
 
 
-def _chosen(tensors: list[Tensor], names: list[str], inputs: ServedInputs) -> list[int]:
-    """The output tensors of forward that the names belong to."""
+def _in_order(tensors: list[Tensor], names: list[str], inputs: ServedInputs) -> list[int]:
     if len(tensors) == len(names):
         return list(range(len(tensors)))
     served = [i for i, tensor in enumerate(tensors) if tensor.dim() and not inputs.is_given(tensor)]

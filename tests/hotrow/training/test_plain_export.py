@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -196,6 +197,53 @@ def test_arguments_of_another_kind_are_refused(tmp_path: Path) -> None:
             training.padded(3, pad)  # type: ignore[arg-type]
     assert not list(tmp_path.rglob("session.json"))
     assert not list(tmp_path.rglob(".tmp-*"))
+
+
+class _Both(NamedTuple):
+    click: Any
+    buy: Any
+    loss: Any
+
+
+@dataclass
+class _BothAsFields:
+    click: Any
+    buy: Any
+    loss: Any
+
+
+class _NamedOutputs(nn.Module):
+    """Two outputs and a loss, each with a key or field."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.items, self.kind = nn.Embedding(20, 4), kind
+
+    def forward(self, item: Any) -> Any:
+        vectors = self.items(item)
+        return self.kind(click=vectors[:, :1], buy=vectors[:, 1:2], loss=vectors.sum())
+
+
+@pytest.mark.parametrize("kind", [dict, _Both, _BothAsFields])
+def test_outputs_are_found_by_their_keys(tmp_path: Path, kind: Any) -> None:
+    """They were taken in the order of forward, so that each was served under the other's name."""
+    model, ids = _NamedOutputs(kind), torch.tensor([1, 2, 3])
+    rows = model.items.weight.detach()[ids].numpy()
+
+    for number, names in enumerate((["buy", "click"], ["buy"], ["clicked", "bought"])):
+        directory = models.export(model, tmp_path / str(number), example=ids, outputs=names)
+
+        column = {"click": 0, "clicked": 0, "buy": 1, "bought": 1}
+        for name, found in zip(names, models.answers(directory, {"item": ids.numpy()}, names), strict=True):
+            np.testing.assert_array_equal(found[:, 0], rows[:, column[name]])
+
+
+def test_a_key_in_the_place_of_another_output_is_refused(tmp_path: Path) -> None:
+    """Some keys and some new names: in the order of forward, unless that contradicts a key."""
+    model, ids = _NamedOutputs(dict), torch.tensor([1, 2, 3])
+    with pytest.raises(ConfigurationError, match=r"names 'buy' in the place of 'click'; give keys .*click, buy, loss"):
+        models.export(model, tmp_path, example=ids, outputs=["buy", "clicked"])
+    models.export(model, tmp_path, example=ids, outputs=["clicked", "buy"])
 
 
 def test_an_output_may_have_the_name_of_a_label_that_is_not_served(tmp_path: Path) -> None:
