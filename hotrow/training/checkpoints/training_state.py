@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from hotrow.training.hash_embeddings.table import HashTable, without_rows
 from hotrow.training.onnx_export.dense_network import unwrapped
@@ -170,6 +171,9 @@ class TrainingState:
             yield f"{prefix}.{_KIND}", type(optimizer).__name__
 
     def _names(self) -> dict[Any, str]:
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # after an evaluation, its parameters may be whole ones, which no optimizer has
         return {parameter: name for name, parameter in self._model.named_parameters()}
 
     def _made(self, prefix: str, optimizer: Any, saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from hotrow.training.checks import check, is_whole
 from hotrow.training.model_notes import exporting
@@ -128,6 +129,7 @@ class _Plan:
         names = [outputs] if isinstance(outputs, str) else list(outputs or ())
         if not names or len(set(names)) < len(names) or not all(isinstance(name, str) and name for name in names):
             raise ConfigurationError(f"outputs are {names!r}; give at least one, each with a different name")
+        _refuse_fsdp(network)
         cuts = find_cuts(network)
         return cls(network, cuts, ServedInputs(network, example, forms), names, [])
 
@@ -141,6 +143,16 @@ class _Plan:
             if tensors[index].dtype is torch.bfloat16:
                 raise UnsupportedModelError(f"output {name!r} is bfloat16, which is not served; return it as .float()")
         return [tensors[index].detach().cpu().numpy() for index in self.chosen]
+
+
+def _refuse_fsdp(network: nn.Module) -> None:
+    """Its weights are whole only while they are used, and an export would keep them so: training could not go on."""
+    for path, module in network.named_modules():
+        if isinstance(module, FSDPModule):
+            raise UnsupportedModelError(
+                f"{path or 'the model'}: fully_shard divides its weights; save a training.Checkpoint, restore it into "
+                "a model that is not divided, and export that"
+            )
 
 
 def _forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str | None, Tensor]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from hotrow.training.ranks import Ranks
 from hotrow.training.row_updates.outbox import Changes
 from hotrow.training.row_updates.touched_rows import TouchedRows
-from hotrow.training.tables import Shard, Table
+from hotrow.training.tables import Shard
 
 
 class _Piece(NamedTuple):
@@ -76,6 +76,13 @@ class _FollowedRows(FollowedTable):
         return np.concatenate(numbers), np.concatenate(vectors)
 
 
+class _FollowedShards(_FollowedRows):
+    """A table that a plain module looks up, divided over the ranks by FSDP: a rank may read rows that another holds."""
+
+    def _read(self, rows: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        return super()._read(self._own(_of_all_ranks(rows, self._ranks).to(self._table.device)))
+
+
 class _FollowedCopies(_FollowedRows):
     """A table of which all ranks have all rows: rank 0 publishes those that any rank has touched."""
 
@@ -83,10 +90,10 @@ class _FollowedCopies(_FollowedRows):
         return rows
 
     def _read(self, rows: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        everywhere = np.unique(np.concatenate(self._ranks.gather(_numpy(rows))))
+        everywhere = _of_all_ranks(rows, self._ranks)
         if not self._ranks.is_first:
             everywhere = everywhere[:0]
-        return super()._read(torch.from_numpy(everywhere).to(self._table.device))
+        return super()._read(everywhere.to(self._table.device))
 
 
 class _FollowedColumns(_FollowedCopies):
@@ -166,13 +173,14 @@ class _FollowedKeys(FollowedTable):
         self._touched.note(tensor[self._table.hash_table.owns(tensor)].to(self._table.device))
 
 
-KINDS = (_FollowedRows, _FollowedCopies, _FollowedColumns, _FollowedIds, _FollowedKeys)
+KINDS = (_FollowedRows, _FollowedShards, _FollowedCopies, _FollowedColumns, _FollowedIds, _FollowedKeys)
 """How a table is followed; of several ranks, as the last of these kinds that any of them finds."""
 
 
-def kind_of(table: Table, *, alone: bool) -> int:
+def kind_of(touched: TouchedRows, *, alone: bool) -> int:
     """The number of the kind, as this rank finds it."""
     kind: type[FollowedTable] = _FollowedRows
+    table = touched.table
     if table.hash_table is not None:
         kind = _FollowedKeys
     elif table.has_keys:
@@ -181,7 +189,14 @@ def kind_of(table: Table, *, alone: bool) -> int:
         kind = _FollowedCopies
     elif not alone and any(shard.tensor.shape[1] != table.embedding_dim for shard in table.shards()):
         kind = _FollowedColumns
+    elif not alone and table.shards() and not touched.are_own:
+        kind = _FollowedShards
     return KINDS.index(kind)
+
+
+def _of_all_ranks(rows: Tensor, ranks: Ranks) -> Tensor:
+    """Rows that any rank has touched, each once, on the CPU."""
+    return torch.from_numpy(np.unique(np.concatenate(ranks.gather(_numpy(rows)))))
 
 
 def _numpy(tensor: Tensor) -> NDArray[Any]:

@@ -179,7 +179,7 @@ class UpdatePublisher:
 
     def _followed(self, watch: Watch) -> list[FollowedTable]:
         folders = folder_names([rows.table.name for rows in watch.touched])
-        kinds = self._ranks.gather([kind_of(rows.table, alone=self._ranks.size == 1) for rows in watch.touched])
+        kinds = self._ranks.gather([kind_of(rows, alone=self._ranks.size == 1) for rows in watch.touched])
         return [
             KINDS[max(of_ranks)](rows, folder, self._ranks)
             for rows, folder, of_ranks in zip(watch.touched, folders, zip(*kinds, strict=True), strict=True)

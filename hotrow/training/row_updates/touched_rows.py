@@ -62,6 +62,8 @@ class TouchedRows(NotedRows):
         self.table = table
         self.gone = NotedRows(table.device)
         """Keys of a hash embedding that have lost their rows."""
+        self.are_own = False
+        """Whether they are rows that this rank holds; else it may have read rows that another holds."""
 
 
 class Watch:
@@ -137,6 +139,7 @@ def _noting_kernel(kernel: Any, by_name: dict[str, TouchedRows]) -> Callable[[nn
         if table.name not in by_name:
             raise UnsupportedModelError(f"table {table.name!r} is looked up, but is not a table of the model")
         first_row = table.local_metadata.shard_offsets[0] if table.local_metadata is not None else 0
+        by_name[table.name].are_own = True
         readings += [(by_name[table.name], int(first_row))] * len(table.feature_names)
 
     def note(_module: nn.Module, args: tuple[Any, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from hotrow.training.row_updates import published_keys, publisher  # noqa: E402
 from hotrow.training.row_updates.outbox import Changes, merge  # noqa: E402
 from hotrow.training.row_updates.touched_rows import Watch  # noqa: E402
 from inference_session import InferenceSession  # noqa: E402
-from inference_session.errors import ConfigurationError, SessionClosedError, UnavailableError  # noqa: E402
+from inference_session.errors import ConfigurationError, SessionClosedError, UnavailableError, UnsupportedModelError  # noqa: E402
 from inference_session.update_stream.announcements import Announcements  # noqa: E402
 from inference_session.urls.kafka_url import KafkaUrl  # noqa: E402
 from tests.testing import training_jobs as jobs  # noqa: E402
@@ -177,6 +178,48 @@ def test_rows_of_all_ranks_arrive_whole(tmp_path: Path, broker: Broker) -> None:
     assert all(changed)
     with Announcements(KafkaUrl.parse(broker.url), "ranks") as announcements:
         wait_until(lambda: announcements.newest(1.0) == 1, "the announcement")
+
+
+def _train_with_fsdp(rank: int, folder: Path, url: str) -> None:
+    """Each rank reads rows that the other holds; save all rows next to the version."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model, whole = (nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 1)) for _ in range(2))
+    to_version = partial(
+        training.export, example=torch.tensor([1, 2]), outputs=["click"], repository=folder, name="fsdp"
+    )
+    to_version(model)
+    for module in (model[0], model):
+        fully_shard(module)
+    with pytest.raises(UnsupportedModelError, match=r"the model: fully_shard divides its weights; .* restore"):
+        to_version(model)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    with training.UpdatePublisher(model, url, "fsdp") as updates:
+        for keys in ([0, 8, 3], [7, 1, 3]):
+            model(torch.tensor(keys[rank:])).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            updates.step()
+    with torch.no_grad():
+        model.eval()(torch.tensor([1, 2]))
+    training.Checkpoint(model, optimizer, folder / "checkpoints").save(1)
+    rows = model[0].weight.full_tensor().detach().numpy()
+    optimizer_of_whole = torch.optim.Adagrad(whole.parameters(), lr=0.1)
+    assert training.Checkpoint(whole, optimizer_of_whole, folder / "checkpoints").restore() == 2
+    assert np.array_equal(whole[0].weight.detach().numpy(), rows)
+    assert to_version(whole) == 2
+    if rank == 0:
+        np.save(folder / "live.npy", rows)
+
+
+def test_rows_that_fsdp_divides_arrive_whole(tmp_path: Path, broker: Broker) -> None:
+    """Whichever rank has read them. A model that is not divided is exported, from a checkpoint."""
+    jobs.run_ranks(_train_with_fsdp, tmp_path, broker.url)
+
+    expected = {"0": np.load(tmp_path / "live.npy")}
+    with InferenceSession.open(tmp_path / "fsdp" / "1", device="cpu", update_stream=broker.url) as session:
+        wait_until(lambda: serves(session, expected), "all rows to be served")
 
 
 def test_a_broker_that_goes_away_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
