@@ -315,7 +315,10 @@ def _ask_once(pool: ConnectionPool, address: Address, command: PlainCommand, dea
     with pool.borrow(deadline) as connections:
         [reply] = connections.take(address, 0, trusted=False).call([command], deadline)
     if isinstance(reply, HotrowError):
-        raise reply
+        try:
+            raise reply
+        finally:
+            del reply  # its traceback holds this frame, and so all that the callers hold, until garbage is collected
     refuse_misfit(command, reply)
     return reply
 
