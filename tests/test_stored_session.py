@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from inference_session import InferenceSession, Request
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache
@@ -27,6 +28,7 @@ from inference_session.errors import (
 )
 from inference_session.execution.network import Network
 from inference_session.execution.staging.host import stage_on_host
+from inference_session.kernels.records import Lookup, PoolingCode, key_segments
 from inference_session.parameter_server.base import FetchRequest
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
@@ -353,10 +355,11 @@ def test_a_row_updated_while_it_is_fetched_is_not_cached(refreshing: bool, fails
     rows.close()
 
 
-def _rows_over(store: HookedStore) -> StoredRows:
+def _rows_over(store: HookedStore, cache_bytes: int = 1 << 16) -> StoredRows:
     """Rows of ones in a store of this process, over which there is a cache."""
     store.insert("user_weight", np.arange(50), np.ones((50, 4), np.float32))
-    return StoredRows(small_model.TABLES, [CpuEmbeddingCache(DIMS, 1 << 16)], ParameterServer([Tier("memory", store)]))
+    cache = CpuEmbeddingCache(DIMS, cache_bytes) if cache_bytes else NullEmbeddingCache(DIMS)
+    return StoredRows(small_model.TABLES, [cache], ParameterServer([Tier("memory", store)]))
 
 
 def _first_of(rows: StoredRows, key: int) -> float:
@@ -386,13 +389,13 @@ def test_a_row_that_was_fetched_before_a_write_is_not_cached_while_it_is_under_w
     )
     store.hooks["fetch_many"] = begin_to_write  # the row has been fetched, and is not cached yet
 
-    fetched_before = _first_of(rows, 3)
+    first = _first_of(rows, 3)
     answers += [_first_of(rows, 3), _first_of(rows, 3)]
     may_end.set()
     writing.join()
     answers.append(_first_of(rows, 3))
 
-    assert fetched_before == 1
+    assert first == 7  # it is looked up once more
     assert answers == [7] * 4
     rows.close()
 
@@ -421,6 +424,47 @@ def test_no_store_has_a_new_row_while_the_old_one_is_on_its_way_into_the_cache()
 
     assert stored[0, 0] == 1
     assert _first_of(rows, 3) == 7
+    rows.close()
+
+
+@pytest.mark.parametrize("pooling", [PoolingCode.NONE, PoolingCode.SUM], ids=["single keys", "bags"])
+@pytest.mark.parametrize("cache_bytes", [1 << 16, 0], ids=["cache", "no cache"])
+def test_no_look_up_answers_a_new_row_while_a_cache_answers_the_old_one(cache_bytes: int, pooling: PoolingCode) -> None:
+    """A look-up misses a row, another one caches it, and then a write begins before the first one reads the store."""
+    store = HookedStore(MemoryStore(DIMS))
+    rows = _rows_over(store, cache_bytes)
+    is_stored, may_end = threading.Event(), threading.Event()
+    fetch_many, answers = store.fetch_many, []
+
+    def look_up() -> float:
+        keys, out = np.array([[3]]), np.zeros((1, 4), np.float32)
+        segments = key_segments([keys], [out], [0], pooling)
+        rows.readers[0].look_up(Lookup(segments, np.ones(1, np.int64), np.zeros(1, np.int64)))
+        return float(out[0, 0])
+
+    def pause() -> None:
+        is_stored.set()
+        assert may_end.wait(PATIENCE_S)
+
+    def fetch_late(requests: Sequence[FetchRequest]) -> list[NDArray[np.bool_]]:
+        store.fetch_many = fetch_many  # type: ignore[method-assign]
+        answers.append(look_up())
+        store.hooks["insert"] = pause
+        writing.start()
+        assert is_stored.wait(PATIENCE_S)
+        return fetch_many(requests)
+
+    writing = threading.Thread(
+        target=lambda: rows.writer.update("user_weight", np.array([3]), np.full((1, 4), 7, np.float32))
+    )
+    store.fetch_many = fetch_late  # type: ignore[method-assign]
+    late = look_up()
+    answers += [late, look_up(), look_up()]
+    may_end.set()
+    writing.join()
+
+    assert answers == sorted(answers)
+    assert look_up() == 7
     rows.close()
 
 

@@ -49,6 +49,11 @@ class WriteLog:
         """All writes up to this number have ended: rows read from now on include them."""
         return self._moment
 
+    @property
+    def num_begun(self) -> int:
+        """How many writes have begun: those that begin from now on have larger numbers."""
+        return self._num_begun
+
     @contextlib.contextmanager
     def writing(self, table: str, keys: NDArray[np.int64]) -> Iterator[None]:
         """Within the context, the rows of these keys, int64 [n], are written, also where it ends by an error."""
@@ -74,11 +79,11 @@ class WriteLog:
             self._end(self._all_written_at)
 
     def any_since(self, moment: int) -> bool:
-        """Whether any write has begun since a moment."""
+        """Whether any write has begun since a moment, or after so many writes."""
         return self._num_begun != moment
 
     def written(self, table: str, keys: NDArray[np.int64], since: int) -> NDArray[np.bool_]:
-        """Which of the rows, bool [n], may have been written since a moment."""
+        """Which of the rows, bool [n], may have been written since a moment, or by a write after so many."""
         if not self.any_since(since):
             return np.zeros(len(keys), np.bool_)
         if self._all_written_at > since:

@@ -29,6 +29,8 @@ from inference_session.tables.base import HotKeys, RowBatch, RowReader
 from inference_session.tables.row_numbers import RowNumbers, stored_keys
 
 _KEYS_PER_FETCH = 1 << 13
+_MAX_REPEATS = 3
+"""Of a look-up whose rows are written each time while they are fetched."""
 _log = logging.getLogger(__name__)
 
 
@@ -120,13 +122,30 @@ class StoredReader(RowReader):
         return self._cache.prepare(segments)
 
     def look_up(self, lookup: Lookup) -> None:
+        """See RowReader. No look-up answers an older row than an earlier one has answered.
+
+        While a row is written, stores have the new one and a cache may still have the old one. So where a fetched row
+        has been written since the cache was found to lack it, the cache is asked again: other threads may have put the
+        old row there before the write began, and later look-ups are answered from it until the write ends. No old row
+        gets into a cache after the beginning of a write.
+        """
         if self._row_numbers is not None:
             self._row_numbers.count_from_start(lookup)
+        for _ in range(_MAX_REPEATS):
+            if self._look_up_once(lookup):
+                return
+            lookup.num_unknown[:], lookup.missing_positions = 0, None
+        self._look_up_once(lookup)
+
+    def _look_up_once(self, lookup: Lookup) -> bool:
+        """Look up in the cache, then in the parameter server; returns whether that may be answered."""
+        num_begun = self._writer.log.num_begun
         num_missing = self._cache.look_up(lookup)
-        if num_missing:
-            waits = num_missing > (1 - self._async_from) * lookup.num_keys.sum()
-            for misses in self._cache.misses(lookup):
-                self._complete(misses, waits)
+        if not num_missing:
+            return True
+        waits = num_missing > (1 - self._async_from) * lookup.num_keys.sum()
+        written = [self._complete(misses, waits, num_begun) for misses in self._cache.misses(lookup)]
+        return not any(written)
 
     def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:
         """See RowReader. The hottest rows of all tables come first."""
@@ -143,26 +162,40 @@ class StoredReader(RowReader):
         if self.late is not None:
             self.late.close()
 
-    def _complete(self, misses: Misses, waits: bool) -> None:
-        """Answer keys that the cache lacks: with their rows, or with default vectors if the look-up does not wait."""
-        rows = misses.rows
+    def _complete(self, misses: Misses, waits: bool, num_begun: int) -> bool:
+        """Answer keys that the cache lacks: with their rows, or with default vectors if the look-up does not wait.
+
+        Returns whether the fetched rows may be newer than what the cache has by now: `_written_since`.
+        """
+        rows, written = misses.rows, False
         if waits:
             with misses.paused():
                 self._fetch(rows)
+            written = self._written_since(num_begun, rows)
         else:
             for t, part in rows.by_table.items():
                 part.vectors[:] = self._defaults[t]
         still_missing = misses.complete()
         if still_missing is not None:
             self._fetch(still_missing.rows)
+            written |= self._written_since(num_begun, still_missing.rows)
             still_missing.complete()
         if not rows.by_table:  # other threads have cached all of these rows since the miss
-            return
+            return written
         if self.late is not None and (self._cache.inserts_late or not waits):
             self.late.put(rows)
         else:
             # Not before `complete`: the cache might evict rows for these that have yet to be pooled.
             self._writer.keep(self._cache, [rows])
+        return written
+
+    def _written_since(self, num_begun: int, rows: MissingRows) -> bool:
+        """Whether there is a cache, and a write of any of these rows has begun after so many writes."""
+        log, specs = self._writer.log, self._specs
+        return bool(self._cache.cache_bytes and log.any_since(num_begun)) and any(
+            log.written(specs[t].folder, stored_keys(specs[t], part.keys), num_begun).any()
+            for t, part in rows.by_table.items()
+        )
 
     def _insert_late(self, missing: Sequence[MissingRows]) -> None:
         """Insert rows into the cache, fetching first those that a look-up did not wait for."""
