@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Sequence
@@ -19,17 +20,20 @@ def prepare():
 """
 
 
-class ForkedTrials(ForkedPrograms):
-    """That process. A context manager."""
+class ForkedTrials(contextlib.ExitStack):
+    """That process, which starts at the first trial: many tests make none. A context manager."""
 
     def __init__(self) -> None:
-        super().__init__(_IMPORTS, _environment())
+        super().__init__()
+        self._programs: ForkedPrograms | None = None
         self._lock = threading.Lock()
 
     def open_apart(self, paths: Sequence[str]) -> tuple[int, int]:
         """What `inference_session.dense_engine.trial` does in a new process, which takes 0.2 s of processor time."""
         with self._lock:
-            done = self.run(f"open_all({[*paths]!r})", _environment())
+            if self._programs is None:
+                self._programs = self.enter_context(ForkedPrograms(_IMPORTS, _environment()))
+            done = self._programs.run(f"open_all({[*paths]!r})", _environment())
         return done.returncode, len(done.stdout)
 
 
