@@ -122,7 +122,7 @@ class StoredReader(RowReader):
         return self._cache.prepare(segments)
 
     def look_up(self, lookup: Lookup) -> None:
-        """See RowReader. No look-up answers an older row than an earlier one has answered.
+        """See RowReader. A look-up answers no older row than an earlier one, unless rows are written at each repeat.
 
         While a row is written, stores have the new one and a cache may still have the old one. So where a fetched row
         has been written since the cache was found to lack it, the cache is asked again: other threads may have put the
