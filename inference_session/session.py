@@ -118,7 +118,8 @@ class InferenceSession:
         self.has_fast_path = self.replicas.all[0].staging_pool is not None
         """Whether `fast_path` answers any requests to this model."""
         self._writer = self.rows.writer
-        self._count_into(SessionStats(spec), None)  # until warmed up
+        self._stats = SessionStats(spec)
+        self._record_keys(None)  # until warmed up
         self._rows_before: RowStats | None = None
         self.upkeep = SessionUpkeep(version, config, self.rows)
         """What goes on besides requests."""
@@ -344,19 +345,18 @@ class InferenceSession:
         if self.failure is not None:
             raise UnavailableError(self.failure)
 
-    def _count_into(self, stats: SessionStats, recorder: KeyRecorder | None) -> None:
-        """Count requests in `stats`, and record their keys."""
-        self._stats = stats
-        self.fast_path = FastPath(self._model, stats, recorder)
+    def _record_keys(self, recorder: KeyRecorder | None) -> None:
+        """Answer requests from now on, and record their keys."""
+        self.fast_path = FastPath(self._model, self._stats, recorder)
         """Answers most requests; `FastPath.run` takes a list of arrays."""
-        self._full_path = FullPath(self._model, stats, recorder)
+        self._full_path = FullPath(self._model, self._stats, recorder)
 
     def _begin_counting(self) -> None:
         """From now on, requests are counted, make rows hot, and are recorded if a setting asks for it."""
-        stats = SessionStats(self.spec)
+        self._stats.reset()
         self._rows_before = self.rows.stats()
-        self.upkeep.begin(stats)
-        self._count_into(stats, self.upkeep.recorder)
+        self.upkeep.begin(self._stats)
+        self._record_keys(self.upkeep.recorder)
 
 
 @contextlib.contextmanager

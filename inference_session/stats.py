@@ -81,6 +81,19 @@ class SessionStats:
     def __init__(self, spec: ModelSpec) -> None:
         self._lock = Lock()
         self._names = {table.folder: table.name for table in spec.tables}
+        self._num_keys = np.zeros(len(self._names), np.int64)
+        self._num_unknown = np.zeros(len(self._names), np.int64)
+        self._staged = np.zeros(BATCH_COUNTS + 2 * len(self._names), np.int64)
+        """What compiled code counts: see `count_batch`."""
+        self.count_staged = partial(of_ints(count_batch), address_of(self._staged))
+        """Counts a batch of requests that were all answered: takes the number of samples, `Lookup.find_places`, and
+        the number of requests. It keeps the GIL, and so needs no lock.
+        """
+        self.load_s = 0.0
+        self.reset()
+
+    def reset(self) -> None:
+        """Count from 0 again."""
         self._requests = 0
         self._samples = 0
         self._failed_requests = 0
@@ -88,15 +101,8 @@ class SessionStats:
         self._contexts = 0
         self._candidates = 0
         self._contexts_reused = 0
-        self._num_keys = np.zeros(len(self._names), np.int64)
-        self._num_unknown = np.zeros(len(self._names), np.int64)
-        self.load_s = 0.0
-        self._staged = np.zeros(BATCH_COUNTS + 2 * len(self._names), np.int64)
-        """What compiled code counts: see `count_batch`."""
-        self.count_staged = partial(of_ints(count_batch), address_of(self._staged))
-        """Counts a batch of requests that were all answered: takes the number of requests, that of samples, and
-        `Lookup.find_places`. It keeps the GIL, and so needs no lock.
-        """
+        for counts in (self._num_keys, self._num_unknown, self._staged):
+            counts[:] = 0
 
     def count_requests(self, num_requests: int, num_failed: int) -> None:
         """Requests that have been answered, with predictions or with an error."""

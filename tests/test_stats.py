@@ -60,7 +60,7 @@ def test_batches_that_compiled_code_counts_add_up_in_all_threads() -> None:
 
     def count(_number: int) -> None:
         for _ in range(100):
-            stats.count_staged(2, 7, *lookup.find_places())
+            stats.count_staged(7, *lookup.find_places(), 2)
         stats.count_keys(segments["table"], lookup.num_keys, unknown)
 
     with ThreadPoolExecutor(4) as threads:

@@ -51,7 +51,6 @@ class FastPath:
         """
         spec = model.spec
         self._spec, self._layout, self._replicas, self._stats = spec, model.layout, model.replicas, stats
-        self._count = stats.count_staged
         self._recorder, self._rejects_unknown = recorder, model.rejects_unknown  # `run_many` raises the error
         self._joins_requests, self._ranks = spec.joins_requests, spec.ranking is not None
         self._is_plain = not model.rejects_unknown and recorder is None and not self._ranks
@@ -180,8 +179,8 @@ class FastPath:
             results = [array[batch.output_rows] for array in results]
         if not (self._is_plain or self._may_answer(batch)):
             return None
-        places = batch.lookup.places or batch.lookup.find_places()
-        self._count(num_requests, batch.num_samples, *places)
+        count = batch.count or self._counter(batch)
+        count(num_requests)
         last = batch.answer
         # Most batches of a case have their results in the same arrays: the answer is the same then.
         return last[1] if last is not None and last[0] is results else self._joined(batch, results)
@@ -195,6 +194,13 @@ class FastPath:
         if self._ranks:
             self._stats.count_contexts(batch.num_contexts, batch.num_samples, 0)
         return True
+
+    def _counter(self, batch: StagedBatch) -> Callable[[int], object]:
+        """What counts a batch, kept in it where all look-ups of its case have the same places."""
+        places = batch.lookup.places
+        count = partial(self._stats.count_staged, batch.num_samples, *(places or batch.lookup.find_places()))
+        batch.count = count if places else None
+        return count
 
     def _run_on_any(self, finish: Callable[[JoinedAnswer], Any], run: Callable[..., JoinedAnswer | None]) -> Any:
         try:

@@ -49,6 +49,8 @@ class StagedBatch:
     """The row of each sample in the outputs. None: row i is that of sample i."""
     answer: tuple[object, JoinedAnswer] | None = None
     """The last answer, after the results that it was made of."""
+    count: Callable[[int], object] | None = None
+    """Counts the batch, given the number of requests; None where no look-up has the places of an earlier one."""
 
 
 class Staging(Protocol):

@@ -32,25 +32,25 @@ def copy_keys(segments: Any, keys: Any) -> int:
 @kernel_with_gil
 def count_batch(
     counts: int,
-    num_requests: int,
     num_samples: int,
     segments: int,
     num_keys: int,
     num_unknown: int,
     stride: int,
     num_segments: int,
+    num_requests: int,
 ) -> None:
     """Count a batch. It keeps the GIL, so that no other thread counts, or reads the counts, meanwhile.
 
     Args:
         counts: address of int64: requests, batches, samples; then keys and unknown keys of each table.
-        num_requests: of the batch.
         num_samples: of the batch.
         segments: address of its SEGMENT records.
         num_keys: address of int64, the keys of each.
         num_unknown: address of int64, how many of these are unknown.
         stride: bytes from one of `num_unknown` to the next.
         num_segments: how many.
+        num_requests: of the batch.
     """
     _add(counts, 0, num_requests)
     _add(counts, 1, 1)
