@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import time
@@ -22,12 +23,23 @@ from tests.testing.served_requests import DENSE, IDS, ask, counters
 from tests.testing.servers import wait_until
 from tests.testing.triton_models import ctr_answer, write_ctr, write_flat
 from triton_backend.backend.heartbeat import FOLDER_VARIABLE, INTERVAL_S, last_beat
-from triton_backend.launcher import watchdog
+from triton_backend.launcher import stubs, watchdog
 from triton_backend.launcher.server import ServerOptions, TritonServer
 from triton_backend.repository.config_writer import write_model_config
 from triton_backend.repository.model_config import CONFIG_FILE
 
 pytestmark = pytest.mark.triton
+
+
+_PYTHON_MODEL = """
+import os, pathlib, signal, threading, time
+
+class TritonPythonModel:
+    def initialize(self, args):
+        {initialize}
+
+    def execute(self, requests): ...
+"""
 
 
 @pytest.fixture
@@ -379,3 +391,59 @@ def test_readiness_survives_failed_loads(serve: Serve, repository: Path) -> None
             grpc.load_model("ctr")
         assert http.is_server_ready()
     await_scale(served, 3)
+
+
+def add_python_model(repository: Path, initialize: str) -> None:
+    """A model `python` whose process does this as it is loaded."""
+    code = repository / "python" / "1" / "model.py"
+    code.parent.mkdir(parents=True)
+    code.write_text(_PYTHON_MODEL.format(initialize=initialize), encoding="utf-8")
+    tensors = (f'{kind} {{ name: "{kind}" data_type: TYPE_FP32 dims: 2 }}' for kind in ("input", "output"))
+    (repository / "python" / CONFIG_FILE).write_text("\n".join(['backend: "python"', *tensors]), encoding="utf-8")
+
+
+def test_a_start_that_waits_for_a_process_it_gave_up_is_begun_again(
+    serve: Serve, tmp_path: Path, tritonserver: None
+) -> None:
+    """Triton takes a process that gets no processor for dead, and frees its memory: it crashes, or waits for it."""
+    marker = tmp_path / "stopped"
+    stops = f"marker = pathlib.Path({str(marker)!r})\n"
+    stops += "        is_first = not marker.exists()\n"
+    stops += "        marker.write_text(f'{os.getppid()} {os.getpid()}')\n"
+    stops += "        is_first and os.kill(os.getpid(), signal.SIGSTOP)"
+    add_python_model(tmp_path / "repository", stops)
+    with ThreadPoolExecutor(1) as thread:
+        start = thread.submit(serve, tmp_path / "repository")
+        wait_until(lambda: marker.exists() and len(marker.read_text("utf-8").split()) == 2, "the process to stop")
+        server, stopped = map(int, marker.read_text("utf-8").split())
+        wait_until(lambda: stopped in stubs.awaited(server), "the server to give it up")
+        os.kill(stopped, signal.SIGCONT)
+
+        served = start.result()
+    assert served.announced == "python (version 1)"
+    await_line(served, "tritonserver took a backend process for dead while it loaded, and is started again")
+
+
+def test_a_load_whose_process_does_not_end_fails(
+    tritonserver: None, two_models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A process that has not loaded its model has to end; Triton would wait for it, and the load call, without end."""
+    monkeypatch.setattr(watchdog, "AWAITED_S", 0.0)
+    monkeypatch.setattr(watchdog, "OBSERVE_S", 0.0)
+    options = ServerOptions(two_models, models=("flat",), http_port=0, grpc_port=0, metrics_port=0)
+    add_python_model(
+        two_models, 'threading.Thread(target=time.sleep, args=(1000,)).start()\n        raise OSError("no")'
+    )
+    with (
+        TritonServer.start(options) as server,
+        grpc_client.InferenceServerClient(server.endpoints["gRPC"]) as client,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        load = thread.submit(client.load_model, "python")
+        wait_until(lambda: server._watchdog.look() or load.done(), "the load to fail")
+
+        with pytest.raises(InferenceServerException, match="no"):
+            load.result()
+        assert is_ready(client, "flat")
+    said = "of model 'python' version 1 has not ended, although the server gave it up"
+    assert said in capsys.readouterr().err

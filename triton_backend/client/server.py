@@ -30,6 +30,8 @@ RESTRICTED_HEADER = "hotrow-key"
 _NO_SUCH_VERSION = "at least one version must be available"
 _LOAD_FAILED = re.compile(r"^load failed for model '.*?': ")
 _VERSION_FAILED = re.compile(r"version (\d+) is at \w+ state: ")
+STUB_IS_LOST = "its backend process is dead or hung"
+"""Why a model did not load, as `plain_reason` says it where Triton had no answer of the process for some seconds."""
 _STUB_DIED = re.compile(r"Stub process '.*?' is not healthy\.?")
 _NOT_POLLED = "failed to poll from model repository"
 _NOT_EXPLICIT = "explicit model load / unload is not allowed"
@@ -307,5 +309,5 @@ def plain_reason(message: str) -> str:
     text = re.sub(r"\n\nAt:\n(?:  .*\n?)*", "", _LOAD_FAILED.sub("", message))
     text = _VERSION_FAILED.sub(r"version \1: ", text)
     text = text.replace("Internal: ", "").replace("TritonModelException: ", "")
-    text = _STUB_DIED.sub("its backend process is dead or hung", text)
+    text = _STUB_DIED.sub(STUB_IS_LOST, text)
     return " ".join(text.replace("\0", "").split()).rstrip(";")

@@ -33,7 +33,7 @@ from urllib.error import HTTPError
 from inference_session.errors import ConfigurationError, HotrowError, UnavailableError
 from inference_session.platform.signal_names import signal_name
 from triton_backend.client.probe import SERVE_FOLDER_PREFIX
-from triton_backend.client.server import RESTRICTED_HEADER, RemoteServer
+from triton_backend.client.server import RESTRICTED_HEADER, STUB_IS_LOST, RemoteServer
 from triton_backend.launcher import reaper
 from triton_backend.launcher.command import (
     EXIT_TIMEOUT_S,
@@ -135,7 +135,7 @@ class TritonServer:
             cleanup.enter_context(_reaper(command.memory_prefix, folder))
             command.heartbeats.mkdir()
             server = cls(options, models, command, cleanup)
-            server._await_ready()
+            server._await_ready(models)
             if server._front is not None:
                 cleanup.callback(server._front.stop)
                 server._front.start()
@@ -226,12 +226,22 @@ class TritonServer:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _await_ready(self) -> None:
+    def _await_ready(self, models: Sequence[ServableModel] = ()) -> None:
+        """Wait until it has loaded these models, which it does again where it gave up a backend process."""
         while not self._is_ready():
+            self._watchdog.end_given_up()
             if self._has_ended() or self._has_failed():
-                raise ServerError(self._explain_end())
+                if not self._gave_up_a_process():
+                    raise ServerError(self._explain_end())
+                say("tritonserver took a backend process for dead while it loaded, and is started again")
+                self._start_again(models)
             time.sleep(_POLL_S)
         self._log.server_is_ready()
+
+    def _gave_up_a_process(self) -> bool:
+        """Whether a load failed because of a backend process that lives, but got no processor for some seconds."""
+        was_given_up = STUB_IS_LOST in self._log.reason() and self._watchdog.lost_one_lately()
+        return self._num_restarts < MAX_RESTARTS and (self._log.lost_lock or was_given_up)
 
     def _was_taken_down(self) -> bool:
         """Whether it ended because a backend process was lost, and starting it again may help."""
@@ -243,12 +253,15 @@ class TritonServer:
 
     def _restart(self) -> None:
         """Start the server again on its ports, with no model loaded."""
-        self._num_restarts += 1
         say("tritonserver ended together with a backend process and is being restarted")
-        self._end()
-        self._process = self._command.start([])
-        self._log = ServerLog(self._process.stdout, verbose=self.options.verbose)  # type: ignore[arg-type]
+        self._start_again([])
         self._await_ready()
+
+    def _start_again(self, models: Sequence[ServableModel]) -> None:
+        self._num_restarts += 1
+        self._end()
+        self._process = self._command.start(models)
+        self._log = ServerLog(self._process.stdout, verbose=self.options.verbose)  # type: ignore[arg-type]
 
     def _end(self) -> None:
         """Kill the rest of the server and its stubs, and remove their shared memory."""

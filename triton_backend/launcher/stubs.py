@@ -7,6 +7,7 @@ otherwise stays a zombie as long as the server runs: that shows that its end was
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ STUB_NAME = "triton_python_b"
 """The name of triton_python_backend_stub, truncated as the kernel does."""
 _EXIT_CODE = 49
 """Its place among the fields of /proc/<pid>/stat that follow the name."""
+_WAIT4 = {"x86_64": "61", "aarch64": "260"}.get(platform.machine())
+"""The number of the system call that waits for the end of a child."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,20 @@ def is_zombie(pid: int) -> bool:
     with suppress(OSError):
         return _stat(pid)[1][0] == "Z"
     return False
+
+
+def awaited(server: int) -> set[int]:
+    """Children for whose end a thread of a server waits: it has done with them, or given them up.
+
+    Empty where the kernel does not show system calls.
+    """
+    found = set()
+    for thread in _names_in(f"/proc/{server}/task"):
+        with suppress(OSError, ValueError):  # threads end; those that run show no call
+            call, child, *_ = _read(f"/proc/{server}/task/{thread}/syscall").split()
+            if call == _WAIT4:
+                found.add(int(child, 16))
+    return found
 
 
 def end_of(pid: int) -> str:

@@ -2,6 +2,9 @@
 
 dead      a zombie child of the server (stubs.py) for `DEAD_S`: an unloaded one is also a zombie for a moment
 stopped   seen in state T for `STOPPED_S`
+given up  the server has waited for its end for `AWAITED_S`: where a process gets no processor for a second or two of a
+          load, Triton takes it for dead, and frees the memory that both share. The process waits there for a message,
+          and the server for the process
 hung      has sent no heartbeat for `SILENT_S` (heartbeat.py), and its version does not answer a request either: silence
           alone may be a long computation that holds the interpreter
 
@@ -56,6 +59,7 @@ STOPPED_S = 2.0
 SUSPICIOUS_S = 4.0
 """A silence of this length is logged."""
 SILENT_S = 15.0
+AWAITED_S = 15.0
 PROBE_TIMEOUT_S = 10.0
 RETRY_S = (1.0, 2.0, 5.0, 15.0, 30.0)
 DRAIN_S = 30.0
@@ -115,6 +119,8 @@ class Watchdog:
         """The children of the server at the last look."""
         self._lost: set[int] = set()
         """Processes that were found dead or hung; each is handled once."""
+        self._awaited: dict[int, float] = {}
+        """Since when the server waits for the end of processes."""
         self._drained_at: dict[int, float] = {}
         """When processes are to be gone that a load has replaced."""
         self._since: dict[int, tuple[str, float]] = {}
@@ -131,7 +137,7 @@ class Watchdog:
         """By model: processes to end once the model has been loaded again."""
         self._restarts: Counter[str] = Counter()
         self._healing: dict[str, threading.Thread] = {}
-        self._observed_at = self._lost_at = -RECENT_S
+        self._observed_at = self._lost_at = self._awaited_at = -RECENT_S
 
     def look(self) -> None:
         """Check every backend process once, and start the necessary actions."""
@@ -155,6 +161,23 @@ class Watchdog:
             elif pid not in self._lost and self._lasted_s(pid, stubs.state(pid)) > STARTING_S:
                 self._note_unknown(pid)
         self._end_replaced()
+        self.end_given_up()
+
+    def end_given_up(self) -> None:
+        """Kill processes that the server has given up: it would wait for their end for ever, and so would a load."""
+        now = time.monotonic()
+        if now - self._awaited_at < OBSERVE_S:
+            return
+        self._awaited_at = now
+        self._awaited = {pid: self._awaited.get(pid, now) for pid in stubs.awaited(self._server.pid)}
+        for pid, since in self._awaited.items():
+            if now - since <= AWAITED_S or pid in self._lost or not stubs.state(pid):
+                continue
+            if stub := stubs.identify(pid, self._server.heartbeats):
+                self._lost.add(pid)
+                self._lost_at = now
+                say(f"{stub} has not ended, although the server gave it up {now - since:.0f} s ago, and is killed")
+                self._end(stub)
 
     def lost_one_lately(self) -> bool:
         """Whether a backend process was lost so recently that it may have taken the server with it."""

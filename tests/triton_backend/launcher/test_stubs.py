@@ -90,3 +90,21 @@ def test_a_server_that_is_gone_has_none() -> None:
         process.wait()
 
     assert stubs.children(process.pid) == []
+
+
+def test_a_child_whose_end_a_thread_waits_for_is_found() -> None:
+    """Not one that no thread waits for, although threads wait for other things."""
+    code = """
+import subprocess, threading, time
+children = [subprocess.Popen(["sleep", "1000"]) for _ in range(2)]
+print(*(child.pid for child in children), flush=True)
+threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+children[1].wait()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        children = list(map(int, server.stdout.readline().split()))
+        wait_until(lambda: stubs.awaited(server.pid) == {children[1]}, "it to wait")
+        for pid in (server.pid, *children):
+            psutil.Process(pid).kill()
+    assert stubs.awaited(server.pid) == set()
