@@ -6,6 +6,10 @@ Triton's codes; nothing else translates errors.
 
 from __future__ import annotations
 
+import copy
+import traceback
+from typing import TypeVar
+
 
 class HotrowError(Exception):
     """Root of all errors raised by hotrow."""
@@ -61,6 +65,33 @@ class UnavailableError(HotrowError, RuntimeError):
 
 class SessionClosedError(HotrowError, RuntimeError):
     """The session, cache or store has been closed."""
+
+
+_Error = TypeVar("_Error", bound=BaseException)
+
+
+def without_frames(error: _Error) -> _Error:
+    """The error, to be kept or returned: it no longer leads to the frames that it passed.
+
+    These lead to what they worked with, such as a RocksDB that the store has replaced: it would stay open for as long
+    as the error is kept. If one of them, or of their callers, leads to the error, that is until garbage is collected.
+    """
+    seen: set[int] = set()  # a caller may have raised an error from itself
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        traceback.clear_frames(found.__traceback__)
+        found.__traceback__, cause = None, found.__cause__ or found.__context__
+        found.__cause__ = found.__context__ = None
+        found = cause
+    return error
+
+
+def fresh(error: _Error) -> _Error:
+    """A copy of an error that a variable holds, to be raised in its place: the frames that it passes lead to the
+    variable, but not to the copy.
+    """
+    return copy.copy(without_frames(error))
 
 
 def first_line(error: Exception) -> str:

@@ -22,7 +22,7 @@ from inference_session.dense_engine import check_precision
 from inference_session.device.base import Device
 from inference_session.device.discovery import open_devices
 from inference_session.device.host import vectors_at_line
-from inference_session.errors import HotrowError, SessionClosedError, UnavailableError, UnsupportedModelError
+from inference_session.errors import HotrowError, SessionClosedError, UnavailableError, UnsupportedModelError, fresh
 from inference_session.execution.fast_path import FastPath
 from inference_session.execution.full_path import FullPath
 from inference_session.execution.model import open_model
@@ -195,7 +195,7 @@ class InferenceSession:
             arrays = {name: as_input(name, value, types.get(name)) for name, value in inputs.items()}
             answer = self.run_many([Request(arrays, outputs)])[0]
         if isinstance(answer, HotrowError):
-            raise answer
+            raise fresh(answer)
         return answer
 
     def run_many(self, requests: Sequence[Request], mark: Mark = unmarked) -> list[Answer | HotrowError]:

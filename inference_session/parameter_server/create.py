@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from inference_session.config import SessionConfig
-from inference_session.errors import UnavailableError
+from inference_session.errors import UnavailableError, fresh, without_frames
 from inference_session.model_spec import TABLES_FOLDER
 from inference_session.parameter_server.base import ERASED_SUFFIX, EmbeddingStore
 from inference_session.parameter_server.file_store import TableFileStore
@@ -143,7 +143,7 @@ def _check(tiers: list[Tier]) -> None:
     """Leave out tiers whose store does not answer, unless that is all of them; refuse rows of other files."""
     failures = [(tier, error) for tier in tiers if (error := _failure(tier))]
     if failures and len(failures) == len(tiers):
-        raise failures[0][1]
+        raise fresh(failures[0][1])
     for tier, error in failures:
         _log.warning(
             "the version was opened without its %s store, because the store does not answer: %s", tier.name, error
@@ -157,5 +157,5 @@ def _failure(tier: Tier) -> UnavailableError | None:
         tier.store.check()
         tier.refuse_other_rows()
     except UnavailableError as error:
-        return error
+        return without_frames(error)
     return None

@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.errors import HotrowError, SessionClosedError, StoreError, UnavailableError
+from inference_session.errors import HotrowError, SessionClosedError, StoreError, UnavailableError, fresh
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
 from inference_session.parameter_server.known_incarnation import KnownIncarnation
 from inference_session.parameter_server.promotions import Promotion, Touch
@@ -150,7 +150,7 @@ class ParameterServer:
         with self._writes.lock:  # a reader that becomes the writer sees what others have written
             error = self._durable.attempt(lambda store: store.prepare_write())
         if error is not None:
-            raise error
+            raise fresh(error)
 
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """Write rows, keys [n] and vectors [n, embedding_dim], to all tiers that take writes, the lowest first.
@@ -358,7 +358,7 @@ class ParameterServer:
             if tiers is None and not failures:
                 self._writes.own.add(table, keys if written is None else written())
         if tiers is None and all(tier in failures for tier in keepers):
-            raise failures[keepers[-1]]
+            raise fresh(failures[keepers[-1]])
 
     def _write_to(
         self,
@@ -377,7 +377,7 @@ class ParameterServer:
         if not tier.volatile:
             if error := tier.attempt(write):
                 self._drop_above(table, keys)
-                raise error
+                raise fresh(error)
             return None
         error = tier.learn_incarnation()
         if written_below and error is None and tier.incarnation and tier.health.failure is None:

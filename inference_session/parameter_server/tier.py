@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.errors import HotrowError, StoreError, UnavailableError
+from inference_session.errors import HotrowError, StoreError, UnavailableError, without_frames
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest, LateError
 from inference_session.parameter_server.table_source import TableSources
 from inference_session.parameter_server.tier_health import TierHealth, says_down
@@ -131,8 +130,7 @@ class Tier:
         try:
             act(self.store)
         except (UnavailableError, StoreError) as error:
-            _free_what_frames_hold(error)
-            return error
+            return without_frames(error)
         return None
 
     def learn_incarnation(self) -> HotrowError | None:
@@ -218,14 +216,3 @@ class Tier:
                 touched=self.touched,
                 malformed=self.store.num_malformed,
             )
-
-
-def _free_what_frames_hold(error: BaseException | None) -> None:
-    """An error leads to the frames that it passed, and these to what they worked with, such as a RocksDB that the store
-    has replaced: it would stay open, and locked against the store itself, for as long as the error is kept.
-    """
-    seen: set[int] = set()  # a caller may have raised an error from itself
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__

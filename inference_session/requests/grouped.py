@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from inference_session.errors import HotrowError, InvalidRequestError, UnknownKeyError
+from inference_session.errors import HotrowError, InvalidRequestError, UnknownKeyError, without_frames
 from inference_session.requests.batch import CheckedRequest, Request, RequestLayout
 from inference_session.requests.caller_arrays import check_arguments
 from inference_session.requests.outputs import Answer
@@ -47,7 +47,7 @@ class GroupedRequests:
             try:
                 checked = _checked(request, layout)
             except HotrowError as error:
-                self.answers[i] = error
+                self.answers[i] = without_frames(error)
                 continue
             if on_gpu:
                 checked = checked._replace(shapes=("on GPU", checked.shapes))
@@ -81,7 +81,7 @@ class GroupedRequests:
         if (whole := self._for_whole_network(group, error)) is not None:
             self._waiting.appendleft(whole)
         elif len(group.requests) == 1:
-            self.answers[group.positions[0]] = error
+            self.answers[group.positions[0]] = without_frames(error)
         else:
             pairs = zip(group.positions, group.requests, strict=True)
             self._waiting.extendleft(reversed([Group([position], [request]) for position, request in pairs]))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from tests.testing import ROOT
 from tests.testing.model_settings import settings_text
 from tests.testing.served import Serve, Served, start
 from tests.testing.served_requests import DENSE, IDS, ask, counted_since, counters, settled
@@ -208,6 +209,33 @@ def test_a_standalone_version_needs_no_backend_of_ours(serve: Serve, repository:
 
     with served.grpc_client() as client:
         np.testing.assert_array_equal(ask_ctr(client), ctr_answer(IDS, DENSE))
+    assert served.stop() == 0
+    served.close()
+    assert not [line for line in served.errors if "Fatal Python error" in line]
+
+
+def test_a_process_that_has_answered_errors_ends_without_a_crash(serve: Serve, tmp_path: Path) -> None:
+    """Requests must be gone by then, as Triton frees their memory: an error led back to itself, and to its request."""
+    repository = tmp_path / "repository"
+    write_ctr(repository / "ctr" / "1")
+    write_flat(repository / "flat" / "1")
+    code = f"import faulthandler, sys\n\nfaulthandler.enable()\nsys.path.insert(0, {str(ROOT)!r})\n"
+    code += "from triton_backend.backend.model import TritonPythonModel\n"
+    for model in ("ctr", "flat"):
+        config = repository / model / "config.pbtxt"
+        text = config.read_text(encoding="utf-8").replace('"hotrow"', '"python"')
+        config.write_text(text + settings_text({"unknown_keys": "reject"}), encoding="utf-8")
+        (repository / model / "1" / "model.py").write_text(code, encoding="utf-8")
+    served = serve(repository)
+
+    with served.grpc_client() as client:
+        for model, arrays in [
+            ("ctr", {"ids": IDS - 1000, "dense": DENSE}),
+            ("flat", {"item": np.array([-1000]), "price": np.ones(1, np.float32)}),
+            ("flat", {"item": np.array([1, 2]), "price": np.ones(1, np.float32)}),
+        ]:
+            with pytest.raises(InferenceServerException):
+                ask(client, model, arrays)
     assert served.stop() == 0
     served.close()
     assert not [line for line in served.errors if "Fatal Python error" in line]

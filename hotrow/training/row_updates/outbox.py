@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.errors import HotrowError, StoreError, UnavailableError
+from inference_session.errors import HotrowError, StoreError, UnavailableError, fresh, without_frames
 from inference_session.update_stream.publisher import Publisher
 
 _MAX_PENDING_BYTES = 256 << 20
@@ -94,7 +94,7 @@ class Outbox:
             error, self._error = self._error, None
             if error is not None:
                 self._changed.notify_all()
-                raise error
+                raise fresh(error)
 
     def unconfirmed(self) -> dict[str, NDArray[np.int64]]:
         """Keys, int64 [n], that the brokers have not confirmed, by table; there may be duplicates."""
@@ -152,7 +152,7 @@ class Outbox:
             self._send(taken, announced)
         except HotrowError as error:
             self._publisher = None
-            return error
+            return without_frames(error)
         except Exception as error:  # noqa: BLE001  a thread that ends would lose rows silently
             self._publisher = None
             return StoreError(f"updates cannot be published: {error!r}")

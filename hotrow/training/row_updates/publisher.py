@@ -18,7 +18,7 @@ from hotrow.training.row_updates.followed_tables import KINDS, FollowedTable, ki
 from hotrow.training.row_updates.outbox import Outbox, OutboxStats
 from hotrow.training.row_updates.published_keys import published_keys
 from hotrow.training.row_updates.touched_rows import Watch
-from inference_session.errors import ConfigurationError, SessionClosedError, UnavailableError
+from inference_session.errors import ConfigurationError, SessionClosedError, UnavailableError, fresh, without_frames
 from inference_session.model_spec import folder_names
 from inference_session.platform.staging import MAX_VERSION
 from inference_session.update_stream.publisher import DEFAULT_TIMEOUT_S, Encoding, Publisher
@@ -192,7 +192,7 @@ class UpdatePublisher:
             if len(changes.keys) or len(changes.deleted):
                 self._outbox.put(changes)
         if failure is not None:
-            raise failure
+            raise fresh(failure)
 
     def _touch_restored(self) -> UnavailableError | None:
         """Have the rows published again that the servers have from steps before a restored one. Where the brokers
@@ -204,7 +204,7 @@ class UpdatePublisher:
         try:
             found = [self._keys_since(restored, table) for table in self._tables]
         except UnavailableError as error:
-            return error
+            return without_frames(error)
         for table, keys in zip(self._tables, found, strict=True):
             table.touch_again(np.union1d(keys, unconfirmed.get(table.folder, _NO_KEYS)))
         del RESTORED[self._model]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from inference_session.errors import HotrowError, StoreError, UnavailableError
+from inference_session.errors import HotrowError, StoreError, UnavailableError, fresh
 from inference_session.parameter_server.redis import layout
 from inference_session.parameter_server.redis.commands import Call, Command, asking, refuse_misfit
 from inference_session.parameter_server.redis.connection import (
@@ -95,7 +95,7 @@ class RedisClient:
         self.run(calls, _read_calls)
         for call in calls:
             if isinstance(call.reply, HotrowError) and not (lenient and isinstance(call.reply, WrongTypeError)):
-                raise call.reply
+                raise fresh(call.reply)
         return [call.reply for call in calls]
 
     def scan(self, pattern: str) -> Iterator[bytes]:
@@ -137,7 +137,7 @@ class RedisClient:
 
         self.run([call], read)
         if isinstance(call.reply, HotrowError):
-            raise call.reply
+            raise fresh(call.reply)
         return processes[-1]
 
     def refresh(self) -> None:
@@ -315,10 +315,7 @@ def _ask_once(pool: ConnectionPool, address: Address, command: PlainCommand, dea
     with pool.borrow(deadline) as connections:
         [reply] = connections.take(address, 0, trusted=False).call([command], deadline)
     if isinstance(reply, HotrowError):
-        try:
-            raise reply
-        finally:
-            del reply  # its traceback holds this frame, and so all that the callers hold, until garbage is collected
+        raise fresh(reply)
     refuse_misfit(command, reply)
     return reply
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.errors import HotrowError, StoreError, UnavailableError
+from inference_session.errors import HotrowError, StoreError, UnavailableError, fresh
 from inference_session.kernels.records import address_of
 from inference_session.parameter_server.base import LateError
 from inference_session.parameter_server.redis.layout import command
@@ -229,7 +229,7 @@ class RedisConnection:
         replies = [self._reply(deadline) for _ in range(count)]
         redirected = next((reply for reply in replies if isinstance(reply, RedirectedError)), None)
         if redirected is not None:
-            raise redirected
+            raise fresh(redirected)
         return replies
 
     def call(self, commands: Sequence[PlainCommand], deadline: Deadline) -> list[Reply]:
@@ -242,7 +242,7 @@ class RedisConnection:
         if self._run_id is None:
             [reply] = self.call([RUN_ID_COMMAND], deadline)
             if isinstance(reply, HotrowError):
-                raise reply
+                raise fresh(reply)
             self._run_id = run_id_in(reply)
         return self._run_id
 
@@ -322,7 +322,7 @@ class RedisConnection:
         """Raise unless the server is a master: sentinels may name one that has just become a replica."""
         [role] = self.call([("ROLE",)], deadline)
         if isinstance(role, HotrowError):
-            raise role
+            raise fresh(role)
         if not isinstance(role, list) or role[:1] != [b"master"]:
             raise DisconnectedError(f"Redis at {self.name} is no longer the master")
 
@@ -373,7 +373,7 @@ class RedisConnection:
         """Go on after a reply which says that the value under the name is not a hash; raise any other error."""
         error = self._failure(self._line(deadline))
         if cursor["key"][0] >= 0 or not isinstance(error, WrongTypeError):
-            raise error
+            raise fresh(error)
         cursor["reply"] += 1
 
     def _reply(self, deadline: Deadline, depth: int = 0) -> Reply:
@@ -443,7 +443,7 @@ def _answers(replies: list[Reply]) -> list[Reply]:
     """The replies; an error that will pass is raised."""
     passing = next((reply for reply in replies if isinstance(reply, UnavailableError)), None)
     if passing is not None:
-        raise passing
+        raise fresh(passing)
     return replies
 
 

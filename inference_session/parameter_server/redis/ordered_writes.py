@@ -20,7 +20,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.errors import HotrowError, UnavailableError
+from inference_session.errors import HotrowError, UnavailableError, fresh
 from inference_session.parameter_server.redis import layout
 from inference_session.parameter_server.redis.connection import Deadline, PlainCommand, RedisConnection
 from inference_session.tables.ordered_updates import OrderedUpdates, Outcome, Progress, Status
@@ -150,7 +150,7 @@ def read_ordered(connection: RedisConnection, writes: Sequence[OrderedWrite], de
     """Read the replies to some writes; an error among them is raised."""
     for write, reply in zip(writes, connection.read_replies(len(writes), deadline), strict=True):
         if isinstance(reply, HotrowError):
-            raise reply
+            raise fresh(reply)
         write.take(reply)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.errors import HotrowError, StoreError
+from inference_session.errors import HotrowError, StoreError, fresh, without_frames
 from inference_session.parameter_server.base import ERASED_SUFFIX, EmbeddingStore, FetchRequest, check_insert
 from inference_session.parameter_server.namespace import Namespace, StoredTable
 from inference_session.parameter_server.redis import layout
@@ -250,11 +250,11 @@ class RedisStore(EmbeddingStore):
             try:
                 self.client.try_read(layout.rows_name(self.namespace.tag(table), 0))
             except StoreError as error:  # noqa: PERF203  the next table may be readable
-                refusal = error
+                refusal = without_frames(error)
             else:
                 return
         if refusal is not None:
-            raise refusal
+            raise fresh(refusal)
 
     def _warn_of_eviction(self) -> None:
         """Log once if a server may evict rows. Nothing is known of it for a user without permission for `INFO`."""
@@ -384,7 +384,7 @@ class RedisStore(EmbeddingStore):
         """A value that is not a hash has no rows to keep."""
         for reply in connection.read_replies(len(writes), deadline):
             if isinstance(reply, HotrowError) and not isinstance(reply, WrongTypeError):
-                raise reply
+                raise fresh(reply)
 
     def _pass_over(self, read: Read, command: int, key: int | None, found_bytes: int) -> None:
         """Count malformed values as missing: one key of a command, or all of them where the value is not a hash."""

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from inference_session.errors import HotrowError, StoreError, UnavailableError
+from inference_session.errors import HotrowError, StoreError, UnavailableError, fresh, without_frames
 from inference_session.parameter_server.redis.connection import Address, Deadline, RedirectedError, Reply
 from inference_session.urls.store_url import StoreUrl
 
@@ -170,8 +170,8 @@ def ask_one_of(
         try:
             return ask(address, share), address
         except (UnavailableError, StoreError) as error:
-            failure = failure if number else error
-    raise failure
+            failure = failure if number else without_frames(error)
+    raise fresh(failure)
 
 
 def masters_known_to(node: Address, ask: Ask, deadline: Deadline) -> set[Address]:
