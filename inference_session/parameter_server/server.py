@@ -115,7 +115,7 @@ class ParameterServer:
         self.log = self._writes.log
         """See TierWrites."""
         self._unknown = UnknownKeys(self.log)
-        self._lock = threading.Lock()  # of the counter
+        self._lock = threading.Lock()  # of the counter, and of `is_behind_until`
         self._degraded_keys = 0
         self._closed = False
         self._known = known or KnownIncarnation()
@@ -140,6 +140,10 @@ class ParameterServer:
         failed = [
             tier for depth, tier in enumerate(self.tiers) if not self._fetch_from(tier, self.tiers[:depth], wanted)
         ]
+        if failed:
+            with self._lock:
+                for tier in failed:
+                    tier.is_behind_until = self.log.num_begun if tier.is_backed else 0
         self._settle(wanted, failed, on_store_failure or self._on_store_failure, now)
         return [want.found for want in wanted]
 
@@ -287,7 +291,7 @@ class ParameterServer:
         if not asking:
             return True
         requests = [want.missing() for want in asking]
-        found = tier.fetch(requests)
+        found = tier.fetch(requests, is_behind=self._is_behind(tier, asking))
         if found is None:
             return False
         for want, request, part in zip(asking, requests, found, strict=True):
@@ -296,6 +300,16 @@ class ParameterServer:
                 self.upkeep.touches.put(Touch(tier, want.table, request.keys[part], want.moment))
             self._promote(tier, above, want, request, part)
         return True
+
+    def _is_behind(self, tier: Tier, asking: Sequence[_WantedRows]) -> bool:
+        """Whether the tier may have an older row than an earlier request was answered with from a tier below.
+
+        A write reaches this tier after those. A request that it fails meanwhile may be answered with the new row.
+        """
+        return any(
+            want.moment < tier.is_behind_until and self.log.written(want.table, want.keys[want.left], want.moment).any()
+            for want in asking
+        )
 
     def _settle(
         self, wanted: Sequence[_WantedRows], failed: Sequence[Tier], on_store_failure: OnStoreFailure, now: float

@@ -66,6 +66,10 @@ class Tier:
     """Other processes, or this one's predecessors, have written rows to it; the keys are unknown."""
     unwritten: KeysByTable = field(default_factory=lambda: KeysByTable(MAX_UNWRITTEN_KEYS))
     """Keys whose newest rows this tier did not take; it is left out until it has dropped its rows of them."""
+    is_behind_until: int = 0
+    """Until the log of writes has come to this moment, the tier may have older rows than requests were answered with,
+    which it failed. Only rows that are being written are meant.
+    """
     promoted: int = 0
     """Rows inserted because a lower tier had them."""
     touched: int = 0
@@ -83,12 +87,14 @@ class Tier:
     def __post_init__(self) -> None:
         self.health = TierHealth(self.name)
 
-    def fetch(self, requests: Sequence[FetchRequest]) -> list[NDArray[np.bool_]] | None:
-        """`fetch_many` of the store, bool [n] for each request, counted; None where it does not answer."""
+    def fetch(self, requests: Sequence[FetchRequest], *, is_behind: bool) -> list[NDArray[np.bool_]] | None:
+        """`fetch_many` of the store, bool [n] for each request, counted; None where it does not answer, or `is_behind`,
+        so that it must not.
+        """
         health = self.health
         outages, began = health.outages, time.monotonic()
         try:
-            found = self.store.fetch_many(requests) if health.failure is None else None
+            found = None if is_behind or health.failure is not None else self.store.fetch_many(requests)
         except (UnavailableError, StoreError) as error:
             found = None
             # A call that began before an outage says nothing about a tier that has come back since.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +28,7 @@ from inference_session.parameter_server.tier import Tier
 from inference_session.tables.ordered_updates import OrderedUpdates, Outcome, Progress, Status
 from tests.testing.memory_store import MemoryStore
 from tests.testing.server_calls import await_promotions, fetch_any
-from tests.testing.servers import PATIENCE_MS, RedisServer, wait_until
+from tests.testing.servers import PATIENCE_MS, PATIENCE_S, RedisServer, wait_until
 from tests.testing.store_contract import DIMS, assert_same_bits, fetch, keys_of, random_keys, random_vectors
 from tests.testing.table_files import table_files
 from tests.testing.wrapper_store import FaultStore, HookedStore
@@ -532,6 +533,39 @@ def test_a_late_call_concerns_itself(make: Callable[..., Stack]) -> None:
     for _ in range(tier_health.MAX_TIMES_LATE):
         stack.fetch(KEYS)
     assert tier.health.outages == 1
+
+
+def test_no_fetch_answers_an_older_row_than_one_to_which_a_tier_was_late(make: Callable[..., Stack]) -> None:
+    """The tier below has the new row while a write is under way, and the late one still has the old one."""
+    stack = make()
+    stack.volatile.insert("user", KEYS, VECTORS)
+    begun, may_end = threading.Event(), threading.Event()
+    faults: dict[str, Exception] = {}
+
+    def fault(verb: str) -> Exception | None:
+        if verb == "insert":
+            begun.set()
+            assert may_end.wait(PATIENCE_S)
+        return faults.pop(verb, None)
+
+    stack.server.tiers[0].store = FaultStore(stack.volatile, fault)
+    new, others = KEYS[:5], KEYS[5:]
+    writing = threading.Thread(target=stack.server.insert, args=("user", new, NEWEST))
+    writing.start()
+    assert begun.wait(PATIENCE_S)
+    assert_same_bits(stack.fetch(new)[1], VECTORS[:5])
+
+    faults["fetch_many"] = LateError("late")
+    assert_same_bits(stack.fetch(new)[1], NEWEST)
+    assert_same_bits(stack.fetch(new)[1], NEWEST)
+    hits = stack.server.stats().tiers["volatile"].hits
+    stack.fetch(others)
+    assert stack.server.stats().tiers["volatile"].hits == hits + len(others)  # these are not being written
+    may_end.set()
+    writing.join()
+    hits = stack.server.stats().tiers["volatile"].hits
+    assert_same_bits(stack.fetch(new)[1], NEWEST)
+    assert stack.server.stats().tiers["volatile"].hits == hits + len(new)
 
 
 def test_a_late_call_to_a_tier_that_is_down_tells_so(make: Callable[..., Stack]) -> None:
