@@ -5,6 +5,7 @@ model_file, weights, types, remote_model    the file, without loading what is bu
 renaming           inputs and outputs get the names that the caller chose
 canonical, loops/    one form for the many forms that exporters write
 shapes             the shapes of all values, for inputs of given sizes
+decided_branches    branches that sizes decide on are taken
 computed_tables    tables that are computed from constants become initializers
 tables             which initializers are only read by rows
 lookups/           row reads become look-ups

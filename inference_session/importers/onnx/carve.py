@@ -9,6 +9,7 @@ from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 
 from inference_session.dense_engine.rewrites.parts import part_of
 from inference_session.importers.onnx.canonical import CanonicalModel
+from inference_session.importers.onnx.decided_branches import take_decided_branches
 from inference_session.importers.onnx.empty_lists import correct_empty_sums
 from inference_session.importers.onnx.lookups.bags import pool_bags
 from inference_session.importers.onnx.lookups.columns import read_columns
@@ -57,8 +58,9 @@ def carve(whole: CanonicalModel, min_rows: int, *, merge: bool) -> CarvedModel:
     """Take a model apart; the model itself is not changed.
 
     Args:
-        merge: also make changes that rely on inferred shapes, where they are exactly equivalent: move pooling into
-            look-ups, let neighbours share a matrix, correct ONNX Runtime's results for empty lists.
+        merge: also make changes that rely on inferred shapes, where they are exactly equivalent: take branches that
+            sizes decide on, move pooling into look-ups, let neighbours share a matrix, correct ONNX Runtime's results
+            for empty lists.
     """
     return _carve_found(whole, find_tables(whole.model.graph, whole.weights, min_rows), merge=merge)
 
@@ -88,6 +90,8 @@ def carve_tables(
         StaysDenseError: one of them cannot be taken out.
     """
     model, weights, names = whole.copied(), whole.weights, whole.names
+    if merge:
+        model = take_decided_branches(model, weights)
     tables = {name: weights[name] for name in table_names}
     read_directly(model.graph, weights, table_names, names)
     edited = EditedModel(model, tables, names, Types(model, weights))

@@ -338,6 +338,8 @@ def _varies(step: Step, axis: int) -> bool:
 
 
 def _tile(step: Step) -> list[Kind]:
+    if is_constant(step.kinds[0]):
+        return _filled(step, step.kinds[1])
     at, repeats = step.only(), step.fixed(1)
     if at is None or not repeats or repeats[at.axis] != 1:
         return neither(step)

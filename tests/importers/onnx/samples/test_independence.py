@@ -47,6 +47,9 @@ HOSTILE = {
     "branch on the number of samples": """s = Size(d) l = Constant<value = int64 {100}>() c = Greater(s, l)
         y = If (c) <then_branch = t () => (float[n, 4] u) { u = Neg(both) },
                     else_branch = f () => (float[n, 4] v) { v = Identity(both) }>""",
+    "branch on one sample": """s = Shape<end = 1>(d) l = Constant<value = int64[1] {1}>() q = Equal(s, l) c = Squeeze(q)
+        y = If (c) <then_branch = t () => (float[n, 4] u) { u = Neg(both) },
+                    else_branch = f () => (float[n, 4] v) { v = Identity(both) }>""",
     "branch on a rare row": """m = ReduceMax<keepdims = 0>(e) l = Constant<value = float {100}>() c = Greater(m, l)
         f = Cast<to = 1>(c) y = Add(both, f)""",
     "threshold far away": """m = ReduceMax<keepdims = 0>(d) l = Constant<value = float {90000}>() c = Greater(m, l)
@@ -188,6 +191,9 @@ HOSTILE = {
     "wide as the batch": """s = Shape<end = 1>(d) q = Concat<axis = 0>(s, s) u = ReduceMax(both, one)  x =
         Expand(u, q)
         v = ReduceSum(x, one) y = Add(both, v)""",
+    "repeated for each sample": """s = Shape<end = 1>(d) l = Constant<value = int64[1] {1}>() q = Concat<axis = 0>(s, l)
+        t = Tile(both, q) f = Constant<value = int64[1] {4}>() z = Concat<axis = 0>(s, s, f) r = Reshape(t, z)
+        y = ReduceSum<keepdims = 0>(r, az)""",
     "hidden in a function of sizes": """s = Shape<end = 1>(d) l = Constant<value = int64[1] {30}>() c = Greater(s, l)
         f = Constant<value = int64[1] {4}>() r = Where(c, f, s) q = Constant<value = int64[1] {-1}>() z =
         Concat<axis = 0>(r, q)
@@ -249,6 +255,8 @@ SOUND = {
     "a learnt vector for each sample": """s = Shape<end = 1>(d) t = Constant<value = int64[2] {1, 4}>() q =
         Concat<axis = 0>(s, t)
         x = Expand(query, q) g = Concat<axis = 1>(x, h) y = ReduceMax<keepdims = 0>(g, one)""",
+    "a constant repeated for each sample": """s = Shape<end = 1>(d) l = Constant<value = int64[1] {1}>()
+        q = Concat<axis = 0>(s, l) u = Unsqueeze(ones, az) t = Tile(u, q) c = Less(t, both) y = Where(c, both, t)""",
     "zeros for each sample": """s = Shape(both) z = ConstantOfShape(s) c = Greater(both, z) y = Where(c, both, z)""",
     "mask from keys": """z = Constant<value = int64 {0}>() c = Equal(ids, z) f = Cast<to = 1>(c) u = Unsqueeze(f, two)
         m = Mul(h, u) y = ReduceSum<keepdims = 0>(m, one)""",

@@ -1,0 +1,65 @@
+"""Branches whose conditions follow from sizes that the inputs fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from inference_session.importers.report import ImportReport
+from tests.testing.onnx_models import check, model_of, table
+
+IDS = np.array([[0, 1, 5], [999, -1, 2], [7, 7, 7], [3, 0, 1]], np.int64)
+LENGTHS = np.array([1, 3, 2, 2], np.int64)
+FEEDS = [{"ids": IDS[:n], "lengths": LENGTHS[:n]} for n in (4, 2, 1)]
+
+LAST_OF_HISTORY = """m (int64[n, HISTORY] ids, int64[n] lengths) => (float[n, k] y) {
+    h = Gather(w, ids)
+    one = Constant<value = int64 {1}>()  column = Constant<value = int64[3] {-1, 1, 1}>()
+    last = Sub(lengths, one)  position = Reshape(last, column)
+    dims = Shape(h)  two = Constant<value = int64 {2}>()  dim = Gather(dims, two)  none = Constant<value = int64 {-1}>()
+    zeroth = Constant<value = int64[1] {0}>()  a = Unsqueeze(none, zeroth)  b = Unsqueeze(dim, zeroth)
+    wanted = Concat<axis = 0>(a, a, b)
+    rank = Shape(wanted)  ones = ConstantOfShape<value = int64[1] {1}>(rank)  nones = Mul(ones, none)
+    open = Equal(wanted, nones)  shape = Where(open, ones, wanted)
+    whole = Expand(position, shape)
+    picked = GatherElements<axis = 1>(h, whole)
+    sizes = Shape(picked)  size = Gather(sizes, AXIS)  is_one = Equal(size, one)
+    first = Constant<value = int64[1] {1}>()
+    squeezed = If (is_one) <then_branch = t () => (float u) { u = Squeeze(picked, first) },
+                            else_branch = f () => (float v) { v = Identity(picked) }>
+    keep = Constant<value = int64[2] {-1, 4}>()  y = Reshape(squeezed, keep)
+}"""
+"""`h.gather(1, (lengths - 1).view(-1, 1, 1).expand(-1, -1, 4)).squeeze(1)`, as PyTorch's older exporter writes it."""
+
+
+def imported(tmp_path: Path, graph: str) -> tuple[ImportReport, list[str]]:
+    """A model that has been compared with the original, and the operators of its dense network."""
+    report = check(tmp_path, model_of(graph, {"w": table()}), *FEEDS)
+    network = onnx.load(report.version_dir / "dense.onnx")
+    return report, [node.op_type for node in network.graph.node]
+
+
+def test_a_squeeze_of_an_axis_of_one(tmp_path: Path) -> None:
+    """It is taken, although its size is found in several steps, and requests are joined."""
+    report, operators = imported(tmp_path, LAST_OF_HISTORY.replace("HISTORY", "3").replace("AXIS", "one"))
+
+    assert "If" not in operators
+    assert report.spec.joinable, report.notes
+
+
+@pytest.mark.parametrize("axis", ["zero", "open"])
+def test_a_size_that_requests_decide(tmp_path: Path, axis: str) -> None:
+    """The branch stays where the size is that of the batch, or of a history of any length."""
+    if axis == "zero":
+        graph = LAST_OF_HISTORY.replace("HISTORY", "3").replace("sizes, AXIS", "sizes, batch")
+        graph = graph.replace("h = Gather", "batch = Constant<value = int64 {0}>()  h = Gather", 1)
+    else:
+        graph = LAST_OF_HISTORY.replace("HISTORY", "l").replace("Shape(picked)", "Shape(ids)").replace("AXIS", "one")
+
+    report, operators = imported(tmp_path, graph)
+
+    assert "If" in operators
+    assert not report.spec.joinable
