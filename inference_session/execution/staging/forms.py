@@ -107,10 +107,11 @@ class TensorForm(ArrayForm):
     def shapes(self, open_sizes: NDArray[np.int64]) -> Shapes:
         # The number of samples, and that of requests, each of which has one context.
         first = int(open_sizes[0]), int(open_sizes[-1])
-        return {
-            name: (first[record["is_contexts"]], *record["sizes"][1 : record["rank"]].tolist())
-            for name, record in zip(self.names, self.inputs, strict=True)
-        }
+        shapes: Shapes = {}
+        for name, record in zip(self.names, self.inputs, strict=True):
+            num_rows, sizes = first[record["is_contexts"]], record["sizes"][1 : record["rank"]].tolist()
+            shapes[name] = (num_rows * sizes[0], *sizes[1:]) if record["is_flat"] else (num_rows, *sizes)
+        return shapes
 
     def constants(self, open_sizes: NDArray[np.int64]) -> NamedArrays:
         """See ArrayForm: of requests with a context, whose candidates are one block."""
@@ -173,14 +174,25 @@ def given_inputs(form: ArrayForm, memory: Memory, open_sizes: NDArray[np.int64],
 
 
 def enter_results(form: ArrayForm, results: Sequence[NDArray[Any]], open_sizes: NDArray[np.int64]) -> bool:
-    """Enter the key graph's results for a batch in their INPUT records; False: their rows are other than samples."""
+    """Enter the key graph's results for a batch in their INPUT records; False: their rows are other than samples.
+
+    Several rows for each sample, as `keys.view(-1)` gives, are divided evenly among requests: all that matters is that
+    the vectors have the order of the keys.
+    """
+    num_given = len(form.dtypes)
     num_rows = open_sizes[[0, -1] if form.ranks else [0]].tolist()
-    for record, array in zip(form.inputs[len(form.dtypes) :], results, strict=True):
-        if not 0 < array.ndim <= MAX_RANK or len(array) not in num_rows:
+    in_parts = (form.lookups["first_column"] >= 0) | (form.lookups["in_matrix"] != 0)
+    samplewise = {*form.lookups["keys"][in_parts].tolist()}
+    for number, (record, array) in enumerate(zip(form.inputs[num_given:], results, strict=True), num_given):
+        is_flat = array.ndim > 0 and len(array) not in num_rows
+        if is_flat and (form.ranks or number in samplewise or not len(array) or len(array) % num_rows[0]):
             return False
-        record["element_bytes"], record["rank"], record["address"] = array.itemsize, array.ndim, address_of(array)
-        record["sizes"][: array.ndim] = array.shape
-        record["is_contexts"] = len(array) != num_rows[0]
+        sizes = (num_rows[0], len(array) // num_rows[0], *array.shape[1:]) if is_flat else array.shape
+        if not 0 < len(sizes) <= MAX_RANK:
+            return False
+        record["element_bytes"], record["rank"], record["address"] = array.itemsize, len(sizes), address_of(array)
+        record["sizes"][: len(sizes)] = sizes
+        record["is_contexts"], record["is_flat"] = not is_flat and sizes[0] != num_rows[0], is_flat
     return True
 
 

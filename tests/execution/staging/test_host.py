@@ -506,6 +506,30 @@ def test_keys_that_a_graph_computes(
             np.testing.assert_array_equal(np.concatenate([each["y"] for each in found.split()]), expected)
 
 
+def test_keys_that_a_graph_puts_in_one_list(tmp_path: Path) -> None:
+    """Several rows for each sample, as `(ids + offsets).view(-1)` makes them, with pooling and without."""
+    text = """m (int64[n, 3] ids, int64[n, 2, 4] bags) => (float[n, 12] y, float[n, 8] z) {
+        a = Add(ids, shifts) list = Reshape(a, all) v = Gather(w, list) y = Reshape(v, threes)
+        b = Mod(bags, rows) pairs = Reshape(b, fours) u = Gather(w, pairs) p = ReduceSum<keepdims = 0>(u, last)
+        z = Reshape(p, eights) }"""
+    shapes = {"all": [-1], "threes": [-1, 12], "fours": [-1, 4], "eights": [-1, 8]}
+    constants = {name: np.array(shape) for name, shape in shapes.items()}
+    constants |= {"shifts": np.array([0, 300, 600]), "rows": np.array(1000), "last": np.array([1]), "w": table()}
+    report, rng = import_model(tmp_path, model_of(text, constants)), np.random.default_rng(0)
+    assert [lookup.pooling for lookup in report.spec.lookups] == ["none", "sum"]
+    with InferenceSession.open(report.version_dir) as session:
+        for num_requests, num_samples in ((1, 1), (3, 2), (1, 5), (1, 1), (2, 40), (3, 2), (1, 6)):
+            requests = [
+                {"ids": rng.integers(0, 300, (num_samples, 3)), "bags": rng.integers(0, 5000, (num_samples, 2, 4))}
+                for _ in range(num_requests)
+            ]
+            found = session.fast_path.run([array for each in requests for array in each.values()], num_requests)
+            assert found is not None
+            for request, answer in zip(requests, found.split(), strict=True):
+                for name, expected in run_network(tmp_path / "model.onnx", request).items():
+                    np.testing.assert_allclose(answer[name], expected, rtol=1e-5, atol=1e-6)
+
+
 def test_key_graphs_may_refuse_values(tmp_path: Path) -> None:
     """The one request gets the error, the others their answers, and later requests are staged as before."""
     text = """m (int64[n] at, int64[n] more) => (float[n, 4] y) {

@@ -49,6 +49,7 @@ INPUT = np.dtype(
         ("is_read", np.int64),  # by the network or the key graph
         ("makes_keys", np.int64),  # read by the key graph
         ("is_contexts", np.int64),  # each request has one row, whatever its number of samples is
+        ("is_flat", np.int64),  # the first two sizes are one in the result of the key graph
         ("vector_input", np.int64),  # number of the record whose last columns it is; -1: of none
         ("column_bytes", np.int64),  # distance from the beginning of the row there
         ("address", np.int64),  # where else it is read; of a result of the key graph, where it is
