@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hotrow.options import completion
 from hotrow.options.paths import FOLDER, FOLDER_OR_URL
 from hotrow.options.server import ServerAddress, server_options
 from hotrow.output.formatting import in_words
@@ -28,7 +29,7 @@ _RETRY_S = 5.0
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", shell_complete=completion.models)
 @click.option("--from", "brokers", required=True, metavar="KAFKA_URL", help="kafka://HOST:PORT[,HOST:PORT]")
 @click.option(
     "--source",

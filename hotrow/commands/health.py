@@ -6,12 +6,13 @@ import time
 
 import click
 
+from hotrow.options import completion
 from hotrow.options.numbers import Number
 from hotrow.options.server import ServerAddress, server_options
 
 
 @click.command()
-@click.option("--model", required=True, help="The model that must answer.")
+@click.option("--model", required=True, shell_complete=completion.models, help="The model that must answer.")
 @click.option(
     "--timeout",
     "timeout_s",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from hotrow.options import completion
 from hotrow.options.server import ServerAddress, server_options
 from hotrow.options.versions import VERSION
 from hotrow.output.progress import waiting
@@ -17,10 +18,11 @@ STILL_LOADING = (
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", shell_complete=completion.models)
 @click.option(
     "--version",
     type=VERSION,
+    shell_complete=completion.versions,
     help="Serve exactly this version.  [default: the newest, or as the version policy in config.pbtxt says]",
 )
 @click.option(

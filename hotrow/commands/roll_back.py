@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import click
 
 from hotrow.commands.load import STILL_LOADING
+from hotrow.options import completion
 from hotrow.options.server import ServerAddress, server_options
 from hotrow.output.progress import waiting
 from triton_backend.client.server import NoSuchVersionError, RemoteError, RemoteServer
@@ -16,7 +17,7 @@ _MAX_GAP = 100
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", shell_complete=completion.models)
 @server_options
 def command(model: str, address: ServerAddress) -> None:
     """Go back to the previous version of MODEL: the next lower number in the model's folder.

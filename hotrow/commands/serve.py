@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from hotrow.options import completion
 from hotrow.options.paths import FILE, FOLDER_OR_URL
 from hotrow.options.ports import port_options
 from hotrow.options.server import read_key
@@ -46,7 +47,14 @@ _OWN_FLAGS = {
     metavar="DIR|URL",
     help="The model repository, a folder per model.",
 )
-@click.option("--model", "models", multiple=True, metavar="NAME", help="Serve only this model; may be repeated.")
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    metavar="NAME",
+    shell_complete=completion.models,
+    help="Serve only this model; may be repeated.",
+)
 @click.option(
     "--host", default="127.0.0.1", show_default=True, help=("Address to listen on; 0.0.0.0 for all interfaces.")
 )

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 import numpy as np
 
+from hotrow.options import completion
 from hotrow.options.numbers import Number
 from hotrow.options.paths import FILE
 from hotrow.options.server import ServerAddress, server_options
@@ -22,8 +23,14 @@ _NOT_LOADED = ("not at ready state", "is not found")
 
 
 @click.command()
-@click.argument("model")
-@click.option("--version", type=VERSION, required=True, help="The version to test; it must be loaded.")
+@click.argument("model", shell_complete=completion.models)
+@click.option(
+    "--version",
+    type=VERSION,
+    required=True,
+    shell_complete=completion.versions,
+    help="The version to test; it must be loaded.",
+)
 @click.option(
     "--requests",
     type=FILE,
@@ -34,6 +41,7 @@ _NOT_LOADED = ("not at ready state", "is not found")
     "--compare-with",
     type=VERSION,
     metavar="OLD",
+    shell_complete=completion.versions,
     help=("Send the requests to this version too, and compare the answers."),
 )
 @click.option("--tolerance", type=Number(min=0), help="Largest difference allowed.  [default: no limit]")

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from hotrow.metrics.page import MetricsPage, page_url, unreadable
+from hotrow.options import completion
 from hotrow.options.server import ServerAddress, server_options
 from hotrow.output.formatting import counted
 from hotrow.output.streams import print_json
@@ -19,7 +20,7 @@ _LEAST_WIDTH = 8
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", shell_complete=completion.models)
 @server_options
 @click.option("--metrics-url", metavar="URL", help="http://HOST:8002/metrics: adds age and hit rate.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")

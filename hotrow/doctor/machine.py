@@ -24,7 +24,7 @@ from triton_backend.launcher.installation import (
     find_installation,
     libpython_directory,
 )
-from triton_backend.launcher.ports import reserved_ports
+from triton_backend.launcher.ports import reserved_ports, served_ports
 from triton_backend.launcher.reaper import SHARED_MEMORY
 
 LEAST_SHARED_BYTES = 64 << 20
@@ -171,16 +171,19 @@ def _is_left_over(path: Path) -> bool:
 
 
 def check_ports(host: str, ports: Iterable[int]) -> Iterator[Finding]:
+    served = served_ports()
     for flag, port in zip(("--http-port", "--grpc-port", "--metrics-port"), ports, strict=True):
-        yield _port(host, flag, port)
+        yield _port(host, flag, port, is_served=port in served)
 
 
-def _port(host: str, flag: str, port: int) -> Finding:
+def _port(host: str, flag: str, port: int, *, is_served: bool) -> Finding:
     try:
         with reserved_ports({flag: (host, port)}):
             return Finding(f"port {port}", "ok", f"free on {host}")
     except ConfigurationError as error:
         message, _, fix = str(error).partition("; ")
+        if is_served:
+            return Finding(f"port {port}", "ok", f"a running `hotrow serve` has it; for another server, {fix}")
         return Finding(f"port {port}", "problem", message, f"{fix}, or stop the process that listens there (ss -ltnp)")
 
 

@@ -68,7 +68,7 @@ def access_options(command: Callable[..., Any]) -> Callable[..., Any]:
         tls_key: Path | None,
         **options: Any,
     ) -> Any:
-        tls = _client_tls(tls_ca, tls_certificate, tls_key)
+        tls = client_tls(tls_ca, tls_certificate, tls_key)
         return command(*arguments, address=None if url is None else ServerAddress(url, key_file, tls), **options)
 
     decorated: Callable[..., Any] = with_address
@@ -84,7 +84,8 @@ def access_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return decorated
 
 
-def _client_tls(ca: Path | None, certificate: Path | None, key: Path | None) -> ClientTls | None:
+def client_tls(ca: Path | None, certificate: Path | None, key: Path | None) -> ClientTls | None:
+    """The client's side of TLS by the values of the options; ConfigurationError where they do not fit together."""
     if ca is not None:
         return ClientTls(ca, certificate, key)
     if certificate or key:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from hotrow.options import completion
 from hotrow.options.paths import LocalFolder
 from inference_session.model_spec import is_folder_name
 from inference_session.platform.staging import MAX_VERSION
@@ -19,7 +20,11 @@ def _model_name(ctx: click.Context, parameter: click.Parameter, value: str) -> s
 
 VERSION = click.IntRange(1, MAX_VERSION)
 name_option = click.option(
-    "--name", required=True, callback=_model_name, help="Name by which clients request the model."
+    "--name",
+    required=True,
+    callback=_model_name,
+    shell_complete=completion.models,
+    help="Name by which clients request the model.",
 )
 repository_option = click.option(
     "--repository", required=True, type=LocalFolder(), help="Model repository; created if it does not exist."

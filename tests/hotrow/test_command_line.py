@@ -18,14 +18,16 @@ import click
 import numpy as np
 import onnx
 import pytest
-from click.shell_completion import ShellComplete
+from click.shell_completion import CompletionItem, ShellComplete
 
 from hotrow import command_line
 from hotrow.command_line import main
+from inference_session.errors import UnavailableError
 from inference_session.tables.table_index import ensure_index
 from tests.testing import small_model
 from tests.testing.model_settings import add_settings
 from tests.testing.onnx_models import model_of, table
+from triton_backend.client.server import RemoteServer
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -522,5 +524,33 @@ def test_completion_loads_no_command() -> None:
 )
 def test_the_tab_key_completes_paths(words: str, kind: str) -> None:
     """Also where a command takes a path or a URL."""
-    completion = ShellComplete(command_line.cli, {}, "hotrow", "_HOTROW_COMPLETE")
-    assert [item.type for item in completion.get_completions(words.split(), "mo")] == [kind]
+    assert [item.type for item in _completed(words, "mo")] == [kind]
+
+
+def test_the_tab_key_completes_models_and_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a repository, if one is named; else of the server, and nothing where none answers."""
+    for name in ("ctr", "ctr2", "other", ".hidden"):
+        (tmp_path / name).mkdir()
+    index = [{"name": "ctr", "version": "1"}, {"name": "ctr", "version": "12"}, {"name": "new"}]
+
+    def repository_index(server: RemoteServer) -> list[dict[str, str]]:
+        if server._url == "here:1":
+            return index
+        raise UnavailableError
+
+    monkeypatch.setattr(RemoteServer, "repository_index", repository_index)
+
+    def values(words: str, incomplete: str = "") -> list[str]:
+        return [item.value for item in _completed(words, incomplete)]
+
+    assert values(f"serve --repository {tmp_path} --model", "c") == ["ctr", "ctr2"]
+    assert values(f"publish-version new --repository {tmp_path} --name", "o") == ["other"]
+    assert values("publish-version new --name") == []
+    assert values("health --url here:1 --model") == ["ctr", "new"]
+    assert values("roll-back --url here:1", "n") == ["new"]
+    assert values("load --url here:1 ctr --version") == ["1", "12"]
+    assert values("load --url away:1") == []
+
+
+def _completed(words: str, incomplete: str) -> list[CompletionItem]:
+    return ShellComplete(command_line.cli, {}, "hotrow", "_HOTROW_COMPLETE").get_completions(words.split(), incomplete)

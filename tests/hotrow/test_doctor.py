@@ -36,7 +36,9 @@ from tests.testing.hugectr_source import Source
 from tests.testing.model_settings import add_settings
 from tests.testing.servers import RedisServer, wait_until
 from tests.testing.triton_models import write_ctr
+from triton_backend.client.probe import SERVE_FOLDER_PREFIX
 from triton_backend.launcher import installation
+from triton_backend.launcher.ports import write_served_ports
 from triton_backend.launcher.reaper import SHARED_MEMORY
 
 _ANY_PORTS = (0, 0, 0)
@@ -75,6 +77,23 @@ def test_a_taken_port_is_a_problem() -> None:
     (finding,) = [finding for finding in found if finding.check == f"port {port}"]
     assert finding.level == "problem"
     assert "--grpc-port" in finding.fix
+
+
+def test_a_port_of_a_running_server_is_no_problem(tmp_path: Path) -> None:
+    """The machine serves already; only a second server would need another port."""
+    folder = tmp_path / f"{SERVE_FOLDER_PREFIX}x"
+    folder.mkdir()
+    code = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True)"
+    command = [sys.executable, "-S", "-c", f"{code}; time.sleep(1000)"]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        write_served_ports(folder, [port, 1, 2])
+        _, finding, _ = machine.check_ports("127.0.0.1", (0, port, 0))
+        server.kill()
+
+    assert (finding.check, finding.level) == (f"port {port}", "ok")
+    assert finding.message == "a running `hotrow serve` has it; for another server, choose another by --grpc-port"
 
 
 def test_no_server_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

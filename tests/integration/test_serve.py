@@ -26,6 +26,7 @@ from tests.testing.programs import PROGRAM_S
 from tests.testing.served import Serve, Served, is_running, name_of, shared_memory, start
 from tests.testing.servers import PATIENCE_S, wait_until
 from triton_backend.launcher.command import ServerCommand
+from triton_backend.launcher.ports import served_ports
 from triton_backend.launcher.server import ServerOptions, TritonServer
 from triton_backend.repository.servable import ServableModel
 
@@ -131,6 +132,8 @@ def test_serves_every_model_on_every_endpoint(linked: Served) -> None:
         echo(client, tritonclient.grpc)
     with urllib.request.urlopen(linked.metrics) as page:  # noqa: S310  a page of ours
         assert b"nv_inference_count" in page.read()
+    addresses = (linked.http, linked.grpc, linked.metrics.removesuffix("/metrics"))
+    assert {int(address.rpartition(":")[2]) for address in addresses} <= served_ports()
 
 
 def test_serves_the_models_asked_for(serve: Serve, repository: Path) -> None:

@@ -17,7 +17,7 @@ from triton_backend.client import probe
 from triton_backend.client.server import RESTRICTED_HEADER
 from triton_backend.client.tls import ServerTls
 from triton_backend.launcher.installation import Installation
-from triton_backend.launcher.ports import is_of_this_machine, reserved_ports
+from triton_backend.launcher.ports import is_of_this_machine, reserved_ports, write_served_ports
 from triton_backend.repository.servable import ServableModel, is_plain, ps_json_variables
 
 EXIT_TIMEOUT_S = 5
@@ -109,6 +109,7 @@ class ServerCommand:
         memory_prefix = f"hotrow_{os.getpid()}_{secrets.token_hex(4)}_"
         probe_key = secrets.token_hex(16)
         probe.write_key(folder, options.grpc_port, probe_key)
+        write_served_ports(folder, [options.port_of(endpoint) for endpoint in get_args(Endpoint)])
         arguments = (
             str(installation.executable),
             f"--backend-directory={backends}",

@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import json
 import random
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 
 from inference_session.errors import ConfigurationError
+from triton_backend.client.probe import SERVE_FOLDER_PREFIX
 
 _FREE = range(20_000, 30_000)
 """Where free ports are looked for: below those that Linux gives to outgoing connections (32,768 to 60,999)."""
 _NUM_TRIALS = 5
+_PORTS_FILE = "ports.json"
+"""In the folder of a server: where its clients reach it."""
 
 
 def authority(host: str, port: int) -> str:
@@ -24,6 +29,22 @@ def authority(host: str, port: int) -> str:
 def reachable(host: str) -> str:
     """Where this machine reaches what listens on a host: nobody connects to an address that means all of them."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
+
+
+def write_served_ports(folder: Path, ports: Collection[int]) -> None:
+    """Leave a server's ports in its folder, for `served_ports`."""
+    (folder / _PORTS_FILE).write_text(json.dumps(list(ports)), encoding="ascii")
+
+
+def served_ports() -> set[int]:
+    """The ports of the `hotrow serve`s that this user runs. Their servers work in the folders that have them."""
+    found: set[int] = set()
+    for working in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError, ValueError):  # of another user, or gone
+            folder = working.readlink()
+            if folder.name.startswith(SERVE_FOLDER_PREFIX):
+                found.update(json.loads((folder / _PORTS_FILE).read_text(encoding="ascii")))
+    return found
 
 
 def is_of_this_machine(host: str) -> bool:
