@@ -6,6 +6,7 @@ A snapshot is staged, then put in place file by file; the dense weights, which e
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from torch import Tensor
 from hotrow.training.checks import is_whole
 from hotrow.training.hugectr.snapshots.original_states import WAY_OUT, OriginalLayout
 from hotrow.training.hugectr.trainer.embedding import EmbeddingTable
+from hotrow.training.hugectr.trainer.optimizers import Rule
 from hotrow.training.hugectr.trainer.processes import Processes
 from hotrow.training.hugectr.trainer.trainer import Trainer
 from inference_session.errors import ConfigurationError, ModelFormatError
@@ -43,6 +45,7 @@ _ROWS_PER_WRITE = 1 << 20
 _BYTES_AT_ONCE = 8 << 20
 _STATISTICS = ".ntp.json"
 _KEYS = ".key"
+_WEIGHTS_NAME = re.compile(r"(?<!_opt)_dense_\d+\.model$")
 
 
 @dataclass(frozen=True)
@@ -243,7 +246,7 @@ def _read_statistics(path: Path, running: Sequence[tuple[Tensor, Tensor]]) -> li
 
 
 def load_dense_states(trainer: Trainer, place: str, params: DataSourceParams) -> None:
-    """Read optimizer states of the dense network; errors as `load_dense_weights`."""
+    """Read optimizer states of the dense network; errors as `load_dense_weights`, also where they are its weights."""
     optimizer = trainer.dense_optimizer
     about = _about_states(place, params, optimizer.rule.__class__.__name__)
     path = fetch(params.place_of(place))
@@ -251,8 +254,21 @@ def load_dense_states(trainer: Trainer, place: str, params: DataSourceParams) ->
     num_halves = path.stat().st_size // 2 if path.exists() and not about else -1
     # HugeCTR 3 writes halves in mixed precision.
     count = _num_elements(tensors)
-    _fill(tensors, _floats(path, count, "<f2" if num_halves == count else "<f4"))
+    floats = _floats(path, count, "<f2" if num_halves == count else "<f4")
+    if not about:
+        _refuse_weights(place, floats, optimizer.rule)
+    _fill(tensors, floats)
     optimizer.num_steps = about.get("num_steps", 0)
+
+
+def _refuse_weights(place: str, floats: NDArray[np.float32], rule: Rule) -> None:
+    """Raise where states that HugeCTR wrote are none: only the file's name and its values may show that."""
+    by_name = zip(rule.state_names, np.split(floats, max(len(rule.state_names), 1)), strict=False)
+    if _WEIGHTS_NAME.search(place) or any((values < 0).any() for name, values in by_name if name in rule.squares):
+        raise ModelFormatError(
+            f"{place}: not optimizer states of {rule.__class__.__name__!r}, but perhaps dense weights; HugeCTR names "
+            "states <prefix>_opt_dense_<iteration>.model"
+        )
 
 
 def load_tables(tables: Sequence[tuple[EmbeddingTable, str]], params: DataSourceParams, key_type: KeyType) -> None:

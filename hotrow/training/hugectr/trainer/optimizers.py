@@ -20,6 +20,8 @@ class Rule(RowOptimizer):
     """Updates the weights of a network, or rows of a table. The caller keeps its states, as large as the weights."""
 
     state_names: tuple[str, ...] = ()
+    squares: tuple[str, ...] = ()
+    """Those of the states that are sums or means of squares, and so never negative."""
     first_state = 0.0
     """The initial value of the states."""
     moves_untouched = False
@@ -50,6 +52,7 @@ class Adam(Rule):
     """Adam; HugeCTR adds epsilon to the root before bias correction."""
 
     state_names = ("m", "v")
+    squares = ("v",)
     moves_untouched = True
 
     def update(self, vectors: Tensor, gradients: Tensor, states: Mapping[str, Tensor], step: int) -> None:
@@ -105,6 +108,7 @@ class AdaGrad(Rule):
     """AdaGrad."""
 
     state_names = ("sum",)
+    squares = ("sum",)
 
     def __init__(self, params: OptParamsPy) -> None:
         super().__init__(params)
@@ -156,6 +160,7 @@ class Ftrl(Rule):
     """Follow the regularized leader."""
 
     state_names = ("z", "n")
+    squares = ("n",)
 
     @property
     def original_states(self) -> tuple[str, ...]:

@@ -7,11 +7,13 @@ import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -591,6 +593,26 @@ def test_files_of_another_model_are_refused(small: Path) -> None:
     model.load_sparse_weights(["a0_sparse_1.model"])
     with pytest.raises(ModelFormatError, match=r"a0_opt_sparse_1\.model\.json, which belongs to it, is missing"):
         model.load_sparse_optimizer_states(["a0_opt_sparse_1.model"])
+
+
+@pytest.mark.parametrize("kind", [Optimizer_t.Adam, Optimizer_t.AdaGrad, Optimizer_t.MomentumSGD])
+def test_dense_weights_are_no_optimizer_states(small: Path, kind: Optimizer_t) -> None:
+    """They have the size of one state, and of two in halves. Some values show it, which are no sums of squares."""
+    model = make_model(replace(SMALL, optimizer={"optimizer_type": kind}), small)
+    model.start_data_reading()
+    model.train()
+    model.save_params_to_files("a", 1)
+    shutil.copy("a_dense_1.model", "renamed.model")
+    shown = ["a_dense_1.model"] if kind is Optimizer_t.MomentumSGD else ["a_dense_1.model", "renamed.model"]
+    before = [{name: state.clone() for name, state in own.items()} for own in model.trainer.dense_optimizer.states]
+
+    for place in shown:
+        with pytest.raises(
+            ModelFormatError, match=f"{place}: not optimizer states of '{kind.name}', but perhaps dense"
+        ):
+            model.load_dense_optimizer_states(place)
+    for old, own in zip(before, model.trainer.dense_optimizer.states, strict=True):
+        assert all(torch.equal(old[name], state) for name, state in own.items())
 
 
 @pytest.mark.parametrize(
