@@ -112,9 +112,9 @@ def write_contents(folder: Path, rows_per_table: int) -> Contents:
 
 def publish(contents: Contents, repository: Path, version: int) -> None:
     """Put one of the contents into the repository, as links to its files."""
-    staged = repository / MODEL / f".tmp-{version}"
-    shutil.copytree(contents.folders[version % 2], staged, copy_function=os.link)
-    staged.rename(repository / MODEL / str(version))
+    draft = repository / MODEL / f".tmp-{version}"
+    shutil.copytree(contents.folders[version % 2], draft, copy_function=os.link)
+    draft.rename(repository / MODEL / str(version))
 
 
 def ask(url: str, contents: Contents, pace_s: float, *, seed: int, stop: Event, results: Any) -> None:

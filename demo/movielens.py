@@ -208,9 +208,9 @@ def _download(folder: Path) -> None:
 def _unpack(wheel: Path, cache: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         for name in FILES:
-            staged = cache / f".tmp-{name}"
-            staged.write_bytes(archive.read(f"{FOLDER}/{name}"))
-            staged.replace(cache / name)
+            draft = cache / f".tmp-{name}"
+            draft.write_bytes(archive.read(f"{FOLDER}/{name}"))
+            draft.replace(cache / name)
 
 
 def _rows(path: Path) -> list[list[str]]:

@@ -12,7 +12,7 @@ from hotrow.options.paths import FILE, FOLDER
 from hotrow.output.progress import byte_progress
 from hotrow.output.streams import print_json
 from inference_session.errors import CanaryError
-from inference_session.platform.staging import next_version
+from inference_session.platform.drafts import next_version
 from inference_session.version_directory.session_file import read_spec
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ def command(
 
     found: list[AnswerQuality] = []
 
-    def accept(staging: Path) -> None:
-        found.append(compare(version_dir, staging, requests or _canary(version_dir), labels))
+    def accept(draft: Path) -> None:
+        found.append(compare(version_dir, draft, requests or _canary(version_dir), labels))
         if max_error is not None and not found[0].largest <= max_error:
             click.echo(str(found[0]), err=True)
             raise CanaryError(f"{_too_far(found[0], max_error)}; nothing was written")

@@ -7,7 +7,7 @@ import click
 from hotrow.options import completion
 from hotrow.options.paths import LocalFolder
 from inference_session.model_spec import is_folder_name
-from inference_session.platform.staging import MAX_VERSION
+from inference_session.platform.drafts import MAX_VERSION
 
 
 def _model_name(ctx: click.Context, parameter: click.Parameter, value: str) -> str:

@@ -145,9 +145,9 @@ def export_keras(model: Any, repository: Path, name: str) -> int:
     """
     began = datetime.now(timezone.utc).isoformat()
 
-    def complete(staging: Path, spec: ModelSpec) -> None:
-        write_spec(replace(spec, settings={**spec.settings, "update_since": began}, source=model.name), staging)
-        write_model_config(staging, spec, name)
+    def complete(draft: Path, spec: ModelSpec) -> None:
+        write_spec(replace(spec, settings={**spec.settings, "update_since": began}, source=model.name), draft)
+        write_model_config(draft, spec, name)
 
     with tempfile.TemporaryDirectory(prefix="hotrow-keras-") as folder:
         path = Path(folder) / "model.onnx"

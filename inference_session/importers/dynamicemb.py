@@ -17,9 +17,9 @@ from inference_session.errors import ModelFormatError
 from inference_session.importers.report import ImportReport
 from inference_session.kernels.records import FLOAT_BYTES, KEY_BYTES
 from inference_session.model_spec import KEY_FILE, TABLES_FOLDER, VECTOR_FILE, ModelSpec, TableSpec, folder_names
+from inference_session.platform.drafts import draft_version
 from inference_session.platform.large_pages import open_for_writing
 from inference_session.platform.progress import Progress
-from inference_session.platform.staging import stage_version
 from inference_session.requests.hugectr_csr import tables_alone
 from inference_session.tables.table_index import build_index
 from inference_session.version_directory.publishing import finish_version
@@ -43,17 +43,17 @@ def import_dynamicemb(
         dump: the folder that was dumped into; collections may be in folders below it.
         version: None: one above the highest that exists.
         progress: called with the bytes of tables written.
-        complete: called with the staged version before it appears.
+        complete: called with the draft before it appears.
 
     Raises:
         ModelFormatError: a file is missing, or has an impossible size; names it.
         ConfigurationError: the version exists.
     """
     tables = _find(dump)
-    with stage_version(repository, name, version) as (staging, version_dir):
-        written = [table.write(staging, folder, progress) for table, folder in _placed(tables)]
+    with draft_version(repository, name, version) as (draft, version_dir):
+        written = [table.write(draft, folder, progress) for table, folder in _placed(tables)]
         spec = tables_alone(written, source="DynamicEmb")
-        finish_version(staging, spec, progress, complete)
+        finish_version(draft, spec, progress, complete)
     return ImportReport(version_dir, spec)
 
 
@@ -101,9 +101,9 @@ class _DumpedTable:
             )
         return next(iter(dims))
 
-    def write(self, staging: Path, folder: str, progress: Progress | None) -> TableSpec:
+    def write(self, draft: Path, folder: str, progress: Progress | None) -> TableSpec:
         """Concatenate the ranks' files."""
-        dim, target = self.embedding_dim, staging / TABLES_FOLDER / folder
+        dim, target = self.embedding_dim, draft / TABLES_FOLDER / folder
         target.mkdir(parents=True)
         _join([part.keys for part in self.parts], target / KEY_FILE, progress)
         _join([part.values for part in self.parts], target / VECTOR_FILE, progress)

@@ -16,8 +16,8 @@ from threading import Event
 from inference_session.errors import ConfigurationError, ModelFormatError, SourceError, UnavailableError
 from inference_session.model_source.base import Entry
 from inference_session.model_source.create import create_source, split_place
+from inference_session.model_source.draft_copy import DraftCopy
 from inference_session.model_source.inventory import Inventory
-from inference_session.model_source.staged_copy import StagedCopy
 from inference_session.model_source.transfer import NUM_CHUNKS, FileTransfer, read_ahead
 from inference_session.platform.daemon_threads import DaemonThreads
 from inference_session.platform.progress import Progress
@@ -53,7 +53,7 @@ class Copy:
         self._target = target
         self._origin = create_source(source)
         self._place = create_source(folder)
-        self._staged = StagedCopy(self._place, self._name)
+        self._draft = DraftCopy(self._place, self._name)
         try:
             self._inventory = Inventory.of(self._origin)
             self._is_there = self._refuse_bad_target()
@@ -77,25 +77,25 @@ class Copy:
                 copies to the target, or the source changes all the time. Run it again.
         """
         if not self._is_there:
-            with self._staged.hold():
+            with self._draft.hold():
                 if not self._refuse_bad_target():  # else another process has completed the copy meanwhile
                     return self._copy(progress or _ignore)
         self._compare(progress or _ignore)
-        self._staged.tidy_up()
+        self._draft.tidy_up()
         return CopyReport(len(self._inventory.files), self.num_bytes, self.num_bytes)
 
     def _copy(self, progress: Progress) -> CopyReport:
         """See `run`."""
         num_resumed = 0
         for _ in range(MAX_ROUNDS):
-            kept = self._staged.prepare(self._origin.name_of(""), self._inventory)
+            kept = self._draft.prepare(self._origin.name_of(""), self._inventory)
             num_resumed = num_resumed or sum(kept.values())
             self._place.check_space(self.num_bytes - sum(kept.values()))
             failure = self._transfer(kept, progress)
             if self._is_unchanged():
                 if failure is not None:
                     raise failure
-                self._staged.publish()
+                self._draft.publish()
                 return CopyReport(len(self._inventory.files), self.num_bytes, num_resumed)
         raise UnavailableError(f"{self._origin.name_of('')}: its files changed while they were copied")
 
@@ -147,8 +147,8 @@ class Copy:
                     self._origin,
                     entry,
                     self._place,
-                    self._staged.path_of(entry.path),
-                    num_staged=kept.get(entry.path),
+                    self._draft.path_of(entry.path),
+                    num_in_draft=kept.get(entry.path),
                     sha256=self._inventory.checksums.get(entry.path),
                     readers=readers,
                     progress=progress,

@@ -26,8 +26,8 @@ from inference_session.model_source.copy import Copy
 from inference_session.model_source.create import create_source, is_url, split_place
 from inference_session.model_source.inventory import Inventory
 from inference_session.platform.boot import boot_id
+from inference_session.platform.drafts import working_folder
 from inference_session.platform.progress import Progress
-from inference_session.platform.staging import working_folder
 from inference_session.platform.user_cache import cache_folder, hashed_name, least_recent_first, lock_file, make_private
 from inference_session.version_directory import manifest
 

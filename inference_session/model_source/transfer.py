@@ -45,7 +45,7 @@ class FileTransfer:
     entry: Entry
     place: ModelSource
     target: str
-    num_staged: int | None
+    num_in_draft: int | None
     """Bytes that an earlier run has written there; None: the file does not exist."""
     sha256: str | None
     """From a manifest."""
@@ -64,15 +64,15 @@ class FileTransfer:
             ModelFormatError: the file is not what the manifest says.
             OSError, UnavailableError: as of ModelSource.
         """
-        if self.num_staged == self.entry.num_bytes:
+        if self.num_in_draft == self.entry.num_bytes:
             self._report(self.entry.num_bytes)
             if self.sha256 in (None, self._stored_sha256()):
                 return
             self.place.remove(self.target)
         stored = self._write()
-        if self.sha256 not in (None, stored) and self.num_staged:
+        if self.sha256 not in (None, stored) and self.num_in_draft:
             # The bytes of an earlier run were damaged since: copy again, from the start.
-            self.num_staged = 0
+            self.num_in_draft = 0
             self.place.remove(self.target)
             stored = self._write()
         self._compare(stored)

@@ -32,32 +32,32 @@ def open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
-def write_whole(path: Path, *parts: bytes, mode: int = 0o666, staged_in: Path | None = None) -> None:
+def write_whole(path: Path, *parts: bytes, mode: int = 0o666, draft_in: Path | None = None) -> None:
     """Write a file and flush it to the disk, then rename it into place; a file that was there stays where that fails.
 
     Args:
         parts: the content, one after the other.
         mode: permissions of the file, less those that the process withholds.
-        staged_in: a folder of the same file system, where a process that is killed leaves the half; None: the file's.
+        draft_in: a folder of the same file system, where a process that is killed leaves the half; None: the file's.
 
     Raises:
         OSError: with the name of the file.
     """
     # Several threads may write the same file, and processes of one number in several containers: each renames its own.
-    staged = (staged_in or path.parent) / f".tmp-{secrets.token_hex(8)}-{path.name}"
+    draft = (draft_in or path.parent) / f".tmp-{secrets.token_hex(8)}-{path.name}"
     try:
-        staged.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         # Where others may write to the folder, a link of theirs must not be followed.
-        with os.fdopen(os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             for part in parts:
                 file.write(part)
             file.flush()
             os.fsync(file.fileno())
-        staged.replace(path)
+        draft.replace(path)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
-        staged.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
 
 
 def write_chosen(path: Path, content: bytes) -> None:

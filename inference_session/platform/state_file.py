@@ -17,7 +17,7 @@ from inference_session.platform.user_cache import make_private
 _MAGIC = b"hotrow state 1\n"
 _DIGEST_BYTES = 32
 _ABANDONED_S = 3600
-"""Age at which a staged file is known to be that of a process that was killed."""
+"""Age at which a draft is known to be that of a process that was killed."""
 
 _log = logging.getLogger(__name__)
 
@@ -32,10 +32,10 @@ def write_state(path: Path, content: bytes) -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    for staged in path.parent.glob(f".tmp-*-{path.name}"):
+    for draft in path.parent.glob(f".tmp-*-{path.name}"):
         with contextlib.suppress(FileNotFoundError):  # its writer has just renamed it
-            if time.time() - staged.stat().st_mtime > _ABANDONED_S:
-                staged.unlink()
+            if time.time() - draft.stat().st_mtime > _ABANDONED_S:
+                draft.unlink()
     # Keys may identify people.
     write_whole(path, _MAGIC, hashlib.sha256(content).digest(), content, mode=0o600)
 

@@ -21,9 +21,9 @@ from inference_session.model_source import Copy, create_source, is_url
 from inference_session.model_source.create import split_place
 from inference_session.model_source.fetch import folder_for_links
 from inference_session.model_spec import KEY_FILE, VECTOR_FILE, ModelSpec
+from inference_session.platform.drafts import draft_folder
 from inference_session.platform.large_pages import open_for_writing
 from inference_session.platform.progress import Progress
-from inference_session.platform.staging import stage_folder
 from inference_session.rows.base import Rows
 from inference_session.tables.base import RowBatch
 
@@ -75,8 +75,8 @@ def _refuse_existing(target: str | Path) -> None:
 def _written_locally(target: str | Path) -> Iterator[Path]:
     """Yield a folder of this machine to write to; its final contents become the target."""
     if not is_url(target):
-        with stage_folder(Path(target).absolute()) as staging:
-            yield staging
+        with draft_folder(Path(target).absolute()) as draft:
+            yield draft
         return
     with folder_for_links("dump") as folder:
         yield folder

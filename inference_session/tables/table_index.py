@@ -28,10 +28,10 @@ from numpy.typing import NDArray
 from inference_session.errors import ModelFormatError
 from inference_session.kernels.cpu.hash_index import BUCKET_BYTES, MAX_ROWS, count_keys, insert_rows
 from inference_session.model_spec import INDEX_FILE
+from inference_session.platform.drafts import flush
 from inference_session.platform.file_locks import locked
 from inference_session.platform.large_pages import write_zeros
 from inference_session.platform.progress import Progress
-from inference_session.platform.staging import flush
 
 PARTIAL_FILE = "index.partial"
 ROWS_PER_STEP = 1 << 20

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from inference_session.errors import UnavailableError
-from inference_session.platform.staging import MAX_VERSION
+from inference_session.platform.drafts import MAX_VERSION
 from inference_session.update_stream.kafka_client import (
     BrokerErrors,
     Consumer,

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from inference_session.errors import ConfigurationError, InvalidRequestError, StoreError, UnavailableError
 from inference_session.model_spec import folder_names
-from inference_session.platform.staging import MAX_VERSION
+from inference_session.platform.drafts import MAX_VERSION
 from inference_session.requests.caller_arrays import as_keys
 from inference_session.update_stream.announcements import KEY
 from inference_session.update_stream.encodings import (

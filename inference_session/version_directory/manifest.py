@@ -55,7 +55,7 @@ class FileEntry:
 def write_manifest(
     directory: Path, progress: Progress | None = None, *, known: Mapping[str, str] | None = None
 ) -> None:
-    """Write MANIFEST.json for the files of a version directory that is being staged.
+    """Write MANIFEST.json for the files of a draft.
 
     Args:
         progress: called with the bytes that are read for their checksums.

@@ -27,9 +27,9 @@ from inference_session.model_spec import (
     TableSpec,
 )
 from inference_session.platform.disk_space import check_space
+from inference_session.platform.drafts import draft_version
 from inference_session.platform.large_pages import copy_file, open_for_writing
 from inference_session.platform.progress import Progress
-from inference_session.platform.staging import stage_version
 from inference_session.platform.user_cache import state_folder
 from inference_session.tables.table_file import TableFile
 from inference_session.version_directory import manifest
@@ -132,7 +132,7 @@ def publish_version(
         folder: in the native layout, anywhere; it is not changed.
         version: None: one above the highest that exists.
         progress: called with the bytes that have been read.
-        complete: called with the staged version before it appears, to add what a server needs (config.pbtxt); if it
+        complete: called with the draft before it appears, to add what a server needs (config.pbtxt); if it
             raises, nothing is published.
 
     Raises:
@@ -146,16 +146,16 @@ def publish_version(
     for table in spec.tables:
         _check_table(folder / TABLES_FOLDER / table.folder, table)
     entries = manifest.read_manifest(folder)
-    with stage_version(repository, name, version) as (staging, version_dir):
+    with draft_version(repository, name, version) as (draft, version_dir):
         published = PublishedFiles(version_dir.parent)
         needed = sum(entry.num_bytes for entry in entries if not published.find(entry))
         check_space(repository, needed, "the version needs")
-        linked = {entry: _take(folder, staging, entry, published, progress) for entry in entries}
-        (staging / MANIFEST_FILE).write_bytes((folder / MANIFEST_FILE).read_bytes())
-        _take_indexes(folder, staging, spec, linked)
-        check_networks(staging, str(folder))
+        linked = {entry: _take(folder, draft, entry, published, progress) for entry in entries}
+        (draft / MANIFEST_FILE).write_bytes((folder / MANIFEST_FILE).read_bytes())
+        _take_indexes(folder, draft, spec, linked)
+        check_networks(draft, str(folder))
         if complete:
-            complete(staging, spec)
+            complete(draft, spec)
         published.remember_linked()
     linked_bytes = sum(entry.num_bytes for entry, path in linked.items() if path)
     copied_bytes = sum(entry.num_bytes for entry in entries) - linked_bytes
@@ -163,26 +163,26 @@ def publish_version(
 
 
 def finish_version(
-    staging: Path, spec: ModelSpec, progress: Progress | None, complete: Callable[[Path, ModelSpec], object] | None
+    draft: Path, spec: ModelSpec, progress: Progress | None, complete: Callable[[Path, ModelSpec], object] | None
 ) -> None:
-    """Write session.json and the manifest of a staged version, and share its files with the model's other versions.
+    """Write session.json and the manifest of a draft, and share its files with the model's other versions.
 
     `complete` is called between the two, to add what a server needs. Raises what `check_networks` does.
     """
-    write_spec(spec, staging)
-    check_networks(staging, spec.source)
+    write_spec(spec, draft)
+    check_networks(draft, spec.source)
     if complete:
-        complete(staging, spec)
-    manifest.write_manifest(staging, progress)
-    share_unchanged(staging)
+        complete(draft, spec)
+    manifest.write_manifest(draft, progress)
+    share_unchanged(draft)
 
 
-def share_unchanged(staging: Path) -> int:
-    """Let a staged version with a manifest share files with the model's other versions; returns the bytes saved."""
-    published = PublishedFiles(staging.parent)
+def share_unchanged(draft: Path) -> int:
+    """Let a draft with a manifest share files with the model's other versions; returns the bytes saved."""
+    published = PublishedFiles(draft.parent)
     shared_bytes = 0
-    for entry in manifest.read_manifest(staging):
-        path, spare = staging / entry.path, staging / ".tmp-own"
+    for entry in manifest.read_manifest(draft):
+        path, spare = draft / entry.path, draft / ".tmp-own"
         path.rename(spare)
         if published.link(entry, path):
             spare.unlink()
@@ -207,16 +207,16 @@ def _check_table(folder: Path, table: TableSpec) -> None:
             )
 
 
-def check_networks(staging: Path, source: str) -> None:
+def check_networks(draft: Path, source: str) -> None:
     """Refuse networks that cannot be opened, or that end the process that opens them: see `try_to_open`."""
-    try_to_open([staging / name for name in NETWORK_FILES if (staging / name).exists()], source)
+    try_to_open([draft / name for name in NETWORK_FILES if (draft / name).exists()], source)
 
 
 def _take(
-    folder: Path, staging: Path, entry: FileEntry, published: PublishedFiles, progress: Progress | None
+    folder: Path, draft: Path, entry: FileEntry, published: PublishedFiles, progress: Progress | None
 ) -> Path | None:
-    """Link or copy one file into the staged version; returns the file of another version if it is a link to one."""
-    source, target = folder / entry.path, staging / entry.path
+    """Link or copy one file into the draft; returns the file of another version if it is a link to one."""
+    source, target = folder / entry.path, draft / entry.path
     target.parent.mkdir(parents=True, exist_ok=True)
     shared = published.link(entry, target)
     checksum = manifest.sha256_of(source, progress) if shared else _copy(source, target, progress)
@@ -251,14 +251,14 @@ def link_file(path: Path, target: Path) -> bool:
     return False
 
 
-def _take_indexes(folder: Path, staging: Path, spec: ModelSpec, linked: Mapping[FileEntry, Path | None]) -> None:
+def _take_indexes(folder: Path, draft: Path, spec: ModelSpec, linked: Mapping[FileEntry, Path | None]) -> None:
     """Share the index of a table whose keys are shared, copy others. A damaged index is left out, and built again when
     the version is opened.
     """
     origins = {entry.path.as_posix(): path for entry, path in linked.items()}
     for table in spec.tables:
         place = Path(TABLES_FOLDER, table.folder)
-        keys, target = origins.get((place / KEY_FILE).as_posix()), staging / place / INDEX_FILE
+        keys, target = origins.get((place / KEY_FILE).as_posix()), draft / place / INDEX_FILE
         is_linked = keys is not None and link_file(keys.with_name(INDEX_FILE), target)
         if not is_linked and target.parent.exists() and (folder / place / INDEX_FILE).exists():
             copy_file(folder / place / INDEX_FILE, target)

@@ -22,9 +22,9 @@ from inference_session.model_spec import (
     bytes_per_row,
 )
 from inference_session.platform.disk_space import check_space
+from inference_session.platform.drafts import draft_folder
 from inference_session.platform.large_pages import copy_file, open_for_writing
 from inference_session.platform.progress import Progress
-from inference_session.platform.staging import stage_folder
 from inference_session.tables.quantized_rows import dequantize_rows, quantize_rows
 from inference_session.version_directory import manifest
 from inference_session.version_directory.publishing import link_file
@@ -52,8 +52,8 @@ def narrowed(spec: ModelSpec, dtype: VectorType) -> ModelSpec:
     return replace(spec, tables=tuple(tables))
 
 
-def quantize_tables(staging: Path, spec: ModelSpec, dtype: VectorType, progress: Progress | None = None) -> ModelSpec:
-    """Rewrite the tables of a staged version as `narrowed` says; returns the new spec. Tables are streamed.
+def quantize_tables(draft: Path, spec: ModelSpec, dtype: VectorType, progress: Progress | None = None) -> ModelSpec:
+    """Rewrite the tables of a draft as `narrowed` says; returns the new spec. Tables are streamed.
 
     Files are replaced, not written to, so that other hard links to them do not change. The caller writes
     session.json and the manifest. `progress` is called with the bytes read.
@@ -63,7 +63,7 @@ def quantize_tables(staging: Path, spec: ModelSpec, dtype: VectorType, progress:
     """
     after = narrowed(spec, dtype)
     for old, new in _changed_tables(spec, after):
-        folder = staging / TABLES_FOLDER / old.folder
+        folder = draft / TABLES_FOLDER / old.folder
         written = folder / f".tmp-{VECTOR_FILE}"
         _rewrite(folder / VECTOR_FILE, written, old, new.dtype, progress)
         written.replace(folder / VECTOR_FILE)
@@ -85,7 +85,7 @@ def quantize_version(
         target: the new version directory, which must not exist.
         dtype: see `narrowed`.
         progress: called with the bytes verified, the bytes of tables read, and the bytes of the new version.
-        accept: called with the staged version; if it raises, nothing is written.
+        accept: called with the draft; if it raises, nothing is written.
 
     Raises:
         ConfigurationError: no table would become smaller, or the target exists.
@@ -100,16 +100,16 @@ def quantize_version(
     if target.exists():
         raise ConfigurationError(f"{target}: already exists; choose another --output")
     manifest.verify(version_dir, checksums=True, progress=progress)
-    with stage_folder(target) as staging:
+    with draft_folder(target) as draft:
         needed = sum(new.num_rows * new.row_bytes for _, new in _changed_tables(before, after))
         check_space(target.parent, needed, "the quantized tables need")
-        _share_other_files(version_dir, staging, before, after)
+        _share_other_files(version_dir, draft, before, after)
         for old, new in _changed_tables(before, after):
             place = Path(TABLES_FOLDER, old.folder, VECTOR_FILE)
-            _rewrite(version_dir / place, staging / place, old, new.dtype, progress)
-        manifest.describe_version(after, staging, progress)
+            _rewrite(version_dir / place, draft / place, old, new.dtype, progress)
+        manifest.describe_version(after, draft, progress)
         if accept:
-            accept(staging)
+            accept(draft)
     return QuantizedVersion(before, after)
 
 
@@ -117,16 +117,16 @@ def _changed_tables(before: ModelSpec, after: ModelSpec) -> Iterator[tuple[Table
     return ((old, new) for old, new in zip(before.tables, after.tables, strict=True) if old != new)
 
 
-def _share_other_files(version_dir: Path, staging: Path, before: ModelSpec, after: ModelSpec) -> None:
+def _share_other_files(version_dir: Path, draft: Path, before: ModelSpec, after: ModelSpec) -> None:
     """Link, or else copy, all files that quantizing does not change, including indexes, as the keys stay the same."""
     rewritten = {PurePosixPath(TABLES_FOLDER, old.folder, VECTOR_FILE) for old, _ in _changed_tables(before, after)}
     rewritten.add(PurePosixPath(SESSION_FILE))
     listed = [entry.path for entry in manifest.read_manifest(version_dir)]
     indexes = [PurePosixPath(TABLES_FOLDER, table.folder, INDEX_FILE) for table in before.tables]
     for path in (*listed, *(path for path in indexes if (version_dir / path).is_file())):
-        (staging / path).parent.mkdir(parents=True, exist_ok=True)
-        if path not in rewritten and not link_file((version_dir / path).resolve(), staging / path):
-            copy_file(version_dir / path, staging / path)
+        (draft / path).parent.mkdir(parents=True, exist_ok=True)
+        if path not in rewritten and not link_file((version_dir / path).resolve(), draft / path):
+            copy_file(version_dir / path, draft / path)
 
 
 def _rewrite(source: Path, target: Path, table: TableSpec, dtype: VectorType, progress: Progress | None) -> None:

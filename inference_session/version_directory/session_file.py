@@ -30,7 +30,7 @@ _USUAL_TYPES = frozenset(
 
 
 def write_spec(spec: ModelSpec, directory: Path) -> None:
-    """Write session.json into a version directory that is being staged."""
+    """Write session.json into a draft."""
     document = {"format": FORMAT, **asdict(spec)}
     text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
     (directory / SESSION_FILE).write_text(text + "\n", encoding="utf-8")

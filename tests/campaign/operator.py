@@ -12,7 +12,7 @@ import pytest
 
 from inference_session import InferenceSession
 from inference_session.errors import HotrowError, UnavailableError
-from inference_session.platform.staging import exchange
+from inference_session.platform.drafts import exchange
 from inference_session.version_directory.publishing import publish_version
 from tests.campaign.contents import MODEL, write_version
 from tests.campaign.expectations import Content, Expectations, Permit, Writer

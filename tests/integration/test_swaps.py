@@ -22,7 +22,7 @@ from tritonclient.utils import InferenceServerException
 from inference_session import InferenceSession
 from inference_session.errors import HotrowError
 from inference_session.importers.onnx import import_onnx
-from inference_session.platform.staging import exchange
+from inference_session.platform.drafts import exchange
 from inference_session.rows.hot_keys import read_hot_keys
 from inference_session.version_directory.manifest import write_manifest
 from tests.testing.command_line import hotrow

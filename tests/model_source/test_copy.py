@@ -16,7 +16,7 @@ import pytest
 
 from inference_session.errors import ConfigurationError, ModelFormatError, UnavailableError
 from inference_session.model_source import Copy, ModelSource, create_source, transfer
-from inference_session.model_source.staged_copy import StagedCopy
+from inference_session.model_source.draft_copy import DraftCopy
 from inference_session.model_source.transfer import FileTransfer
 from inference_session.tables.table_file import write_table
 from inference_session.version_directory import manifest
@@ -171,7 +171,7 @@ def test_a_copy_killed_between_its_last_steps_is_tidied_up(
 ) -> None:
     """The same command completes a whole target whose run did not get to remove its temporary files."""
     with monkeypatch.context() as patch:
-        patch.setattr(StagedCopy, "tidy_up", lambda _self: interrupted_after(0)(0))
+        patch.setattr(DraftCopy, "tidy_up", lambda _self: interrupted_after(0)(0))
         with pytest.raises(_InterruptError):
             copy(origin, target)
 
@@ -227,7 +227,7 @@ def test_an_interrupted_copy_goes_on_at_its_byte(origin: str, target: str) -> No
     with create_source(target.rpartition("/")[0]) as place:
         assert place.stat("copy") is None
         # A DataNode takes a moment to notice that its writer has gone, and to close the file.
-        wait_until(lambda: num_staged(place, "copy") > 0, "what was written to be counted")
+        wait_until(lambda: num_in_draft(place, "copy") > 0, "what was written to be counted")
 
     resumed = copy(f"{origin}/large", target)
 
@@ -314,9 +314,9 @@ def test_what_was_damaged_at_the_target_is_copied_anew(version: Path, target: st
         copy(str(version), target, interrupted_after(total))
     folder, _, name = target.rpartition("/")
     with create_source(folder) as place:
-        staged = f".tmp-{name}/content/tables/hashed/emb_vector"
-        place.remove(staged)
-        put(place, staged, b"x" * 240)
+        draft = f".tmp-{name}/content/tables/hashed/emb_vector"
+        place.remove(draft)
+        put(place, draft, b"x" * 240)
     copy(str(version), target)
     assert contents(target) == contents(str(version))
 
@@ -344,7 +344,7 @@ def test_a_killed_command_is_completed_by_the_next(hdfs: Hdfs, tmp_path: Path) -
         def has_begun() -> bool:
             """Checked while the process is stopped, as it must not end meanwhile."""
             first.send_signal(signal.SIGSTOP)
-            begun = num_staged(place, "table") > 0
+            begun = num_in_draft(place, "table") > 0
             first.send_signal(signal.SIGKILL if begun else signal.SIGCONT)
             return begun
 
@@ -357,8 +357,8 @@ def test_a_killed_command_is_completed_by_the_next(hdfs: Hdfs, tmp_path: Path) -
     assert contents(url) == contents(str(tmp_path / "table"))
 
 
-def num_staged(place: ModelSource, name: str) -> int:
-    """Bytes that are staged next to a target."""
+def num_in_draft(place: ModelSource, name: str) -> int:
+    """Bytes that are in a draft next to a target."""
     if place.stat(f".tmp-{name}/content") is None:
         return 0
     return sum(entry.num_bytes for entry in place.entries(f".tmp-{name}/content"))

@@ -34,7 +34,7 @@ def test_the_newest_up_to_the_current_one_are_kept(versions: str, num_kept: int,
     assert retired_versions(versions.split(), "4", num_kept) == retired.split()
 
 
-def versions_in(url: str) -> Collection[str]:
+def stored_versions(url: str) -> Collection[str]:
     with create_store(url, Namespace("small", "1"), DIMS, timeout_ms=PATIENCE_MS) as store:
         return store.versions()
 
@@ -55,10 +55,10 @@ def test_opening_a_version_retires_older_ones(tmp_path: Path, monkeypatch: pytes
         stores = {"volatile_store": server.url, "persistent_store": database, "store_timeout_ms": PATIENCE_MS}
 
         with InferenceSession.open(repository / "5", keep_versions=0, **stores):
-            assert len(versions_in(server.url)) == 6
+            assert len(stored_versions(server.url)) == 6
         with InferenceSession.open(repository / "5", **stores) as session:
-            wait_until(lambda: len(versions_in(server.url)) == 4, "old versions to be removed")
+            wait_until(lambda: len(stored_versions(server.url)) == 4, "old versions to be removed")
             session.lookup("code", [1])
 
-        assert versions_in(server.url) == {"2", "4", "5", "6"}  # 1 is in the database, 3 was removed
-        assert versions_in(database) == {"1", "5"}
+        assert stored_versions(server.url) == {"2", "4", "5", "6"}  # 1 is in the database, 3 was removed
+        assert stored_versions(database) == {"1", "5"}

@@ -36,7 +36,7 @@ def test_other_users_have_no_part_in_it(umask: int, tmp_path: Path) -> None:
 
 
 def test_a_link_of_another_user_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where others may write to the folder, even if they knew which name is staged next."""
+    """Where others may write to the folder, even if they knew which name a draft gets next."""
     monkeypatch.setattr("secrets.token_hex", lambda _: "known")
     (tmp_path / "victim").write_bytes(b"precious")
     (tmp_path / ".tmp-known-hot").symlink_to(tmp_path / "victim")

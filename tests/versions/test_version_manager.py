@@ -21,7 +21,7 @@ import pytest
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, SessionClosedError
 from inference_session.model_spec import ModelSpec, RankingSpec, TableSpec
-from inference_session.platform.staging import exchange
+from inference_session.platform.drafts import exchange
 from inference_session.version_directory.manifest import describe_version, write_manifest
 from inference_session.versions import VersionManager
 from inference_session.versions.version_manager import check_same

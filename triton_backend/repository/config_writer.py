@@ -24,7 +24,7 @@ def write_model_config(
     standalone: bool = False,
     num_instances: int = 1,
 ) -> Path:
-    """Write config.pbtxt next to a version directory, which may still be staged, or not be there; returns its path.
+    """Write config.pbtxt next to a version directory, which may still be a draft, or not be there; returns its path.
 
     An existing one belongs to the user: it is kept if it describes the same inputs and outputs.
 
@@ -44,9 +44,9 @@ def write_model_config(
     if path.exists():
         check_fits(path, config, packed=not spec.has_own_inputs)
     else:
-        # Of a staged version, what a killed import leaves is removed by later ones, this file with it.
+        # Of a draft, what a killed import leaves is removed by later ones, this file with it.
         folder = version_dir if version_dir.is_dir() else None
-        write_whole(path, _text(config, spec, max_samples=limit).encode(), staged_in=folder)
+        write_whole(path, _text(config, spec, max_samples=limit).encode(), draft_in=folder)
     if standalone:
         (version_dir / "model.py").write_text(STANDALONE_CODE, encoding="utf-8")
     return path

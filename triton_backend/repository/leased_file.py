@@ -57,8 +57,8 @@ class LeasedFile:
 
     def _put_in_place(self) -> tuple[int, bool]:
         """A new file under our name: its handle, and whether it could be leased."""
-        staged = self._path.with_name(f".tmp-{self._path.name}")
-        handle = os.open(staged, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        draft = self._path.with_name(f".tmp-{self._path.name}")
+        handle = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
             _write(handle, self._text)
             is_leased = _take_lease(handle)
@@ -66,8 +66,8 @@ class LeasedFile:
             os.close(handle)
             raise
         with contextlib.suppress(OSError):  # the source may have been removed
-            _copy_time(self._source, staged)
-        staged.replace(self._path)
+            _copy_time(self._source, draft)
+        draft.replace(self._path)
         with contextlib.suppress(OSError):
             _copy_time(self._source.parent, self._path.parent)
         return handle, is_leased

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.model_spec import SESSION_FILE
-from inference_session.platform.staging import MAX_VERSION
+from inference_session.platform.drafts import MAX_VERSION
 from inference_session.version_directory.session_file import read_spec
 from triton_backend.repository.model_config import CONFIG_FILE, ModelConfig
 

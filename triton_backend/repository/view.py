@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
+from inference_session.platform.drafts import exchange
 from inference_session.platform.repeated_call import RepeatedCall
-from inference_session.platform.staging import exchange
 from triton_backend.repository import text_format
 from triton_backend.repository.leased_file import LeasedFile
 from triton_backend.repository.model_config import CONFIG_FILE
@@ -99,25 +99,25 @@ class RepositoryView:
             if not target.exists():
                 target.symlink_to(source)
             return
-        staged = self._staged(target.name)
-        staged.mkdir()
-        (staged / CONFIG_FILE).write_text(self._adapted(source, staged), encoding="utf-8")
-        _put_in_place(staged, target)
+        draft = self._draft(target.name)
+        draft.mkdir()
+        (draft / CONFIG_FILE).write_text(self._adapted(source, draft), encoding="utf-8")
+        _put_in_place(draft, target)
         self._configs[target.name] = LeasedFile(
             target / CONFIG_FILE, source / CONFIG_FILE, lambda: self._adapted(source, target)
         )
 
     def _remove(self, name: str) -> None:
         """The user's files are behind links, which are not followed."""
-        removed = self._staged(name)
+        removed = self._draft(name)
         (self._folder / name).rename(removed)
         if config := self._configs.pop(name, None):
             config.close()
         _delete(removed)
 
-    def _staged(self, name: str) -> Path:
+    def _draft(self, name: str) -> Path:
         """A path that Triton does not see, to make and delete a model folder; leftovers of failures are deleted."""
-        folder = self._folder.with_name(f"{self._folder.name}.staged")
+        folder = self._folder.with_name(f"{self._folder.name}.draft")
         folder.mkdir(exist_ok=True)
         _delete(folder / name)
         return folder / name
@@ -139,15 +139,15 @@ class RepositoryView:
         return text_format.write(config)
 
 
-def _put_in_place(staged: Path, target: Path) -> None:
+def _put_in_place(draft: Path, target: Path) -> None:
     """Put a folder atomically where nothing or a link is: Triton must not find a model without its files."""
     if not target.is_symlink():
-        staged.rename(target)
-    elif exchange(staged, target):
-        staged.unlink()
+        draft.rename(target)
+    elif exchange(draft, target):
+        draft.unlink()
     else:
         target.unlink()
-        staged.rename(target)
+        draft.rename(target)
 
 
 def _delete(path: Path) -> None:

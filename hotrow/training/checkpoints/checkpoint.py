@@ -32,7 +32,7 @@ from hotrow.training.ranks import Ranks
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError
 from inference_session.model_source import Copy, create_source, is_url
 from inference_session.model_source.base import ModelSource
-from inference_session.platform.staging import ABANDONED_S, remove_abandoned, stage_folder, working_folder
+from inference_session.platform.drafts import ABANDONED_S, draft_folder, remove_abandoned, working_folder
 
 DESCRIPTION_FILE = "checkpoint.json"
 FORMAT = 1
@@ -157,35 +157,35 @@ class Checkpoint:
 
     def _save_here(self, step: int, tensors: dict[str, Any], description: dict[str, Any]) -> None:
         place = Path(self._place).absolute()
-        with _held(self._ranks, lambda: stage_folder(place / str(step))) as staging:
+        with _held(self._ranks, lambda: draft_folder(place / str(step))) as draft:
             if self._ranks.is_first:
                 remove_abandoned(place, r"\.tmp-[0-9]+")
-            self._write(staging, tensors)
+            self._write(draft, tensors)
             if self._ranks.is_first:
-                _describe(staging, description)
+                _describe(draft, description)
 
     def _save_remotely(self, step: int, tensors: dict[str, Any], description: dict[str, Any]) -> None:
         """Each rank writes its own files here and copies them to a folder next to the target; rank 0 renames it."""
-        staged, target = f".tmp-{step}", str(step)
+        draft, target = f".tmp-{step}", str(step)
         temporary = working_folder(Path(tempfile.gettempdir()), "hotrow-checkpoint-", abandoned_s=ABANDONED_S)
         with temporary as folder, create_source(self._place) as source:
 
             def begin() -> None:
                 if source.stat(target) is not None:
                     raise ConfigurationError(f"{source.name_of(target)}: already exists; this step was saved before")
-                source.remove(staged)
-                source.make_folder(staged)
+                source.remove(draft)
+                source.make_folder(draft)
 
             self._ranks.first(begin)
             self._write(folder, tensors)
             if self._ranks.is_first:
                 _describe(folder, description)
-            self._ranks.together(lambda: self._copy_all(folder, staged))
-            self._ranks.first(lambda: source.rename(staged, target))
+            self._ranks.together(lambda: self._copy_all(folder, draft))
+            self._ranks.first(lambda: source.rename(draft, target))
 
-    def _copy_all(self, folder: Path, staged: str) -> None:
+    def _copy_all(self, folder: Path, draft: str) -> None:
         for path in sorted(folder.iterdir()):
-            with Copy(path, f"{self._place.rstrip('/')}/{staged}/{path.name}") as copy:
+            with Copy(path, f"{self._place.rstrip('/')}/{draft}/{path.name}") as copy:
                 copy.run()
 
     def _write(self, folder: Path, tensors: dict[str, Any]) -> None:
@@ -321,12 +321,12 @@ def _saved_keys(source: ModelSource, path: str) -> dict[str, NDArray[np.int64]]:
 
 
 @contextmanager
-def _held(ranks: Ranks, stage: Callable[[], Any]) -> Iterator[Path]:
-    """A staging folder that rank 0 holds and all write to; it appears when none has failed."""
-    staged = stage()
+def _held(ranks: Ranks, begin: Callable[[], Any]) -> Iterator[Path]:
+    """A draft that rank 0 holds and all write to; it appears when none has failed."""
+    draft = begin()
 
     def enter() -> Path:
-        return staged.__enter__()
+        return draft.__enter__()
 
     folder = ranks.first(enter)
     try:
@@ -334,9 +334,9 @@ def _held(ranks: Ranks, stage: Callable[[], Any]) -> Iterator[Path]:
         ranks.together(lambda: None)
     except BaseException as error:
         if ranks.is_first:
-            staged.__exit__(type(error), error, error.__traceback__)
+            draft.__exit__(type(error), error, error.__traceback__)
         raise
-    ranks.first(lambda: staged.__exit__(None, None, None))
+    ranks.first(lambda: draft.__exit__(None, None, None))
 
 
 def _translated(error: BaseException, what: str) -> HotrowError | OSError:

@@ -1,4 +1,4 @@
-"""A traced network and table files that are already in a staging folder, put together as a version."""
+"""A traced network and table files that are already in a draft, put together as a version."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onnx import ModelProto
 
 from hotrow.training.onnx_export.exported_table import ExportedTable
 from inference_session.errors import UnsupportedModelError
-from inference_session.importers.onnx import TablePlace, import_staged
+from inference_session.importers.onnx import TablePlace, import_draft
 from inference_session.importers.onnx.carve import CONSTANT_KEYS_ONLY
 from inference_session.importers.report import ImportReport
 from inference_session.model_spec import ModelSpec
@@ -18,7 +18,7 @@ from inference_session.model_spec import ModelSpec
 _TRACED_FILE = ".traced.onnx"
 
 
-def assemble(staging: Path, target: Path, network: ModelProto, files: Mapping[str, ExportedTable]) -> ModelSpec:
+def assemble(draft: Path, target: Path, network: ModelProto, files: Mapping[str, ExportedTable]) -> ModelSpec:
     """Take the network apart and describe the result; the caller writes session.json and the manifest.
 
     Args:
@@ -28,16 +28,16 @@ def assemble(staging: Path, target: Path, network: ModelProto, files: Mapping[st
     Raises:
         UnsupportedModelError: the model uses a table other than by rows; names its module.
     """
-    path = staging / _TRACED_FILE
+    path = draft / _TRACED_FILE
     path.write_bytes(network.SerializeToString())
     places = {name: TablePlace(file.table.name, file.folder) for name, file in files.items()}
-    report = import_staged(path, staging, target, places)
+    report = import_draft(path, draft, target, places)
     path.unlink()
     _check_cut(report, files)
     kept = {table.folder for table in report.spec.tables}
     for file in files.values():
         if file.folder not in kept:
-            shutil.rmtree((staging / file.location).parent)
+            shutil.rmtree((draft / file.location).parent)
     return report.spec
 
 

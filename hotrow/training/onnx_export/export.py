@@ -41,7 +41,7 @@ from inference_session.errors import ConfigurationError, HotrowError, ModelForma
 from inference_session.model_source import local_folder
 from inference_session.model_spec import KEY_FILE, TABLES_FOLDER, VECTOR_FILE, ModelSpec, NamedArrays, folder_names
 from inference_session.platform.disk_space import check_space
-from inference_session.platform.staging import stage_version
+from inference_session.platform.drafts import draft_version
 from inference_session.version_directory.manifest import describe_version
 from inference_session.version_directory.publishing import check_networks, share_unchanged
 from triton_backend.repository.config_writer import write_model_config
@@ -244,27 +244,27 @@ class _Export:
     def run(self, expected: list[NDArray[Any]]) -> int:
         """All of it; returns the version."""
         with ExitStack() as stack:
-            staging, target = self._stage(stack)
+            draft, target = self._draft(stack)
             files = self._files()
-            self.ranks.first(lambda: self._create(staging, files))
-            network, checksums = self.ranks.together(lambda: self._write_and_trace(staging, files))
+            self.ranks.first(lambda: self._create(draft, files))
+            network, checksums = self.ranks.together(lambda: self._write_and_trace(draft, files))
             known = {name: checksum for of_rank in self.ranks.gather(checksums) for name, checksum in of_rank.items()}
-            self.ranks.first(lambda: self._finish(staging, target, network, files, expected, known))
+            self.ranks.first(lambda: self._finish(draft, target, network, files, expected, known))
             self.ranks.first(stack.close)  # the version appears
         return int(target.name)
 
-    def _stage(self, stack: ExitStack) -> tuple[Path, Path]:
-        """The staging folder, which all ranks see, and what it becomes."""
+    def _draft(self, stack: ExitStack) -> tuple[Path, Path]:
+        """The draft, which all ranks see, and what it becomes."""
         token = uuid.uuid4().hex
 
         def begin() -> tuple[Path, Path, str]:
-            staging, target = stack.enter_context(stage_version(self.repository, self.name, self.version))
-            (staging / _SHARED_FILE).write_text(token)
-            return staging.absolute(), target.absolute(), token
+            draft, target = stack.enter_context(draft_version(self.repository, self.name, self.version))
+            (draft / _SHARED_FILE).write_text(token)
+            return draft.absolute(), target.absolute(), token
 
-        staging, target, told = self.ranks.first(begin)
-        self.ranks.together(lambda: _check_shared(staging, told))
-        return staging, target
+        draft, target, told = self.ranks.first(begin)
+        self.ranks.together(lambda: _check_shared(draft, told))
+        return draft, target
 
     def _files(self) -> list[ExportedTable]:
         tables = [table for cut in self.plan.cuts for table in cut.tables]
@@ -286,15 +286,15 @@ class _Export:
             files.append(ExportedTable(table, max(count, 1), folder, stored, is_empty=not count))
         return files
 
-    def _create(self, staging: Path, files: list[ExportedTable]) -> None:
+    def _create(self, draft: Path, files: list[ExportedTable]) -> None:
         num_bytes = sum(file.num_rows * (file.table.row_bytes + 8 * file.table.has_keys) for file in files)
         check_space(self.repository, num_bytes, "the tables need")
         for file in files:
-            create_file(staging / file.location, file.num_rows * file.table.row_bytes)
+            create_file(draft / file.location, file.num_rows * file.table.row_bytes)
             if file.table.has_keys:
-                create_file(staging / file.key_location, file.num_rows * 8)
+                create_file(draft / file.key_location, file.num_rows * 8)
 
-    def _write_and_trace(self, staging: Path, files: list[ExportedTable]) -> tuple[Any, dict[str, str]]:
+    def _write_and_trace(self, draft: Path, files: list[ExportedTable]) -> tuple[Any, dict[str, str]]:
         """Write this rank's rows while rank 0 traces the network.
 
         Returns the network on rank 0, None elsewhere, and the checksums of files that this rank wrote alone.
@@ -305,43 +305,43 @@ class _Export:
                 kind = getattr(torch, file.table.file_type)
                 file.table.unknown_vectors = torch.tensor(file.unknown_vectors, dtype=kind, device=file.table.device)
         with ThreadPoolExecutor(1) as background:
-            checksums = background.submit(self._write, staging, files)
+            checksums = background.submit(self._write, draft, files)
             is_traced = self.ranks.is_first
             traced = (plan.network, plan.cuts, plan.inputs, plan.chosen, plan.outputs, files)
             return (trace(*traced) if is_traced else None), checksums.result()
 
-    def _write(self, staging: Path, files: list[ExportedTable]) -> dict[str, str]:
+    def _write(self, draft: Path, files: list[ExportedTable]) -> dict[str, str]:
         """Write the rows of this rank; returns the checksums of files that it wrote alone."""
         checksums: dict[str, str | None] = {}
         with torch.no_grad():
             for file in files:
                 if file.table.has_keys:
                     first = sum(part.count for part in file.parts[: self.ranks.rank])
-                    checksums.update(_write_stored(staging, file, first))
+                    checksums.update(_write_stored(draft, file, first))
                 elif self.ranks.is_first or not file.table.is_replicated():
-                    checksums[file.location] = write_table(staging / file.location, file.table, file.table.shards())
+                    checksums[file.location] = write_table(draft / file.location, file.table, file.table.shards())
         return {name: checksum for name, checksum in checksums.items() if checksum is not None}
 
     def _finish(
         self,
-        staging: Path,
+        draft: Path,
         target: Path,
         network: ModelProto,
         files: list[ExportedTable],
         expected: list[NDArray[Any]],
         checksums: dict[str, str],
     ) -> None:
-        """Take the network apart, describe and verify, in the staging folder."""
-        (staging / _SHARED_FILE).unlink()
+        """Take the network apart, describe and verify, in the draft."""
+        (draft / _SHARED_FILE).unlink()
         plan = self.plan
-        spec = self._spec(_assembled(staging, target, network, files), files)
-        _empty_files(staging, spec)
-        describe_version(spec, staging, known=checksums)
-        check_networks(staging, spec.source)  # training must not end with what a network may end
+        spec = self._spec(_assembled(draft, target, network, files), files)
+        _empty_files(draft, spec)
+        describe_version(spec, draft, known=checksums)
+        check_networks(draft, spec.source)  # training must not end with what a network may end
         tolerance = _FLOAT16_TOLERANCE if computes_in(network, TensorProto.FLOAT16) else _TOLERANCE
-        _verify(staging, spec, plan.inputs.arrays(), expected, tolerance)
-        write_model_config(staging, spec, self.name)
-        share_unchanged(staging)
+        _verify(draft, spec, plan.inputs.arrays(), expected, tolerance)
+        write_model_config(draft, spec, self.name)
+        share_unchanged(draft)
 
     def _spec(self, spec: ModelSpec, files: list[ExportedTable]) -> ModelSpec:
         keyed = {file.folder: file for file in files if file.table.has_keys}
@@ -353,22 +353,22 @@ class _Export:
         return replace(spec, tables=tables, source=source, settings={**spec.settings, "update_since": moment})
 
 
-def _empty_files(staging: Path, spec: ModelSpec) -> None:
+def _empty_files(draft: Path, spec: ModelSpec) -> None:
     """Remove the row with which a table without rows was traced."""
     for table in spec.tables:
         if not table.num_rows:
             for name in (KEY_FILE, VECTOR_FILE):
-                os.truncate(staging / TABLES_FOLDER / table.folder / name, 0)
+                os.truncate(draft / TABLES_FOLDER / table.folder / name, 0)
 
 
-def _check_shared(staging: Path, token: str) -> None:
+def _check_shared(draft: Path, token: str) -> None:
     try:
-        found = (staging / _SHARED_FILE).read_text()
+        found = (draft / _SHARED_FILE).read_text()
     except OSError:
         found = ""
     if found != token:
         raise ConfigurationError(
-            f"{staging} is not visible to all ranks; the repository must be in a file system that they share"
+            f"{draft} is not visible to all ranks; the repository must be in a file system that they share"
         )
 
 
@@ -390,24 +390,24 @@ def _rows_at(table: Table, rows: Tensor) -> NDArray[Any]:
     raise UnsupportedModelError(f"{table.path}: table {table.name!r} has rows on another rank than its ids")
 
 
-def _write_stored(staging: Path, file: ExportedTable, first: int) -> dict[str, str | None]:
+def _write_stored(draft: Path, file: ExportedTable, first: int) -> dict[str, str | None]:
     """Write keys and rows of this rank, from that row of the file on; returns the files' checksums, if known."""
     table = file.table
     known = table.known_keys()
     count = known.num_served
     hashed = count == file.num_rows
-    with FileWriter(staging / file.key_location, hashed=hashed) as writer:
+    with FileWriter(draft / file.key_location, hashed=hashed) as writer:
         writer.write(first * 8, known.keys[:count].cpu().numpy())
         checksums = {file.key_location: writer.finish()}
-    with FileWriter(staging / file.location, hashed=hashed) as writer:
+    with FileWriter(draft / file.location, hashed=hashed) as writer:
         for rows in chunks(count, table.row_bytes):
             writer.write((first + rows.start) * table.row_bytes, _rows_at(table, known.rows[rows]))
         return {**checksums, file.location: writer.finish()}
 
 
-def _assembled(staging: Path, target: Path, network: ModelProto, files: Sequence[ExportedTable]) -> ModelSpec:
+def _assembled(draft: Path, target: Path, network: ModelProto, files: Sequence[ExportedTable]) -> ModelSpec:
     try:
-        return assemble(staging, target, network, dict(zip(table_names(files), files, strict=True)))
+        return assemble(draft, target, network, dict(zip(table_names(files), files, strict=True)))
     except ModelFormatError as error:
         if computes_in(network, TensorProto.BFLOAT16):
             raise UnsupportedModelError(
@@ -417,12 +417,10 @@ def _assembled(staging: Path, target: Path, network: ModelProto, files: Sequence
         raise
 
 
-def _verify(
-    staging: Path, spec: ModelSpec, arrays: NamedArrays, expected: list[NDArray[Any]], tolerance: float
-) -> None:
-    """UnsupportedModelError if the staged version answers the example differently from the live model."""
+def _verify(draft: Path, spec: ModelSpec, arrays: NamedArrays, expected: list[NDArray[Any]], tolerance: float) -> None:
+    """UnsupportedModelError if the draft answers the example differently from the live model."""
     sent = {tensor.name: arrays[tensor.name] for tensor in spec.inputs}
-    with InferenceSession.open(staging, device="cpu", update_stream="") as session:
+    with InferenceSession.open(draft, device="cpu", update_stream="") as session:
         answers = session.run(sent, [tensor.name for tensor in spec.outputs])
     for tensor, live in zip(spec.outputs, expected, strict=True):
         found = np.asarray(answers[tensor.name])

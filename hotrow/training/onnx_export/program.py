@@ -31,8 +31,8 @@ from inference_session.errors import ConfigurationError, HotrowError, ModelForma
 from inference_session.importers.report import ImportReport
 from inference_session.model_source import create_source
 from inference_session.model_spec import ModelSpec, folder_names
+from inference_session.platform.drafts import draft_version
 from inference_session.platform.progress import Progress
-from inference_session.platform.staging import stage_version
 from inference_session.version_directory.publishing import finish_version
 
 _WEIGHTS, _CONFIG, _SAMPLES = "data/weights/", "_weights_config.json", "data/sample_inputs/"
@@ -60,7 +60,7 @@ def import_program(
             weights that it lacks come from the program.
         version: if None, one above the highest that exists.
         progress: called with the bytes of tables written.
-        complete: called with the staged version before it appears.
+        complete: called with the draft before it appears.
 
     Raises:
         ModelFormatError: a file is damaged, or of another format.
@@ -73,10 +73,10 @@ def import_program(
         weights = _Weights(archive, None if checkpoint is None else _SavedWeights(checkpoint))
         tables = _tables(loaded, archive)
         weights.fill(loaded, set(tables))
-        with stage_version(repository, name, version) as (staging, target):
-            files = _write_tables(staging, tables, weights, progress)
-            spec = replace(assemble(staging, target, _network(loaded, files), files), source=program.name)
-            finish_version(staging, spec, None, complete)
+        with draft_version(repository, name, version) as (draft, target):
+            files = _write_tables(draft, tables, weights, progress)
+            spec = replace(assemble(draft, target, _network(loaded, files), files), source=program.name)
+            finish_version(draft, spec, None, complete)
     return ImportReport(target, spec, notes=weights.notes())
 
 
@@ -358,13 +358,13 @@ def _tensor(content: bytes, payload: _Payload) -> Tensor:
 
 
 def _write_tables(
-    staging: Path, tables: Mapping[str, Table], weights: _Weights, progress: Progress | None
+    draft: Path, tables: Mapping[str, Table], weights: _Weights, progress: Progress | None
 ) -> dict[str, ExportedTable]:
     folders = folder_names([table.name for table in tables.values()])
     files: dict[str, ExportedTable] = {}
     for (name, table), folder in zip(tables.items(), folders, strict=True):
         files[name] = ExportedTable(table, table.num_rows, folder)
-        path = staging / files[name].location
+        path = draft / files[name].location
         create_file(path, table.num_rows * table.row_bytes)
         for shard in weights.shards(name):
             write_table(path, table, [shard])

@@ -20,7 +20,7 @@ from hotrow.training.row_updates.published_keys import published_keys
 from hotrow.training.row_updates.touched_rows import Watch
 from inference_session.errors import ConfigurationError, SessionClosedError, UnavailableError, fresh, without_frames
 from inference_session.model_spec import folder_names
-from inference_session.platform.staging import MAX_VERSION
+from inference_session.platform.drafts import MAX_VERSION
 from inference_session.update_stream.publisher import DEFAULT_TIMEOUT_S, Encoding, Publisher
 from inference_session.urls.kafka_url import KafkaUrl
 

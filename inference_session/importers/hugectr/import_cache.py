@@ -27,8 +27,8 @@ from inference_session.importers.hugectr.importer import write_version
 from inference_session.importers.hugectr.ps_fields import PsJson, PsModel
 from inference_session.importers.hugectr.remote_files import with_local_files
 from inference_session.model_spec import KEY_FILE, VECTOR_FILE
+from inference_session.platform.drafts import draft_version
 from inference_session.platform.progress import Progress
-from inference_session.platform.staging import stage_version
 from inference_session.platform.user_cache import cache_folder, hashed_name, least_recent_first, lock_file
 from inference_session.version_directory import manifest, session_file
 from inference_session.version_directory.manifest import sha256_of
@@ -80,10 +80,8 @@ def cached_import(
         while True:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not version_dir.is_dir():
-                with stage_version(entry, model.name, version) as (staging, _):
-                    write_version(
-                        settings, model, staging, keep_rows_of=keep_rows_of, may_link=False, progress=progress
-                    )
+                with draft_version(entry, model.name, version) as (draft, _):
+                    write_version(settings, model, draft, keep_rows_of=keep_rows_of, may_link=False, progress=progress)
                     _refuse_changes(before)
             os.utime(entry)
             _remove_old(imports, entry)

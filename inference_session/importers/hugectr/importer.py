@@ -28,8 +28,8 @@ from inference_session.model_spec import (
     folder_names,
     label_names,
 )
+from inference_session.platform.drafts import draft_version
 from inference_session.platform.progress import Progress
-from inference_session.platform.staging import stage_version
 from inference_session.requests.hugectr_csr import DENSE, KEYS, OFFSETS, RequestFormat, tables_alone
 from inference_session.version_directory.manifest import describe_version
 from inference_session.version_directory.publishing import share_unchanged
@@ -72,7 +72,7 @@ def import_hugectr(
         keep_rows_of: see `write_version`.
         tables: how tables are stored, where that makes them smaller; see `quantizing.narrowed`.
         progress: called with the bytes of keys indexed, then those of all files read for their checksums.
-        complete: called with each staged version before it appears, to add what a server needs (config.pbtxt); if it
+        complete: called with each draft before it appears, to add what a server needs (config.pbtxt); if it
             raises, no model is imported.
 
     Raises:
@@ -86,14 +86,14 @@ def import_hugectr(
     if keep_rows_of and len(models) > 1:
         raise ConfigurationError(f"{settings.path} has {len(models)} models; name the one whose rows are to be kept")
     written = []
-    with ExitStack() as staged:
+    with ExitStack() as drafts:
         for item in models:
-            staging, version_dir = staged.enter_context(stage_version(repository, item.name, version))
+            draft, version_dir = drafts.enter_context(draft_version(repository, item.name, version))
             local = with_local_files(item, progress)
-            spec = write_version(settings, local, staging, keep_rows_of=keep_rows_of, tables=tables, progress=progress)
-            share_unchanged(staging)
+            spec = write_version(settings, local, draft, keep_rows_of=keep_rows_of, tables=tables, progress=progress)
+            share_unchanged(draft)
             if complete:
-                complete(staging, spec, item)
+                complete(draft, spec, item)
             written.append((item, version_dir, spec))
             for url in remote_files(item):
                 forget(url)

@@ -17,7 +17,7 @@ context/, ranking/    networks that compute what is given once, once
 spec               what session.json says of it
 """
 
-from inference_session.importers.onnx.importer import import_onnx, import_staged
+from inference_session.importers.onnx.importer import import_draft, import_onnx
 from inference_session.importers.onnx.spec import TablePlace
 
-__all__ = ["TablePlace", "import_onnx", "import_staged"]
+__all__ = ["TablePlace", "import_draft", "import_onnx"]

@@ -47,9 +47,9 @@ from inference_session.model_spec import (
 )
 from inference_session.onnx_graphs import all_nodes, attribute
 from inference_session.platform.disk_space import check_space
+from inference_session.platform.drafts import draft_version, numbers_in
 from inference_session.platform.large_pages import open_for_writing
 from inference_session.platform.progress import Progress
-from inference_session.platform.staging import stage_version, versions_in
 from inference_session.version_directory.publishing import finish_version
 from inference_session.version_directory.quantizing import quantize_tables
 from inference_session.version_directory.session_file import read_spec
@@ -93,7 +93,7 @@ def import_onnx(
         rename: new names of inputs and outputs, by their names in the file.
         tables: how tables are stored, where that makes them smaller; see `quantizing.narrowed`.
         progress: called with the bytes of tables written, then read again for their checksums.
-        complete: called with the staged version before it appears, to add what a server needs (config.pbtxt); if
+        complete: called with the draft before it appears, to add what a server needs (config.pbtxt); if
             it raises, nothing is imported.
 
     Raises:
@@ -108,35 +108,35 @@ def import_onnx(
     model = Path(model)
     with _malformed_refused(model):
         source = _Source.read(model, rename or {})
-        with stage_version(Path(repository), name, version) as (staging, version_dir):
-            report = _Import(source, staging, version_dir, min_rows, progress, context=tuple(context)).run()
-            report = replace(report, spec=quantize_tables(staging, report.spec, tables, progress))
-            finish_version(staging, report.spec, progress, complete)
+        with draft_version(Path(repository), name, version) as (draft, version_dir):
+            report = _Import(source, draft, version_dir, min_rows, progress, context=tuple(context)).run()
+            report = replace(report, spec=quantize_tables(draft, report.spec, tables, progress))
+            finish_version(draft, report.spec, progress, complete)
     return replace(report, notes=(*report.notes, *_renamed_tables(report)))
 
 
-def import_staged(model: Path, staging: Path, version_dir: Path, places: Mapping[str, TablePlace]) -> ImportReport:
-    """Take an ONNX model apart in a staging folder that already holds its tables.
+def import_draft(model: Path, draft: Path, version_dir: Path, places: Mapping[str, TablePlace]) -> ImportReport:
+    """Take an ONNX model apart in a draft that already holds its tables.
 
     The caller writes session.json and the manifest, and removes the folders of tables that are not in the report.
 
     Args:
-        model: the .onnx file, in the staging folder. Every initializer that `places` names is external data from the
+        model: the .onnx file, in the draft. Every initializer that `places` names is external data from the
             beginning of its table's file; all of them become tables, however few rows they have.
-        version_dir: the future path of the staging folder.
+        version_dir: the future path of the draft.
         places: the names of tables, by the names of their initializers.
 
     Raises:
         ModelFormatError, UnsupportedModelError: as `import_onnx`.
     """
     with _malformed_refused(model):
-        return _Import(_Source.read(model, {}), staging, version_dir, 1, None, places).run()
+        return _Import(_Source.read(model, {}), draft, version_dir, 1, None, places).run()
 
 
 def _renamed_tables(report: ImportReport) -> tuple[str, ...]:
     """A note where tables are not called as in the version before: exporters number them anew at times."""
     folder, version = report.version_dir.parent, int(report.version_dir.name)
-    older = [number for number in versions_in(folder) if number < version]
+    older = [number for number in numbers_in(folder) if number < version]
     try:
         before = {table.folder for table in read_spec(folder / str(max(older))).tables} if older else set()
     except HotrowError:  # no version of ours
@@ -222,10 +222,10 @@ def _check_tensor(path: Path, value: ValueInfoProto) -> None:
 
 @dataclass(frozen=True)
 class _Import:
-    """One import into a staging folder."""
+    """One import into a draft."""
 
     source: _Source
-    staging: Path
+    draft: Path
     version_dir: Path
     min_rows: int
     progress: Progress | None
@@ -235,7 +235,7 @@ class _Import:
     """The inputs that are given once per context."""
 
     def run(self) -> ImportReport:
-        """Fill the staging folder."""
+        """Fill the draft."""
         whole = to_canonical(self.source.path, *self.source.skeleton())
         self._check_places(whole.weights)
         bags_instead_of_loops(whole)
@@ -248,8 +248,8 @@ class _Import:
         if not self._is_faithful(carved, findings, original):
             carved = self._more_careful(whole, findings, original)
         if self.context:
-            try_to_open([self.staging / _ORIGINAL_FILE], self.source.path.name)
-            original = replace(original, network=open_network(self.staging / _ORIGINAL_FILE, optimised=True))
+            try_to_open([self.draft / _ORIGINAL_FILE], self.source.path.name)
+            original = replace(original, network=open_network(self.draft / _ORIGINAL_FILE, optimised=True))
             if not self._rounds_alike(carved, findings, original):
                 carved = self._more_careful(whole, findings, original)
         findings = self._joinable_if_proved(carved, findings)
@@ -257,9 +257,9 @@ class _Import:
         if self.context:
             folders = table_folders(carved, self.places)
             write = partial(self._write_ranking, findings)
-            ranking = RankingImport(whole, folders, self.staging, original, findings, write)
+            ranking = RankingImport(whole, folders, self.draft, original, findings, write)
             report = replace(report, spec=ranking.run(report.spec, self.context))
-        for leftover in self.staging.glob(f"{_ORIGINAL_FILE}*"):
+        for leftover in self.draft.glob(f"{_ORIGINAL_FILE}*"):
             leftover.unlink()
         return report
 
@@ -275,8 +275,8 @@ class _Import:
         culprit = "the model could not be run on generated inputs"
         if len(findings.primes) == len(PRIME_SIZES):
             spec = self._spec(carved, findings)[0]
-            path = self.staging / f"{_ORIGINAL_FILE}.observed"
-            found = samples_are_independent(carved, spec, Replay(self.staging, spec), findings.primes, path)
+            path = self.draft / f"{_ORIGINAL_FILE}.observed"
+            found = samples_are_independent(carved, spec, Replay(self.draft, spec), findings.primes, path)
             if found.is_proved:
                 return findings
             culprit = f"{found.culprit} may mix them"
@@ -293,7 +293,7 @@ class _Import:
         if findings.recipe is None or not any(lookup.pooling in ("sum", "mean") for lookup in carved.lookups):
             return True
         spec = self._spec(carved, findings)[0]
-        trials = RankingTrials(original, Replay(self.staging, spec, as_served=True), spec, findings.recipe)
+        trials = RankingTrials(original, Replay(self.draft, spec, as_served=True), spec, findings.recipe)
         return trials.largest_input(TOLERANCE / 2) == math.inf  # strict, for the careful way costs little
 
     def _more_careful(self, whole: CanonicalModel, findings: Findings, original: Prober) -> CarvedModel:
@@ -304,7 +304,7 @@ class _Import:
         carved = keep_whole(whole, self.min_rows)
         if not self._is_faithful(carved, findings, original):
             raise UnsupportedModelError(f"{self.source.path}: the imported model answers differently")
-        shutil.rmtree(self.staging / TABLES_FOLDER)
+        shutil.rmtree(self.draft / TABLES_FOLDER)
         return carved
 
     def _report(self, carved: CarvedModel, findings: Findings) -> ImportReport:
@@ -319,12 +319,12 @@ class _Import:
 
     def _write_tables(self, carved: CarvedModel, folders: dict[str, str]) -> None:
         tables = [table for table in carved.tables if table.name not in self.places]  # those exist already
-        check_space(self.staging.parent, sum(table.vector_bytes for table in tables), "the tables need")
+        check_space(self.draft.parent, sum(table.vector_bytes for table in tables), "the tables need")
         for table in tables:
             self._write_table(table, self._table_file(folders[table.name]))
 
     def _table_file(self, folder: str) -> Path:
-        return self.staging / TABLES_FOLDER / folder / VECTOR_FILE
+        return self.draft / TABLES_FOLDER / folder / VECTOR_FILE
 
     def _write_table(self, table: Weight, path: Path) -> None:
         path.parent.mkdir(parents=True)
@@ -340,7 +340,7 @@ class _Import:
     def _write_networks(
         self, carved: CarvedModel, *, batched: bool, dense_file: str = DENSE_FILE, keys_file: str = KEYS_FILE
     ) -> None:
-        (self.staging / keys_file).unlink(missing_ok=True)
+        (self.draft / keys_file).unlink(missing_ok=True)
         self._write_network(dense_file, carved.dense, carved.dense_weights, batched=batched)
         if carved.keys:
             self._write_network(keys_file, carved.keys, carved.keys_weights, batched=batched)
@@ -351,7 +351,7 @@ class _Import:
         if may_meet_empty_lists(written.graph, self.source.inputs.values(), batched=batched):
             guard_empty_lists(written)
         written.graph.initializer.extend(weight.tensor() for weight in weights)
-        save_network(written, self.staging / name)
+        save_network(written, self.draft / name)
 
     def _probe(self, carved: CarvedModel, folders: dict[str, str]) -> tuple[Findings, Prober]:
         """Run the original; its tables are mapped from where they were written, not loaded."""
@@ -364,7 +364,7 @@ class _Import:
                 tensor.CopyFrom(weight.tensor())
         model = inliner.inline_local_functions(model) if model.functions else model
         guard_empty_lists(model)
-        path = self.staging / _ORIGINAL_FILE
+        path = self.draft / _ORIGINAL_FILE
         save_network(model, path)
         try:
             network = open_network(path)
@@ -376,11 +376,11 @@ class _Import:
         return prober.find(trusts_symbols=bool(self.context)), prober
 
     def _bytes_of(self, table: Weight, folder: str) -> str:
-        """The file, in the staging folder, that holds the values of a table as the original has them."""
+        """The file, in the draft, that holds the values of a table as the original has them."""
         if table.elem_type != TensorProto.BFLOAT16:
             return f"{TABLES_FOLDER}/{folder}/{VECTOR_FILE}"
         location = f"{_ORIGINAL_FILE}.{folder}"
-        with (self.staging / location).open("wb") as file:
+        with (self.draft / location).open("wb") as file:
             file.writelines(table.chunks())
         return location
 
@@ -397,7 +397,7 @@ class _Import:
         if not findings.feeds:
             return True
         try:
-            replay = Replay(self.staging, self._spec(carved, findings)[0])
+            replay = Replay(self.draft, self._spec(carved, findings)[0])
             in_half = _computes_in_half(carved)
             return all(_same(replay.run(arrays), original, arrays, in_half=in_half) for arrays in findings.feeds)
         except Exception as error:  # noqa: BLE001  ONNX Runtime's errors share no other base; all mean "no"

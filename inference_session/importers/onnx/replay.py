@@ -23,7 +23,7 @@ from inference_session.model_spec import (
 
 
 class Replay:
-    """A staged version directory, opened.
+    """A draft of a version, opened.
 
     Args:
         as_served: whether ONNX Runtime optimises the dense network.

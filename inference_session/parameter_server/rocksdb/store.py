@@ -33,8 +33,8 @@ from inference_session.parameter_server.rocksdb.database import (
     stored_families,
     translated,
 )
+from inference_session.platform.drafts import working_folder
 from inference_session.platform.pacing import Rests
-from inference_session.platform.staging import working_folder
 from inference_session.tables.base import SCAN_BYTES, RowBatch, check_fetch
 
 _KEYS_PER_MULTIGET = 2048

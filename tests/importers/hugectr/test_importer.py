@@ -235,8 +235,8 @@ def test_all_models_are_imported_or_none(source: Source, tmp_path: Path) -> None
     source.settings["models"].append(wrong)
     repository = tmp_path / "repository"
 
-    def configure(staging: Path, *_: object) -> None:
-        (staging.parent / "config.pbtxt").touch()
+    def configure(draft: Path, *_: object) -> None:
+        (draft.parent / "config.pbtxt").touch()
 
     with pytest.raises(ModelFormatError, match=r"nowhere\.model: cannot be read"):
         import_hugectr(source.ps_json(), repository, complete=configure)

@@ -358,7 +358,7 @@ def test_names_that_are_no_folder_are_refused(tmp_path: Path, name: str) -> None
 
 
 def test_a_leftover_of_a_killed_import_is_replaced(tmp_path: Path) -> None:
-    """A stale staging folder of the same version does not get in the way."""
+    """A stale draft folder of the same version does not get in the way."""
     stale = tmp_path / "repository/m/.tmp-1"
     stale.mkdir(parents=True)
     (stale / "half").write_text("written")

@@ -182,10 +182,10 @@ def test_an_imported_model_is_described_as_its_clients_know_it(tmp_path: Path) -
         label_outputs=("a", "b"),
         layout="hugectr",
     )
-    staged = tmp_path / "ctr" / ".tmp-1"
-    staged.mkdir(parents=True)
+    draft = tmp_path / "ctr" / ".tmp-1"
+    draft.mkdir(parents=True)
 
-    path = write_model_config(staged, spec, "ctr", max_batch_size=64)
+    path = write_model_config(draft, spec, "ctr", max_batch_size=64)
 
     config = ModelConfig.read(path)
     assert config.max_batch_size == 64

@@ -36,7 +36,7 @@ LIKE = TensorSpec("like", "float32", (-1,))
 
 @pytest.fixture
 def version_dir(tmp_path: Path) -> Path:
-    """A version that is being staged."""
+    """A draft of a version."""
     directory = tmp_path / "ctr" / ".tmp-1"
     directory.mkdir(parents=True)
     return directory
@@ -78,7 +78,7 @@ def test_instances_are_written_and_read(version_dir: Path) -> None:
 
 
 def test_an_import_that_is_killed_while_it_writes_the_file_leaves_nothing_for_good(tmp_path: Path) -> None:
-    """What it has written is in the folder of the staged version, which the next import removes."""
+    """What it has written is in the draft, which the next import removes."""
     killed = """
 import os, sys
 from pathlib import Path

@@ -1,6 +1,6 @@
 """The files of a model: dense weights, tables, optimizer states and running statistics, as HugeCTR names them.
 
-A snapshot is staged, then put in place file by file; the dense weights, which every model needs, come last.
+A snapshot is first a draft, then put in place file by file; the dense weights, which every model needs, come last.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from inference_session.model_source import Copy
 from inference_session.model_source.create import create_source, split_place
 from inference_session.model_source.fetch import fetch
 from inference_session.model_spec import KEY_FILE, VECTOR_FILE
+from inference_session.platform.drafts import ABANDONED_S, working_folder
 from inference_session.platform.file_locks import locked
 from inference_session.platform.large_pages import open_for_writing
-from inference_session.platform.staging import ABANDONED_S, working_folder
 
 _ROWS_PER_WRITE = 1 << 20
 _BYTES_AT_ONCE = 8 << 20
@@ -91,12 +91,12 @@ def save_snapshot(trainer: Trainer, prefix: str, iteration: int, params: DataSou
     whole = params.place_of(f"{home}/{prefix}_" if home else f"{prefix}_")
     folder, stem = split_place(whole)
     names = SnapshotNames(stem.removesuffix("_"), iteration)
-    with _staging(folder, names) as staging:
-        written = _write_all(trainer, names, staging)
-        _put_in_place(staging, folder, written)
+    with _draft(folder, names) as draft:
+        written = _write_all(trainer, names, draft)
+        _put_in_place(draft, folder, written)
 
 
-def _staging(folder: str, names: SnapshotNames) -> AbstractContextManager[Path]:
+def _draft(folder: str, names: SnapshotNames) -> AbstractContextManager[Path]:
     """A folder for the files of an unfinished snapshot: in the folder where they go to, or on this machine."""
     if "://" in folder:
         return working_folder(Path(tempfile.gettempdir()), "hotrow-snapshot-", abandoned_s=ABANDONED_S)
@@ -104,37 +104,37 @@ def _staging(folder: str, names: SnapshotNames) -> AbstractContextManager[Path]:
     return working_folder(Path(folder), f".tmp-{names.prefix}_")
 
 
-def _write_all(trainer: Trainer, names: SnapshotNames, staging: Path) -> list[str]:
+def _write_all(trainer: Trainer, names: SnapshotNames, draft: Path) -> list[str]:
     """The written files, in the order in which they are to appear; the dense weights last."""
     written = []
     for number, table in enumerate(trainer.tables):
-        written += _write_table(table, trainer.processes, names, number, staging)
+        written += _write_table(table, trainer.processes, names, number, draft)
     optimizer = trainer.dense_optimizer
     columns = [
         torch.cat([states[name].reshape(-1) for states in optimizer.states]) if optimizer.states else torch.empty(0)
         for name in optimizer.rule.state_names
     ]
     kind = optimizer.rule.__class__.__name__
-    written += _write_states(staging, names.dense_states, columns, kind, optimizer.num_steps, {})
+    written += _write_states(draft, names.dense_states, columns, kind, optimizer.num_steps, {})
     if statistics := trainer.network.statistics():
-        _write_statistics(staging / (names.dense + _STATISTICS), statistics)
+        _write_statistics(draft / (names.dense + _STATISTICS), statistics)
         written.append(names.dense + _STATISTICS)
-    _write_floats(staging / names.dense, [weight.detach() for weight in trainer.weights])
+    _write_floats(draft / names.dense, [weight.detach() for weight in trainer.weights])
     return [*written, names.dense]
 
 
 def _write_table(
-    table: EmbeddingTable, processes: Processes, names: SnapshotNames, number: int, staging: Path
+    table: EmbeddingTable, processes: Processes, names: SnapshotNames, number: int, draft: Path
 ) -> list[str]:
     """Rows and states of all processes, and with the states the keys that they are of."""
-    folder, states = staging / names.sparse(number), names.sparse_states(number)
+    folder, states = draft / names.sparse(number), names.sparse_states(number)
     keys, vectors, *columns = (processes.rows_of_all(column) for column in table.columns)
     _write_rows(folder, keys, vectors)
     with (folder / KEY_FILE).open("rb") as file:
-        _write(staging / f"{states}{_KEYS}", iter(partial(file.read, _BYTES_AT_ONCE), b""))
+        _write(draft / f"{states}{_KEYS}", iter(partial(file.read, _BYTES_AT_ONCE), b""))
     about = {"num_rows": (folder / KEY_FILE).stat().st_size // 8, "keys": _digest(folder / KEY_FILE)}
     parts = (part for column in columns for part in column)
-    written = _write_states(staging, states, parts, table.rule.__class__.__name__, table.rows.steps, about)
+    written = _write_states(draft, states, parts, table.rule.__class__.__name__, table.rows.steps, about)
     return [names.sparse(number), f"{states}{_KEYS}", *written]
 
 
@@ -150,12 +150,12 @@ def save_table(table: EmbeddingTable, processes: Processes, folder: Path) -> Non
             pass
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with working_folder(folder.parent, f".tmp-{folder.name}_") as staging:
-        _write_rows(staging / folder.name, keys, vectors)
+    with working_folder(folder.parent, f".tmp-{folder.name}_") as draft:
+        _write_rows(draft / folder.name, keys, vectors)
         with _alone_in(str(folder.parent)):
             if folder.exists():
-                folder.rename(staging / f"{folder.name}.replaced")  # removed only once the new one is in place
-            (staging / folder.name).rename(folder)
+                folder.rename(draft / f"{folder.name}.replaced")  # removed only once the new one is in place
+            (draft / folder.name).rename(folder)
 
 
 def _write_rows(folder: Path, keys: Iterable[Tensor], vectors: Iterable[Tensor]) -> None:
@@ -165,11 +165,11 @@ def _write_rows(folder: Path, keys: Iterable[Tensor], vectors: Iterable[Tensor])
 
 
 def _write_states(
-    staging: Path, name: str, states: Iterable[Tensor], optimizer: str, num_steps: int, about: dict[str, Any]
+    draft: Path, name: str, states: Iterable[Tensor], optimizer: str, num_steps: int, about: dict[str, Any]
 ) -> list[str]:
     """Concatenated states, and in a separate JSON what HugeCTR does not save: the steps so far, and the optimizer."""
-    _write_floats(staging / name, states)
-    _write(staging / f"{name}.json", [json.dumps({"optimizer": optimizer, "num_steps": num_steps, **about}).encode()])
+    _write_floats(draft / name, states)
+    _write(draft / f"{name}.json", [json.dumps({"optimizer": optimizer, "num_steps": num_steps, **about}).encode()])
     return [f"{name}.json", name]
 
 
@@ -193,7 +193,7 @@ def _write(path: Path, parts: Any) -> None:
         file.flush()
 
 
-def _put_in_place(staging: Path, folder: str, names: Sequence[str]) -> None:
+def _put_in_place(draft: Path, folder: str, names: Sequence[str]) -> None:
     """Remove an earlier snapshot of these names, its dense weights first, then put the new one in place."""
     with _alone_in(folder):
         with create_source(folder) as place:
@@ -201,10 +201,10 @@ def _put_in_place(staging: Path, folder: str, names: Sequence[str]) -> None:
                 place.remove(name)
         for name in names:
             if "://" in folder:
-                with Copy(staging / name, f"{folder.rstrip('/')}/{name}") as copy:
+                with Copy(draft / name, f"{folder.rstrip('/')}/{name}") as copy:
                     copy.run()
             else:
-                (staging / name).rename(Path(folder) / name)
+                (draft / name).rename(Path(folder) / name)
 
 
 @contextmanager

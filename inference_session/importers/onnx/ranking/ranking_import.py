@@ -30,12 +30,12 @@ class RankingImport:
 
     Args:
         folders: of the tables, by the names of their initializers.
-        write: writes the two networks into the staging folder.
+        write: writes the two networks into the draft.
     """
 
     whole: CanonicalModel
     folders: dict[str, str]
-    staging: Path
+    draft: Path
     original: Prober
     """As ONNX Runtime runs the model with its default settings."""
     findings: Findings
@@ -108,7 +108,7 @@ class RankingImport:
         spec = replace(divided, lookups=divided.ranking.lookups)
         files = {"dense_file": RANKING_FILE, "keys_file": RANKING_KEYS_FILE}
         try:
-            replay = Replay(self.staging, spec, **files, as_served=True)
+            replay = Replay(self.draft, spec, **files, as_served=True)
             largest = RankingTrials(self.original, replay, divided, recipe).largest_input(TOLERANCE)
         except Exception as error:  # noqa: BLE001  ONNX Runtime's errors share no other base; all mean "no"
             logger.debug("the split model does not run: %s", error)
@@ -121,7 +121,7 @@ class RankingImport:
     def _measure(self, spec: ModelSpec, divided: ModelSpec) -> Times | None:
         if divided.ranking is None or self.findings.recipe is None:
             return None
-        return measure(self.staging, replace(spec, inputs=divided.inputs), divided.ranking, self.findings.recipe)
+        return measure(self.draft, replace(spec, inputs=divided.inputs), divided.ranking, self.findings.recipe)
 
     def _undivided(
         self, spec: ModelSpec, context: Sequence[str], bytes_fraction: float, slower: Times | None
@@ -132,7 +132,7 @@ class RankingImport:
             slower: of the fastest division that answers as the original does; None: there is none.
         """
         for name in (RANKING_FILE, RANKING_KEYS_FILE):
-            for path in self.staging.glob(f"{name}*"):
+            for path in self.draft.glob(f"{name}*"):
                 path.unlink()
         reason = "every way of dividing it that was tried answers differently"
         if slower is not None:

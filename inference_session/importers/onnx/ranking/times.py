@@ -56,8 +56,8 @@ class Times(NamedTuple):
         return self.whole > _LEAST_SECONDS and self.divided > _LEAST_RATIO * self.whole
 
 
-def measure(staging: Path, spec: ModelSpec, ranking: RankingSpec, recipe: Recipe) -> Times | None:
-    """The times of the networks in a staging folder; None: the networks refuse the generated request.
+def measure(draft: Path, spec: ModelSpec, ranking: RankingSpec, recipe: Recipe) -> Times | None:
+    """The times of the networks in a draft; None: the networks refuse the generated request.
 
     Args:
         spec: of the model, with the look-ups of the whole network; its inputs say which are the context's.
@@ -73,8 +73,8 @@ def measure(staging: Path, spec: ModelSpec, ranking: RankingSpec, recipe: Recipe
     divided_spec = replace(spec, lookups=ranking.lookups)
     try:
         runs = (
-            _Run(staging, divided_spec, (RANKING_FILE, RANKING_KEYS_FILE), {**request, **contexts}),
-            _Run(staging, spec, (DENSE_FILE, KEYS_FILE), repeated),
+            _Run(draft, divided_spec, (RANKING_FILE, RANKING_KEYS_FILE), {**request, **contexts}),
+            _Run(draft, spec, (DENSE_FILE, KEYS_FILE), repeated),
         )
         seconds = [[run.seconds() for run in runs] for _ in range(_ROUNDS + 1)][1:]
     except (HotrowError, ValueError, IndexError):
@@ -85,9 +85,9 @@ def measure(staging: Path, spec: ModelSpec, ranking: RankingSpec, recipe: Recipe
 class _Run:
     """One network, and the values that it reads for a request."""
 
-    def __init__(self, staging: Path, spec: ModelSpec, files: tuple[str, str], arrays: NamedArrays) -> None:
-        self._dense = OnnxEngine(NetworkFile(staging / files[0]), num_threads=1)
-        values = Replay(staging, spec, dense_file=files[0], keys_file=files[1]).feeds(arrays)
+    def __init__(self, draft: Path, spec: ModelSpec, files: tuple[str, str], arrays: NamedArrays) -> None:
+        self._dense = OnnxEngine(NetworkFile(draft / files[0]), num_threads=1)
+        values = Replay(draft, spec, dense_file=files[0], keys_file=files[1]).feeds(arrays)
         self._feeds = {name: values[name] for name in self._dense.input_names}
         self._outputs = sorted(self._dense.output_names)
         self._lookup_seconds = _SECONDS_PER_KEY * sum(math.prod(values[each.keys].shape) for each in spec.lookups)

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from inference_session.errors import ConfigurationError, UnavailableError
-from inference_session.platform.staging import next_version, stage_folder, stage_version, working_folder
+from inference_session.platform.drafts import draft_folder, draft_version, next_version, working_folder
 
 
 def test_a_version_appears_when_it_is_complete(tmp_path: Path) -> None:
     """Until then it has a name that servers ignore."""
-    with stage_version(tmp_path / "repository", "ctr") as (staging, target):
-        (staging / "file").write_text("x", encoding="utf-8")
+    with draft_version(tmp_path / "repository", "ctr") as (draft, target):
+        (draft / "file").write_text("x", encoding="utf-8")
         assert [path.name for path in (tmp_path / "repository/ctr").iterdir()] == [".tmp-1"]
         assert target == tmp_path / "repository/ctr/1"
 
@@ -35,7 +35,7 @@ def test_the_next_version_follows_the_highest(tmp_path: Path) -> None:
         (tmp_path / "ctr" / name).mkdir(parents=True)
     assert next_version(tmp_path / "ctr") == 8
 
-    with stage_version(tmp_path, "ctr"):
+    with draft_version(tmp_path, "ctr"):
         pass
     assert (tmp_path / "ctr/8").is_dir()
 
@@ -50,8 +50,8 @@ def test_there_is_no_version_after_the_last(tmp_path: Path) -> None:
 
 def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
     """Not even the folders that were made for this version."""
-    with pytest.raises(OSError, match="disk"), stage_version(tmp_path / "new/repository", "ctr") as (staging, _):
-        _write_half(staging)
+    with pytest.raises(OSError, match="disk"), draft_version(tmp_path / "new/repository", "ctr") as (draft, _):
+        _write_half(draft)
 
     assert not (tmp_path / "new/repository").exists()
 
@@ -64,7 +64,7 @@ def test_a_folder_that_cannot_be_held_is_not_left(call: str, tmp_path: Path, mon
         raise OSError("no locks available")
 
     monkeypatch.setattr(call, fail)
-    with pytest.raises(OSError, match="no locks available"), stage_version(tmp_path / "repository", "ctr"):
+    with pytest.raises(OSError, match="no locks available"), draft_version(tmp_path / "repository", "ctr"):
         pass
 
     assert not (tmp_path / "repository").exists()
@@ -72,8 +72,8 @@ def test_a_folder_that_cannot_be_held_is_not_left(call: str, tmp_path: Path, mon
 
 def test_a_failure_leaves_no_configuration_of_a_model_without_versions(tmp_path: Path) -> None:
     """Importers write config.pbtxt before the version appears; a server could not load the folder."""
-    with pytest.raises(OSError, match="disk"), stage_version(tmp_path, "ctr") as (staging, _):
-        _write_configuration(staging.parent)
+    with pytest.raises(OSError, match="disk"), draft_version(tmp_path, "ctr") as (draft, _):
+        _write_configuration(draft.parent)
 
     assert not (tmp_path / "ctr").exists()
 
@@ -81,15 +81,15 @@ def test_a_failure_leaves_no_configuration_of_a_model_without_versions(tmp_path:
 @pytest.mark.parametrize("other", ["1", ".tmp-2", "labels.txt"])
 def test_a_failure_leaves_a_configuration_that_others_need(tmp_path: Path, other: str) -> None:
     """Another process writes a version of the same new model."""
-    with pytest.raises(OSError, match="disk"), stage_version(tmp_path, "ctr", 3) as (staging, _):
-        _write_configuration(staging.parent, other)
+    with pytest.raises(OSError, match="disk"), draft_version(tmp_path, "ctr", 3) as (draft, _):
+        _write_configuration(draft.parent, other)
 
     assert sorted(path.name for path in (tmp_path / "ctr").iterdir()) == sorted([other, "config.pbtxt"])
 
 
 def test_the_error_of_a_full_disk_names_the_folder(tmp_path: Path) -> None:
     """The system's own does not say where."""
-    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / '7'}'"), stage_folder(tmp_path / "7"):
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / '7'}'"), draft_folder(tmp_path / "7"):
         Path("/dev/full").write_bytes(b"x")
 
     assert not list(tmp_path.iterdir())
@@ -102,16 +102,16 @@ def _write_configuration(folder: Path, *others: str) -> None:
     raise OSError("disk full")
 
 
-def _write_half(staging: Path) -> None:
-    (staging / "half").mkdir()
+def _write_half(draft: Path) -> None:
+    (draft / "half").mkdir()
     raise OSError("disk full")
 
 
 def test_a_failure_leaves_other_versions_alone(tmp_path: Path) -> None:
     """Only the files that were being written are removed."""
-    with stage_version(tmp_path, "ctr"):
+    with draft_version(tmp_path, "ctr"):
         pass
-    with pytest.raises(OSError, match="disk"), stage_version(tmp_path, "ctr"):
+    with pytest.raises(OSError, match="disk"), draft_version(tmp_path, "ctr"):
         raise OSError("disk full")
 
     assert [path.name for path in (tmp_path / "ctr").iterdir()] == ["1"]
@@ -123,14 +123,14 @@ def test_an_existing_version_is_refused(tmp_path: Path) -> None:
 
     with (
         pytest.raises(ConfigurationError, match=r"ctr/3: already exists; choose another version"),
-        stage_version(tmp_path, "ctr", 3),
+        draft_version(tmp_path, "ctr", 3),
     ):
         pytest.fail("must not be entered")
 
 
 def test_a_version_that_appeared_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     """The first one wins; the other's files are removed."""
-    with pytest.raises(ConfigurationError, match="already exists"), stage_version(tmp_path, "ctr", 1):
+    with pytest.raises(ConfigurationError, match="already exists"), draft_version(tmp_path, "ctr", 1):
         (tmp_path / "ctr/1").mkdir()
 
     assert [path.name for path in (tmp_path / "ctr").iterdir()] == ["1"]
@@ -141,7 +141,7 @@ def test_a_version_that_appeared_meanwhile_is_not_replaced(tmp_path: Path) -> No
 )
 def test_names_that_are_no_folders_are_refused(model: str, version: int, tmp_path: Path) -> None:
     """Nothing is written outside of the repository, and versions are numbers that Triton reads."""
-    with pytest.raises(ConfigurationError), stage_version(tmp_path, model, version):
+    with pytest.raises(ConfigurationError), draft_version(tmp_path, model, version):
         pytest.fail("must not be entered")
 
 
@@ -151,7 +151,7 @@ def test_no_version_follows_the_highest_that_can_be(tmp_path: Path) -> None:
 
     with (
         pytest.raises(ConfigurationError, match="whole numbers from 1 to 9223372036854775807"),
-        stage_version(tmp_path, "ctr"),
+        draft_version(tmp_path, "ctr"),
     ):
         pytest.fail("must not be entered")
 
@@ -163,17 +163,17 @@ def test_what_a_killed_writer_left_is_taken_over(tmp_path: Path) -> None:
     (left / "tables/key").write_bytes(b"half")
     (left / "link").symlink_to(tmp_path)
 
-    with stage_version(tmp_path, "ctr") as (staging, _):
-        assert list(staging.iterdir()) == []
+    with draft_version(tmp_path, "ctr") as (draft, _):
+        assert list(draft.iterdir()) == []
     assert tmp_path.is_dir()
 
 
 WRITER = """
 import sys, pathlib
-from inference_session.platform.staging import stage_version
-with stage_version(pathlib.Path(sys.argv[1]), "ctr", int(sys.argv[2])) as (staging, _):
-    (staging / "tables").mkdir()
-    (staging / "tables" / "key").write_bytes(b"half")
+from inference_session.platform.drafts import draft_version
+with draft_version(pathlib.Path(sys.argv[1]), "ctr", int(sys.argv[2])) as (draft, _):
+    (draft / "tables").mkdir()
+    (draft / "tables" / "key").write_bytes(b"half")
     print("writing", flush=True)
     sys.stdin.read()
 """
@@ -196,7 +196,7 @@ def test_what_killed_writers_left_of_other_versions_is_removed(tmp_path: Path) -
             os.utime(path, (0, 0))
         os.utime(tmp_path / "ctr/.tmp-6", (0, 0))
 
-        with stage_version(tmp_path, "ctr", 9):
+        with draft_version(tmp_path, "ctr", 9):
             assert sorted(path.name for path in (tmp_path / "ctr").iterdir()) == [".tmp-6", ".tmp-7", ".tmp-9"]
         writers[2].communicate(b"")
 
@@ -213,7 +213,7 @@ def test_a_writer_at_work_is_not_disturbed(tmp_path: Path) -> None:
 
     with (
         pytest.raises(UnavailableError, match="another process is writing this version now"),
-        stage_version(tmp_path, "ctr"),
+        draft_version(tmp_path, "ctr"),
     ):
         pytest.fail("must not be entered")
     os.close(handle)
@@ -226,18 +226,18 @@ def test_a_writer_that_ends_in_the_same_moment_is_another_writer(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It renames the folder between any two steps of ours: that is a temporary error, not a missing file."""
-    staging, opened = tmp_path / "ctr" / ".tmp-1", os.open
-    staging.mkdir(parents=True)
+    draft, opened = tmp_path / "ctr" / ".tmp-1", os.open
+    draft.mkdir(parents=True)
 
     def finish(path: Path, flags: int) -> int:
         handle = -1 if moment == "after it was found" else opened(path, flags)
-        staging.rename(tmp_path / "ctr" / "1")
+        draft.rename(tmp_path / "ctr" / "1")
         return opened(path, flags) if handle < 0 else handle
 
     monkeypatch.setattr(os, "open", finish)
     with (
         pytest.raises(UnavailableError, match="another process is writing this version"),
-        stage_version(tmp_path, "ctr", 1),
+        draft_version(tmp_path, "ctr", 1),
     ):
         pass
 
@@ -247,7 +247,7 @@ def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "ctr").mkdir()
     (tmp_path / "ctr" / ".tmp-1").touch()
 
-    with pytest.raises(FileExistsError, match=r"\.tmp-1"), stage_version(tmp_path, "ctr"):
+    with pytest.raises(FileExistsError, match=r"\.tmp-1"), draft_version(tmp_path, "ctr"):
         pass
 
 

@@ -23,14 +23,14 @@ _SERVER_FILE = "config.pbtxt"
 ABANDONED_S = 60.0
 """Seconds without a change after which a folder that no process holds counts as abandoned, where several make them."""
 ABANDONED_VERSION_S = 3600.0
-"""The same for a staged version. On network file systems the locks of other machines may be invisible."""
+"""The same for a draft. On network file systems the locks of other machines may be invisible."""
 
 _MODEL_NAME = re.compile(r"(?!\.)[A-Za-z0-9.+@%,=_-]+")
 """Triton starts the process of a model through a shell, which would misread other characters."""
 
 
 @contextmanager
-def stage_version(repository: Path, model: str, version: int | None = None) -> Iterator[tuple[Path, Path]]:
+def draft_version(repository: Path, model: str, version: int | None = None) -> Iterator[tuple[Path, Path]]:
     """Yield an empty folder to write a version into, and what it becomes: `<repository>/<model>/<version>`.
 
     Without `version` it is the one after the highest, 1 in an empty folder. After an error nothing is left. What
@@ -57,9 +57,9 @@ def stage_version(repository: Path, model: str, version: int | None = None) -> I
     target = folder / str(version)
     _refuse_existing(target)
     try:
-        with stage_folder(target) as staging:
+        with draft_folder(target) as draft:
             remove_abandoned(folder, r"\.tmp-[0-9]+", abandoned_s=ABANDONED_VERSION_S)
-            yield staging, target
+            yield draft, target
     except BaseException:
         _discard(folder, made)
         raise
@@ -75,7 +75,7 @@ def _discard(folder: Path, made: Sequence[Path]) -> None:
 
 
 @contextmanager
-def stage_folder(target: Path) -> Iterator[Path]:
+def draft_folder(target: Path) -> Iterator[Path]:
     """Yield an empty folder that becomes `target` when all went well; after an error nothing is left.
 
     Raises:
@@ -84,16 +84,16 @@ def stage_folder(target: Path) -> Iterator[Path]:
         OSError: the file system does not take it; `filename` is set.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    staging = target.parent / f".tmp-{target.name}"
-    with _locked_folder(staging):
+    draft = target.parent / f".tmp-{target.name}"
+    with _locked_folder(draft):
         try:
-            yield staging
-            flush_tree(staging)
+            yield draft
+            flush_tree(draft)
             _refuse_existing(target)
-            staging.rename(target)
+            draft.rename(target)
             flush(target.parent)
         except BaseException as error:
-            shutil.rmtree(staging, ignore_errors=True)
+            shutil.rmtree(draft, ignore_errors=True)
             if isinstance(error, OSError) and error.errno and not error.filename:
                 error.filename = str(target)  # the error of a full disk does not name the folder
             raise
@@ -154,13 +154,13 @@ def _last_change(folder: Path) -> float:
 
 def next_version(folder: Path) -> int:
     """The version after the highest one in a model's folder; ConfigurationError where that one is the last."""
-    version = max(versions_in(folder), default=0) + 1
+    version = max(numbers_in(folder), default=0) + 1
     _check_number(folder, version)
     return version
 
 
-def versions_in(folder: Path) -> list[int]:
-    """The versions in a model's folder, in any order."""
+def numbers_in(folder: Path) -> list[int]:
+    """The numbers that versions have in a model's folder, also those that Triton does not read, in any order."""
     return [int(path.name) for path in folder.iterdir() if re.fullmatch("[0-9]+", path.name)]
 
 

@@ -17,7 +17,7 @@ from inference_session.model_source.inventory import Inventory
 from inference_session.platform.json_records import own_fields
 
 
-class StagedCopy:
+class DraftCopy:
     """The folder next to the target. A run continues with what a failed run has left there."""
 
     def __init__(self, place: ModelSource, name: str) -> None:
@@ -59,28 +59,28 @@ class StagedCopy:
                 yield
             except Exception:
                 with suppress(HotrowError, OSError):  # the place may be what has failed
-                    if not any(entry.num_bytes for entry in self._staged()):
+                    if not any(entry.num_bytes for entry in self._entries()):
                         self.tidy_up()
                 raise
 
     def publish(self) -> None:
-        """Make it the target, and remove the staging folder; ConfigurationError where the target exists by now."""
+        """Make it the target, and remove the draft; ConfigurationError where the target exists by now."""
         self.place.rename(self.path_of(""), self._name)
         self.tidy_up()
 
     def tidy_up(self) -> None:
-        """Remove the staging folder."""
+        """Remove the draft."""
         self.place.remove(self._folder)
 
     def _empty(self) -> None:
-        """Remove what is in the staging folder, which itself stays, as it is held."""
+        """Remove what is in the draft, which itself stays, as it is held."""
         for entry in self.place.entries(self._folder):
             if entry.path.count("/") == 1:
                 self.place.remove(entry.path)
 
     def _keep_good(self, states: dict[str, Any], earlier: dict[str, Any], folders: set[str]) -> dict[str, int]:
         kept: dict[str, int] = {}
-        for entry in self._staged():
+        for entry in self._entries():
             path = entry.path.removeprefix(self.path_of("")).lstrip("/")
             if entry.is_folder:
                 is_good = path in folders
@@ -93,7 +93,7 @@ class StagedCopy:
                 kept[path] = entry.num_bytes
         return kept
 
-    def _staged(self) -> list[Entry]:
+    def _entries(self) -> list[Entry]:
         """All files and folders, each folder after its content."""
         top = self.place.stat(self.path_of(""))
         if top is None:
