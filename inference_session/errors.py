@@ -7,6 +7,7 @@ Triton's codes; nothing else translates errors.
 from __future__ import annotations
 
 import copy
+import inspect
 import traceback
 from typing import TypeVar
 
@@ -92,6 +93,18 @@ def fresh(error: _Error) -> _Error:
     variable, but not to the copy.
     """
     return copy.copy(without_frames(error))
+
+
+def as_thrown(error: _Error) -> _Error:
+    """The error that a `with` block has thrown into the generator of its context manager, to be the cause of another.
+
+    From Python 3.12 on, contextlib leaves the generator's frame in its traceback, and that frame leads to the error: it
+    and what the block's frames hold, such as the lock of a RocksDB, would stay until garbage is collected.
+    """
+    found = error.__traceback__
+    while found is not None and found.tb_frame.f_code.co_flags & inspect.CO_GENERATOR:
+        found = found.tb_next
+    return error.with_traceback(found)
 
 
 def first_line(error: Exception) -> str:

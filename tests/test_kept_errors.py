@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import gc
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +15,7 @@ import numpy as np
 import pytest
 
 from inference_session import InferenceSession, Request
-from inference_session.errors import HotrowError, StoreError, UnavailableError, fresh
+from inference_session.errors import HotrowError, StoreError, UnavailableError, as_thrown, fresh
 from inference_session.parameter_server.base import FetchRequest
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
@@ -21,10 +25,13 @@ from inference_session.parameter_server.redis.topology import ask_one_of
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
 from inference_session.tables.ordered_updates import OrderedUpdates, Progress
-from tests.testing import small_model
+from tests.testing import ROOT, small_model
 from tests.testing.kept_errors import no_error_is_kept
 from tests.testing.servers import PATIENCE_MS, RedisServer
+from tests.testing.statements import statements
 from tests.testing.store_contract import DIMS, fetch, keys_of, random_vectors
+
+FOLDERS = ("inference_session", "triton_backend", "hotrow")
 
 
 def open_store(url: str) -> RedisStore:
@@ -113,3 +120,60 @@ def test_a_fresh_error_is_the_same() -> None:
     error = fresh(RedirectedError("moved", ("host", 1), is_ask=True))
 
     assert (str(error), error.address, error.is_ask) == ("moved", ("host", 1), True)
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except KeyError as error:
+        raise StoreError("translated") from as_thrown(error)
+
+
+@contextlib.contextmanager
+def _within_another() -> Iterator[None]:
+    with _translated():
+        yield
+
+
+class _Held:
+    """What a frame works with."""
+
+
+@pytest.mark.parametrize("context", [_translated, _within_another])
+def test_a_translated_error_does_not_keep_frames(
+    context: Callable[[], contextlib.AbstractContextManager[None]],
+) -> None:
+    """From Python 3.12 on, its cause would lead to itself by way of the context manager's generator."""
+    found = []
+
+    def fail() -> None:
+        held = _Held()
+        found.append(weakref.ref(held))
+        with context():
+            raise KeyError
+
+    gc.disable()
+    try:
+        with pytest.raises(StoreError):
+            fail()
+        assert found[0]() is None
+    finally:
+        gc.enable()
+
+
+def _translators(path: Path) -> Iterator[ast.ExceptHandler]:
+    """What a file's generators with `@contextmanager` do with errors of their blocks."""
+    for function in (node for node in statements(path) if isinstance(node, ast.FunctionDef)):
+        if "contextmanager" in "".join(map(ast.unparse, function.decorator_list)):
+            for tried in (node for node in ast.walk(function) if isinstance(node, ast.Try)):
+                if any(isinstance(part, ast.Yield) for node in tried.body for part in ast.walk(node)):
+                    yield from tried.handlers
+
+
+def test_context_managers_translate_errors_so() -> None:
+    """Wherever a generator raises another error for one of its block."""
+    for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
+        for handler in _translators(path):
+            is_another = any(isinstance(node, ast.Raise) and node.exc for node in ast.walk(handler))
+            assert not is_another or "as_thrown(" in ast.unparse(handler), f"{path}:{handler.lineno}"

@@ -29,7 +29,7 @@ from inference_session.dense_engine.onnx import VALUE_ERRORS, OnnxEngine, bound_
 from inference_session.device.cuda import CudaDevice
 from inference_session.device.cuda_memory import check_room, memory_ran_out
 from inference_session.device.discovery import PROVIDER, unusable_network
-from inference_session.errors import ConfigurationError, ModelFormatError
+from inference_session.errors import ConfigurationError, ModelFormatError, as_thrown
 from inference_session.platform.bounded_memory import BoundedMemory
 
 _MAX_GRAPHS = 16
@@ -418,7 +418,9 @@ def _memory_checked(gpu: CudaDevice, num_bytes: int) -> Iterator[None]:
         if (found := _NO_MEMORY.search(str(error))) is None:
             raise
         with cupy.cuda.Device(gpu.device_id):
-            raise memory_ran_out(gpu.device_id, found[0].strip(), "free some memory or use another device") from error
+            raise memory_ran_out(
+                gpu.device_id, found[0].strip(), "free some memory or use another device"
+            ) from as_thrown(error)
 
 
 def _run(session: Any, binding: Any, options: Any) -> None:

@@ -30,7 +30,7 @@ from inference_session.device.cuda_memory import memory_checked
 from inference_session.device.current_context import keep_during_collections
 from inference_session.device.host import HostColumns, adjacent_columns
 from inference_session.device.pinned import pinned_empty
-from inference_session.errors import InvalidRequestError, UnavailableError
+from inference_session.errors import InvalidRequestError, UnavailableError, as_thrown
 from inference_session.kernels.cuda.launch import ColumnsWriter
 from inference_session.kernels.cuda.records import COUNT_STRIDE
 
@@ -114,7 +114,7 @@ class CudaDevice(Device):
                     self._memory = memory = self._take_memory()
                     yield
             except _DEVICE_ERRORS as error:
-                raise self._unanswerable(error) from error
+                raise self._unanswerable(error) from as_thrown(error)
             finally:
                 self._is_open = False
                 # An error that ended a request may be a sign of the device's failure, which is then raised.

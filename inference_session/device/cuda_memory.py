@@ -9,7 +9,7 @@ import cupy
 from cupy.cuda import driver, runtime
 from cupy.cuda.memory import OutOfMemoryError
 
-from inference_session.errors import ConfigurationError
+from inference_session.errors import ConfigurationError, as_thrown
 
 _NO_MEMORY = 2
 """cudaErrorMemoryAllocation, and the driver's CUDA_ERROR_OUT_OF_MEMORY."""
@@ -45,7 +45,7 @@ def memory_checked(device_id: int, way_out: str) -> Iterator[None]:
         # CuPy's pool raises its own error, CUDA gives a number.
         if getattr(error, "status", _NO_MEMORY) != _NO_MEMORY:
             raise
-        raise memory_ran_out(device_id, error, way_out) from error
+        raise memory_ran_out(device_id, error, way_out) from as_thrown(error)
 
 
 def memory_ran_out(device_id: int, reason: object, way_out: str) -> ConfigurationError:

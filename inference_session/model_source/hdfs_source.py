@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from inference_session.errors import ConfigurationError, HotrowError, SourceError, UnavailableError
+from inference_session.errors import ConfigurationError, HotrowError, SourceError, UnavailableError, as_thrown
 from inference_session.model_source.base import ChunksFrom, Entry, ModelSource
 from inference_session.model_source.hdfs_url import HdfsUrl
 
@@ -245,11 +245,12 @@ class HdfsSource(ModelSource):
         except HotrowError:
             raise
         except HdfsError as error:
-            raise self._of_hdfs(path, error) from None
-        except (KeyError, TypeError, ValueError, RecursionError):  # an unknown answer, e.g. of another web server
+            raise self._of_hdfs(path, as_thrown(error)) from None
+        except (KeyError, TypeError, ValueError, RecursionError) as error:  # an unknown answer, e.g. of a web server
+            as_thrown(error)
             raise SourceError(f"{self.name_of(path)}: {self._not_webhdfs()}") from None
         except (requests.RequestException, HTTPError) as error:
-            raise UnavailableError(f"{self.name_of(path)}: {self._of_http(error)}") from None
+            raise UnavailableError(f"{self.name_of(path)}: {self._of_http(as_thrown(error))}") from None
 
     def _of_hdfs(self, path: str, error: HdfsError) -> HotrowError:
         text = error.message.decode(errors="replace") if isinstance(error.message, bytes) else str(error.message)

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from inference_session.errors import ConfigurationError
+from inference_session.errors import ConfigurationError, as_thrown
 
 _log = logging.getLogger(__name__)
 _TIMEOUT_S = 10.0
@@ -191,7 +191,7 @@ def _explained(folder: Path | str) -> Iterator[None]:
         way_out = "raise the limit of open files (ulimit -n)" if too_many else "set TMPDIR to a writable folder"
         raise ConfigurationError(
             f"{folder}: processes cannot pass memory to each other there ({error.strerror}); {way_out}"
-        ) from error
+        ) from as_thrown(error)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from hotrow.training.onnx_export.assembly import assemble
 from hotrow.training.onnx_export.dense_network import external_tensor, first_lines, forget_sources, quiet
 from hotrow.training.onnx_export.exported_table import ExportedTable
 from hotrow.training.tables import Shard, Table, chunks, create_file, write_table
-from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError
+from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError, as_thrown
 from inference_session.importers.report import ImportReport
 from inference_session.model_source import create_source
 from inference_session.model_spec import ModelSpec, folder_names
@@ -148,7 +148,7 @@ class _Archive:
             with zipfile.ZipFile(self._path) as archive:
                 yield archive
         except _DAMAGE as error:
-            raise ModelFormatError(f"{self._path}: damaged: {error}") from error
+            raise ModelFormatError(f"{self._path}: damaged: {error}") from as_thrown(error)
 
     def _copy_slim(self, source: zipfile.ZipFile, target: zipfile.ZipFile) -> None:
         slim = {name: payload for name, payload in self.payloads.items() if _may_be_table(payload)}

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, ValueInfoProto, defs, inliner
 
 from inference_session.dense_engine.trial import try_to_open
-from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError
+from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError, as_thrown
 from inference_session.importers.onnx.canonical import CanonicalModel, to_canonical
 from inference_session.importers.onnx.carve import CarvedModel, carve, keep_whole
 from inference_session.importers.onnx.computed_tables import compute_tables
@@ -160,6 +160,7 @@ def _malformed_refused(model: Path) -> Iterator[None]:
     except (HotrowError, OSError, MemoryError):
         raise
     except Exception as error:
+        as_thrown(error)
         raise ModelFormatError(f"{model}: its graph is malformed: {error!r}") from error
 
 

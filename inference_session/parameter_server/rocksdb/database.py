@@ -18,7 +18,7 @@ from pathlib import Path
 from stat import S_ISDIR
 from typing import Any
 
-from inference_session.errors import ConfigurationError, SessionClosedError, StoreError, UnavailableError
+from inference_session.errors import ConfigurationError, SessionClosedError, StoreError, UnavailableError, as_thrown
 from inference_session.parameter_server.rocksdb.manifest_size import (
     CURRENT_FILE,
     IDENTITY_FILE,
@@ -410,18 +410,18 @@ def translated(path: Path) -> Iterator[None]:
     try:
         yield
     except DbClosedError as error:
-        raise SessionClosedError(f"the RocksDB at {str(path)!r} has been closed") from error
+        raise SessionClosedError(f"the RocksDB at {str(path)!r} has been closed") from as_thrown(error)
     except OSError as error:
         text = str(error.strerror or error)  # what rocksdict raises has no number
         if any(os.strerror(number) in text for number in (errno.EROFS, errno.EACCES)):
             text += " (readers also need write access to its folder, where rocksdict keeps a file)"
-        raise UnavailableError(f"the RocksDB at {str(path)!r} cannot be used: {text}") from error
+        raise UnavailableError(f"the RocksDB at {str(path)!r} cannot be used: {text}") from as_thrown(error)
     except Exception as error:
         if type(error) is RuntimeError and _IN_CLOSING in str(error):
-            raise SessionClosedError(f"the RocksDB at {str(path)!r} is being closed") from error
+            raise SessionClosedError(f"the RocksDB at {str(path)!r} is being closed") from as_thrown(error)
         if type(error) is not Exception:  # which is all else that rocksdict raises
             raise
-        raise _as_ours(path, str(error)) from error
+        raise _as_ours(path, str(error)) from as_thrown(error)
 
 
 def _as_ours(path: Path, text: str) -> Exception:

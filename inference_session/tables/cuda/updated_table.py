@@ -10,7 +10,7 @@ import numpy as np
 from cupy.cuda.memory import OutOfMemoryError
 
 from inference_session.device.cuda import CudaDevice
-from inference_session.errors import UnavailableError
+from inference_session.errors import UnavailableError, as_thrown
 from inference_session.kernels.cuda import launch as gpu
 from inference_session.kernels.cuda.records import (
     EVENTS,
@@ -67,7 +67,7 @@ class CudaUpdatedTable:
                 raise UnavailableError(
                     f"{self._device.name} has too little memory for {num_rows} changed rows of {self._dim} elements:"
                     " free some memory, or load a version with newer files"
-                ) from error
+                ) from as_thrown(error)
 
     def _pieces(self, updated: UpdatedRows) -> Iterator[UpdatedRows]:
         step = max(_BYTES_AT_ONCE // (8 + 4 * self._dim), 1)

@@ -92,8 +92,9 @@ HOSTILE = {
         a = Constant<value = int64[1] {0}>() r = Slice(both, b, t, a, b) y = Add(both, r)""",
     "first samples, repeated": """z = Constant<value = int64[1] {0}>() t = Constant<value = int64[1] {20}>()
         r = Slice(both, z, t, z) m = ReduceMax<keepdims = 0>(r) y = Add(both, m)""",
-    "halves exchanged": """p, q = Split<axis = 0, num_outputs = 2>(both) r = Concat<axis = 0>(q, p) y =
-        Add(both, r)""",
+    "halves exchanged": """num = Shape<end = 1>(both) two = Constant<value = int64[1] {2}>() half = Div(num, two)
+        begin = Constant<value = int64[1] {0}>() p = Slice(both, begin, half, begin)
+        q = Slice(both, half, num, begin) r = Concat<axis = 0>(q, p) y = Add(both, r)""",
     "shifted by one": """p = Constant<value = int64[4] {1, 0, -1, 0}>() r = Pad(both, p) y = Add(both, r)""",
     "gram matrix": """t = Transpose<perm = [1, 0]>(both) g = MatMul(both, t) x = ReduceMean<keepdims = 0>(g) y
         = Add(both, x)""",
