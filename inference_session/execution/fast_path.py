@@ -71,7 +71,7 @@ class FastPath:
         # Arrays on a GPU are no NumPy arrays: to be refused by compiled code, they would wait for the device.
         if not is_by_name or not arrays or type(arrays[0]) is not np.ndarray:
             return None
-        answer: Answer | None = self.run(arrays, 1, outputs, unmarked, JoinedAnswer.copied_answer)
+        answer: Answer | None = self._run(arrays, 1, outputs, unmarked, JoinedAnswer.copied_answer)
         return answer
 
     def answer(self, requests: Sequence[Request], mark: Mark) -> list[Answer] | None:
@@ -81,8 +81,26 @@ class FastPath:
             return self._answer_by_context(requests[0], mark)
         if not arrays or type(arrays[0]) is not np.ndarray:  # see `answer_one`
             return None
-        answers: list[Answer] | None = self.run(arrays, num, requests[0].outputs, mark, JoinedAnswer.copied_answers)
+        answers: list[Answer] | None = self._run(arrays, num, requests[0].outputs, mark, JoinedAnswer.copied_answers)
         return answers
+
+    def _run(
+        self,
+        arrays: Arrays,
+        num_requests: int,
+        outputs: Collection[str] | None,
+        mark: Mark,
+        finish: Callable[[JoinedAnswer], Any],
+    ) -> Any:
+        """As `run`, also for arrays that have been pickled: these have dtype objects of their own, while compiled code
+        knows a type by the object that NumPy keeps.
+        """
+        found = self.run(arrays, num_requests, outputs, mark, finish)
+        if found is None:
+            known = [_with_known_type(array) for array in arrays]
+            if any(new is not old for new, old in zip(known, arrays, strict=True)):
+                return self.run(known, num_requests, outputs, mark, finish)
+        return found
 
     def _answer_by_context(self, request: Request, mark: Mark) -> list[Answer] | None:
         """The answer to a request of several contexts, as if each of them were a request."""
@@ -216,3 +234,11 @@ class FastPath:
         is_results = {*map(id, joined.arrays)} <= {*map(id, results)}
         batch.answer = (results, joined) if is_results and results is batch.run.results else None
         return joined
+
+
+def _with_known_type(array: Any) -> Any:
+    """A view with the dtype object that NumPy keeps for its type; the array itself if it has that, or no numbers."""
+    if type(array) is not np.ndarray or array.dtype.kind not in "biufc":
+        return array
+    known = np.dtype(array.dtype.type)
+    return array if array.dtype is known or array.dtype != known else array.view(known)

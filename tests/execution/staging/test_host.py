@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import tracemalloc
 from collections.abc import Iterator
@@ -150,13 +151,17 @@ def test_what_is_counted_per_table_is_what_the_plain_way_counts(directory: Path,
 def test_every_way_of_asking_takes_it(
     directory: Path, plain: InferenceSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By name in any order; all outputs, some, or the predictions."""
+    """By name in any order, also of arrays that have been pickled; all outputs, some, or the predictions."""
     inputs = staged_model.inputs(5, np.random.default_rng(0))
+    pickled = pickle.loads(pickle.dumps(inputs))  # noqa: S301  made here
+    assert pickled["bag"].dtype is not inputs["bag"].dtype
     shuffled = dict(reversed(inputs.items()))
     expected = plain.run(inputs)
     with InferenceSession.open(directory) as session:
         monkeypatch.setattr(session.layout, "check", lambda _: pytest.fail("took the way of other requests"))
         assert_same(session.run(shuffled), expected)
+        assert_same(session.run(pickled), expected)
+        assert_same(session.run_many([Request(pickled), Request(inputs)])[0], expected)
         assert_same(session.run(inputs, ["OUTPUT0"]), {"OUTPUT0": expected["OUTPUT0"]})
         assert_same(
             session.run_many([Request(inputs, ("click", "flags_out"))] * 2)[1],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 from onnx import NodeProto
 
 from inference_session.importers.onnx.samples.kinds import CONSTANT, Axis, Free, Kind, PerSample
@@ -49,11 +50,29 @@ def _counted_elementwise(step: Step) -> Kind:
     if shapes is None or len(set(shapes)) > 1:
         return Free(True)
     masks = [kind.counts for kind in step.kinds if isinstance(kind, Free)]
+    if step.node.op_type == "Max" and all(map(is_size, step.kinds)) and _is_common_size(step, masks):
+        return Free(np.logical_or.reduce([np.broadcast_to(mask, shapes[0]) for mask in masks]))
     counted = [position for position, mask in enumerate(masks) if np.any(mask)]
     keeps = _KEEPS_COUNTS.get(step.node.op_type, ())
     if any(mask is True for mask in masks) or len(counted) > 1 or not set(counted) <= set(keeps):
         return Free(True)
     return Free(np.logical_or.reduce([np.broadcast_to(mask, shapes[0]) for mask in masks]))
+
+
+def _is_common_size(step: Step, masks: list[NDArray[np.bool_] | bool]) -> bool:
+    """Whether operands that depend on the number of samples are the same multiple of it, and all others 1 there.
+
+    tf2onnx writes such a Max for the sizes that two values are stretched to.
+    """
+    counted = np.logical_or.reduce(np.broadcast_arrays(*masks))
+    for run in step.observed.values:
+        values = [run[name] for name in (*step.node.input, *step.node.output) if run.get(name) is not None]
+        if len(values) <= len(masks):
+            return False
+        for value, mask in zip(values, masks, strict=False):
+            if not np.all(np.where(mask, value == values[-1], value <= 1) | ~counted):
+                return False
+    return True
 
 
 _KEEPS_COUNTS = {"Identity": (0,), "Cast": (0,), "Mul": (0, 1), "Div": (0,), "Where": (1, 2)}
@@ -380,6 +399,20 @@ def _samples_in_front(step: Step) -> list[Kind]:
     return step.outputs(0) if at and at.axis == 0 and at.is_whole else neither(step)
 
 
+def _all_in_front(step: Step) -> list[Kind]:
+    """A node whose operands have the axis of samples in front, or none."""
+    positions = step.per_sample
+    is_apart = positions and positions[0][0] == 0 and all(at.axis == 0 and at.is_whole for _, at in positions)
+    return step.outputs(0) if is_apart and step.rest_is_constant else neither(step)
+
+
+def _attention(step: Step) -> list[Kind]:
+    """Queries, keys and values, and a mask whose axes are counted from the last one."""
+    held = {position for position, _ in step.per_sample}
+    is_mask_in_front = 3 not in held or step.rank(3) == 4
+    return _all_in_front(step) if {0, 1, 2} <= held and is_mask_in_front else neither(step)
+
+
 def _recurrent(step: Step) -> list[Kind]:
     """GRU, LSTM, RNN: the sequence, the lengths and the first states have their samples on different axes."""
     is_first = step.attribute("layout", 0) == 1
@@ -467,6 +500,7 @@ RULES: dict[str, Callable[[Step], list[Kind]]] = {
     **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), _quantized),
     **dict.fromkeys(("GRU", "LSTM", "RNN"), _recurrent),
     **dict.fromkeys(_SAMPLES_IN_FRONT.split(), _samples_in_front),
+    "Attention": _attention,
     "BatchNormalization": _batch_normalization,
     "Concat": _concat,
     "ConstantOfShape": _constant_of_shape,
@@ -486,6 +520,7 @@ RULES: dict[str, Callable[[Step], list[Kind]]] = {
     "OneHot": _one_hot,
     "Pad": _pad,
     "RMSNormalization": _along(from_there_on=True),
+    "RotaryEmbedding": _all_in_front,
     "Shape": _shape,
     "Size": lambda _: [Free(True)],
     "Slice": _slice,

@@ -195,6 +195,8 @@ HOSTILE = {
     "repeated for each sample": """s = Shape<end = 1>(d) l = Constant<value = int64[1] {1}>() q = Concat<axis = 0>(s, l)
         t = Tile(both, q) f = Constant<value = int64[1] {4}>() z = Concat<axis = 0>(s, s, f) r = Reshape(t, z)
         y = ReduceSum<keepdims = 0>(r, az)""",
+    "a number that few samples are below": """s = Shape<end = 1>(d) l = Constant<value = int64[1] {30}>() m = Max(s, l)
+        f = Cast<to = 1>(m) y = Add(both, f)""",
     "hidden in a function of sizes": """s = Shape<end = 1>(d) l = Constant<value = int64[1] {30}>() c = Greater(s, l)
         f = Constant<value = int64[1] {4}>() r = Where(c, f, s) q = Constant<value = int64[1] {-1}>() z =
         Concat<axis = 0>(r, q)
@@ -258,6 +260,8 @@ SOUND = {
         x = Expand(query, q) g = Concat<axis = 1>(x, h) y = ReduceMax<keepdims = 0>(g, one)""",
     "a constant repeated for each sample": """s = Shape<end = 1>(d) l = Constant<value = int64[1] {1}>()
         q = Concat<axis = 0>(s, l) u = Unsqueeze(ones, az) t = Tile(u, q) c = Less(t, both) y = Where(c, both, t)""",
+    "sizes that two values are stretched to": """s = Shape(h) q = Shape(query) m = Max(q, s) x = Expand(query, m)
+        g = Add(h, x) y = ReduceSum<keepdims = 0>(g, one)""",
     "zeros for each sample": """s = Shape(both) z = ConstantOfShape(s) c = Greater(both, z) y = Where(c, both, z)""",
     "mask from keys": """z = Constant<value = int64 {0}>() c = Equal(ids, z) f = Cast<to = 1>(c) u = Unsqueeze(f, two)
         m = Mul(h, u) y = ReduceSum<keepdims = 0>(m, one)""",
@@ -338,9 +342,31 @@ SHAPES = {
 }
 
 
-def write(path: Path, body: str) -> None:
+LATER = {
+    "attention within a history": (
+        True,
+        """f = Constant<value = int64[4] {0, 0, 2, 2}>() r = Reshape(h, f) t = Transpose<perm = [0, 2, 1, 3]>(r)
+        c = ReduceMean(h, two) q = RotaryEmbedding(t, c, c) b = Cast<to = 9>(ids) i = Unsqueeze(b, one)
+        l = Unsqueeze(b, two) m = And(i, l) v = Unsqueeze(m, one) a = Attention(q, t, t, v)
+        x = ReduceMean<keepdims = 0>(a, two) z = Constant<value = int64[2] {0, 4}>() y = Reshape(x, z)""",
+    ),
+    "attention of packed heads": (
+        True,
+        """a = Attention<q_num_heads = 2, kv_num_heads = 2, is_causal = 1>(h, h, h)
+        y = ReduceMean<keepdims = 0>(a, one)""",
+    ),
+    "attention over the batch": (
+        False,
+        """u = Unsqueeze(both, az) a = Attention<q_num_heads = 2, kv_num_heads = 2>(u, u, u)
+        y = Squeeze(a, az)""",
+    ),
+}
+"""Networks of a later opset, and whether they keep samples apart."""
+
+
+def write(path: Path, body: str, opset: int = 18) -> None:
     """A model file of such a body."""
-    domains = '"" : 18, "ai.onnx.ml" : 3, "com.microsoft" : 1'
+    domains = f'"" : {opset}, "ai.onnx.ml" : 3, "com.microsoft" : 1'
     text = f"<ir_version: 8, opset_import: [{domains}]> {HEAD} {{ {COMMON} {body} }}"
     model = onnx.parser.parse_model(text)
     read = {name for node in model.graph.node for name in node.input} | {
@@ -409,6 +435,18 @@ def test_what_recommenders_do_is_joined(name: str, tmp_path: Path) -> None:
 
     joins, pairs = answers(report.version_dir, tmp_path / "model.onnx")
     assert joins, report.notes
+    assert_right(pairs)
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_operators_of_later_opsets(name: str, tmp_path: Path) -> None:
+    is_sound, body = LATER[name]
+    write(tmp_path / "model.onnx", body, opset=23)
+
+    report = import_onnx(tmp_path / "model.onnx", tmp_path / "repository", "m")
+
+    joins, pairs = answers(report.version_dir, tmp_path / "model.onnx")
+    assert joins == is_sound, report.notes
     assert_right(pairs)
 
 
