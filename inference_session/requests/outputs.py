@@ -147,6 +147,8 @@ class Outputs:
     def predictions(self, labels: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
         """All tasks side by side, from the label outputs: float32 [samples, number of labels]."""
         first = labels[0]
+        if not all(label.ndim for label in labels):  # as of a Squeeze where there is one sample
+            raise HotrowError(f"{PREDICTIONS} cannot be made of outputs without a dimension of samples")
         if not len(first):  # its other sizes may be open
             return np.empty((0, self._num_labels), np.float32)
         if len(labels) == 1 and first.ndim == 2 and first.dtype == _FLOAT32:

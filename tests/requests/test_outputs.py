@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from inference_session.errors import HotrowError
 from inference_session.model_spec import PREDICTIONS
 from inference_session.requests.outputs import Outputs
 from tests.testing import small_model
@@ -25,3 +26,11 @@ def test_predictions_are_not_the_memory_of_their_label(label: str, values: list[
     for answer in answers:
         answer[PREDICTIONS] *= 100
     np.testing.assert_array_equal(np.concatenate([answer[label] for answer in answers]), values)
+
+
+def test_predictions_need_a_dimension_of_samples() -> None:
+    """A Squeeze drops it where there is one sample: that was a TypeError about unsized objects."""
+    outputs = Outputs(replace(small_model.SPEC, labels=("stay",), label_outputs=("stay",)))
+
+    with pytest.raises(HotrowError, match="OUTPUT0 cannot be made of outputs without a dimension of samples"):
+        outputs.predictions([np.array(1, np.float32)])

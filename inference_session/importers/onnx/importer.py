@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
-from onnx import ModelProto, TensorProto, ValueInfoProto, defs, inliner
+from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto, defs, inliner
 
 from inference_session.dense_engine.trial import try_to_open
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError, as_thrown
@@ -183,6 +183,7 @@ class _Source:
         inputs = [value for value in model.graph.input if value.name not in initialized]
         for value in (*inputs, *model.graph.output):
             _check_tensor(path, value)
+        _check_inputs_are_given(path, inputs, model.graph)
         for value in inputs:
             if value_type(value).dims is None:
                 raise UnsupportedModelError(f"{path}: input {value.name!r} has no shape; export it with one")
@@ -215,10 +216,24 @@ def _types(values: Iterable[ValueInfoProto]) -> dict[str, ValueType]:
 def _check_tensor(path: Path, value: ValueInfoProto) -> None:
     if value.type.WhichOneof("value") != "tensor_type":
         kind = (value.type.WhichOneof("value") or "untyped").removesuffix("_type")
-        raise UnsupportedModelError(f"{path}: {value.name!r} is {kind}; inputs and outputs must be tensors")
+        way_out = (
+            "; converters of scikit-learn and LightGBM write a tensor with zipmap=False" if kind == "sequence" else ""
+        )
+        raise UnsupportedModelError(f"{path}: {value.name!r} is {kind}; inputs and outputs must be tensors{way_out}")
     if value.type.tensor_type.elem_type not in NUMPY_TYPES:
         kind = TensorProto.DataType.Name(value.type.tensor_type.elem_type).lower()
         raise UnsupportedModelError(f"{path}: {value.name!r} is {kind}, which NumPy lacks; cast it in the model")
+
+
+def _check_inputs_are_given(path: Path, inputs: Iterable[ValueInfoProto], graph: GraphProto) -> None:
+    """PyTorch's exporter calls an inner value as it likes, also as a feature `cat` that the model concatenates."""
+    made = {name for node in graph.node for name in node.output}
+    for value in inputs:
+        if value.name in made:
+            raise ModelFormatError(
+                f"{path}: {value.name!r} is an input and also the result of an operator, so ONNX Runtime refuses the "
+                "model; export it with another name for this input"
+            )
 
 
 @dataclass(frozen=True)

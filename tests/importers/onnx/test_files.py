@@ -204,7 +204,18 @@ def test_outputs_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
     model.graph.node.append(helper.make_node("SequenceConstruct", ["v"], ["s"]))
     model.graph.output.append(helper.make_tensor_sequence_value_info("s", TensorProto.FLOAT, None))
 
-    with pytest.raises(UnsupportedModelError, match="'s' is sequence"):
+    with pytest.raises(UnsupportedModelError, match=r"'s' is sequence.*zipmap=False"):
+        import_model(tmp_path, model)
+
+
+def test_an_input_that_is_called_like_another_value_is_named(tmp_path: Path) -> None:
+    """PyTorch's exporter does that with a feature `cat`. The message spoke of values that depend on themselves."""
+    model = model_of("m (int64[b] k, float[b, 4] x) => (float[b, 8] y) { v = Gather(w, k) }", {"w": table()})
+    model.graph.input[1].name = "cat"
+    model.graph.node.append(helper.make_node("Concat", ["v", "cat"], ["cat"], axis=1))
+    model.graph.node.append(helper.make_node("Identity", ["cat"], ["y"]))
+
+    with pytest.raises(ModelFormatError, match=r"'cat' is an input and also the result of an operator.*another name"):
         import_model(tmp_path, model)
 
 
