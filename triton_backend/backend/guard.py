@@ -20,8 +20,6 @@ from contextlib import suppress
 from pathlib import Path
 
 POLL_S = 1.0
-LINGER_S = 5.0
-"""How long the server is watched after its process was killed: both may have been killed together."""
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where the Python backend keeps its tensors
 
 
@@ -37,15 +35,16 @@ def main() -> None:
             memory.unlink(missing_ok=True)
             return
     if not readable or os.read(sys.stdin.fileno(), 16).strip() != b"done":
-        _await_end(server)
+        remove_left(memory, server)
+
+
+def remove_left(memory: Path, server: int) -> None:
+    """Remove the memory of a process that was killed, once its server is gone, unless the server does that."""
+    while memory.exists():
         if _parent(server) is None:
             memory.unlink(missing_ok=True)
-
-
-def _await_end(server: int) -> None:
-    deadline = time.monotonic() + LINGER_S
-    while _parent(server) is not None and time.monotonic() < deadline:
-        time.sleep(POLL_S)
+        else:
+            time.sleep(POLL_S)
 
 
 def _parent(process: int) -> int | None:

@@ -77,19 +77,39 @@ def test_a_guard_ends_a_process_whose_server_is_gone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("forks", [False, True])
 def test_a_guard_leaves_a_process_alone_whose_server_lives(tmp_path: Path, forks: bool) -> None:
-    """If only it is killed, its memory is left to the server. A process forked from it does not keep the guard."""
+    """If only it is killed, its memory is left to the server. A process forked from it does not hold up the guard."""
     process, memory = guarded(tmp_path, server=os.getpid(), forks=forks)
     wait_until(lambda: len(children_of(process.pid)) == 1 + forks, "the guard")
     guarding, *forked = children_of(process.pid)  # in the order of their start
 
     process.kill()
     process.wait()
-    wait_until(lambda: not Path(f"/proc/{guarding}").exists() or is_zombie(guarding), "the end of the guard")
-
     assert memory.exists()
     memory.unlink()
+
+    wait_until(lambda: not Path(f"/proc/{guarding}").exists() or is_zombie(guarding), "the end of the guard")
     for child in forked:
         os.kill(child, signal.SIGKILL)
+
+
+def test_a_guard_outlasts_a_server_that_outlives_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton removes the memory of a killed process when it unloads the model, which it may end without."""
+    memory = tmp_path / "memory"
+    memory.touch()
+    with subprocess.Popen(["sleep", "1000"]) as server:
+        num_polls = 0
+
+        def poll(seconds: float) -> None:
+            nonlocal num_polls
+            num_polls += 1
+            if num_polls == 100:
+                server.kill()
+                server.wait()
+
+        monkeypatch.setattr(time, "sleep", poll)
+        guard.remove_left(memory, server.pid)
+    assert num_polls == 100
+    assert not memory.exists()
 
 
 def children_of(pid: int) -> list[int]:
