@@ -119,6 +119,8 @@ class Watchdog:
         """The children of the server at the last look."""
         self._lost: set[int] = set()
         """Processes that were found dead or hung; each is handled once."""
+        self._settled: set[int] = set()
+        """Processes that were there when the server loaded nothing."""
         self._awaited: dict[int, float] = {}
         """Since when the server waits for the end of processes."""
         self._drained_at: dict[int, float] = {}
@@ -161,7 +163,8 @@ class Watchdog:
             elif pid not in self._lost and self._lasted_s(pid, stubs.state(pid)) > STARTING_S:
                 self._note_unknown(pid)
         self._end_replaced()
-        self.end_given_up()
+        if self._loading or not self._settled.issuperset(present):  # a server of many models has thousands of threads
+            self.end_given_up()
 
     def end_given_up(self) -> None:
         """Kill processes that the server has given up: it would wait for their end for ever, and so would a load."""
@@ -342,10 +345,12 @@ class Watchdog:
         self._observed_at = time.monotonic()
         with suppress(OSError, HTTPException):
             # Before the query: its answer lacks what is loaded meanwhile.
-            missing = self._missing.copy()
+            missing, present = self._missing.copy(), set(self._present)
             healing = {model for model, thread in list(self._healing.items()) if thread.is_alive()}
             index = json.loads(self._server.request("POST", "v2/repository/index", timeout=timeout_s))
             self._loading = {entry["name"] for entry in index if entry.get("state") == "LOADING"}
+            if not self._loading:
+                self._settled = present
             ready = ready_versions(index)
             for model in set(self._loaded) - set(ready) - missing - (self._loading & healing):
                 self._loaded.pop(model, None)
