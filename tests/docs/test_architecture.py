@@ -134,6 +134,7 @@ def test_a_request_of_any_kind(tmp_path: Path) -> None:
         assert f"a request through `run_many` passes {num_modules(lambda: session.run_many([request]))}." in said()
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="Numba tells profilers of kernels up to Python 3.11")
 def test_a_request_on_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model of the demo. Numba reports calls of kernels, other than those that `of_ints` makes."""
     for module in (forms, lookup, stats):
