@@ -180,3 +180,21 @@ def managed_collisions(*, bags: bool = True, **options: Any) -> Any:
     if bags:
         return ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection(configs), collection)
     return ManagedCollisionEmbeddingCollection(EmbeddingCollection(configs), collection)
+
+
+class MaskedMean(nn.Module):
+    """The mean of a history in which 0 means nothing, and numbers that are nearly 0 or 1, as users write them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.items = nn.Embedding(2000, 4)
+
+    def forward(self, history: Any) -> Any:
+        mask = (history != 0).float().unsqueeze(-1)
+        mean = (self.items(history) * mask).sum(1) / (mask.sum(1) + 1e-9)
+        return torch.cat([mean, torch.log(torch.relu(mean) + 1e-9), mean * 1.000005], dim=1)
+
+
+HISTORIES = np.array([[5, 7, 0], [0, 0, 0], [1999, 0, 0], [0, 3, 0]])
+"""One of which has nothing in it."""

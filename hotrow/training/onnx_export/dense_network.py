@@ -26,6 +26,7 @@ from hotrow.training.onnx_export.inputs import (
     weights_of,
     width_of,
 )
+from hotrow.training.onnx_export.near_constants import optimized
 from hotrow.training.tables import Table
 from inference_session.errors import ConfigurationError, UnsupportedModelError
 from inference_session.importers.onnx.weights import refer_to
@@ -199,11 +200,18 @@ def trace(
             names = table_names(files) + [f"hotrow_input_{i}" for i in range(len(arrays))]
             results = [f"hotrow_output_{i}" for i in range(len(outputs))]
             exported: Any = torch.onnx.export(
-                program, input_names=names, output_names=results, dynamo=True, external_data=False, verbose=False
+                program,
+                input_names=names,
+                output_names=results,
+                dynamo=True,
+                external_data=False,
+                verbose=False,
+                optimize=False,
             )
+            written = optimized(exported)
         except Exception as error:
             raise UnsupportedModelError(f"the dense network cannot be written as ONNX: {first_lines(error)}") from error
-    return _finished(exported.model_proto, list(arrays), list(outputs), files)
+    return _finished(written, list(arrays), list(outputs), files)
 
 
 def table_names(files: Sequence[ExportedTable]) -> list[str]:

@@ -26,6 +26,7 @@ from hotrow.training.checkpoints.files import METADATA_FILE, CheckpointReader
 from hotrow.training.onnx_export.assembly import assemble
 from hotrow.training.onnx_export.dense_network import external_tensor, first_lines, forget_sources, quiet
 from hotrow.training.onnx_export.exported_table import ExportedTable
+from hotrow.training.onnx_export.near_constants import optimized
 from hotrow.training.tables import Shard, Table, chunks, create_file, write_table
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError, as_thrown
 from inference_session.importers.report import ImportReport
@@ -390,10 +391,10 @@ def _network(program: Any, files: Mapping[str, ExportedTable]) -> ModelProto:
                 optimize=False,
             )
             _unbind(exported.model.graph, files)
-            exported.optimize()
+            model = optimized(exported)
         except Exception as error:
             raise UnsupportedModelError(f"the program cannot be written as ONNX: {first_lines(error)}") from error
-    return _bound(exported.model_proto, files)
+    return _bound(model, files)
 
 
 def _parameter_names(program: Any) -> list[str] | None:

@@ -75,6 +75,16 @@ def test_bags_with_offsets_of_any_number(tmp_path: Path) -> None:
         assert not session.spec.joins_requests
 
 
+def test_numbers_that_are_nearly_0_or_1_are_kept(tmp_path: Path) -> None:
+    """PyTorch's optimizer takes them for 0 and 1: the mean of an empty history was NaN."""
+    model, histories = models.MaskedMean(), torch.from_numpy(models.HISTORIES)
+
+    directory = models.export(model, tmp_path, example=(histories[:3],), outputs=["features"])
+
+    (found,) = models.answers(directory, {"history": models.HISTORIES}, ["features"])
+    np.testing.assert_allclose(found, models.live(model, histories), rtol=EXACT)
+
+
 class _Dlrm(nn.Module):
     """As DLRM reads its features: dense ones, and for each table a list of ids and the offsets of its bags."""
 

@@ -76,6 +76,18 @@ def test_a_program_with_its_tables_inside(tmp_path: Path) -> None:
     assert (tmp_path / "ctr" / "config.pbtxt").exists()
 
 
+def test_numbers_that_are_nearly_0_or_1_are_kept(tmp_path: Path) -> None:
+    """PyTorch's optimizer takes them for 0 and 1: the mean of an empty history was NaN."""
+    model, histories = models.MaskedMean().eval(), torch.from_numpy(models.HISTORIES)
+    program = torch.export.export(model, (histories,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    torch.export.save(program, tmp_path / "mean.pt2")
+
+    report = import_program(tmp_path / "mean.pt2", tmp_path / "repository", "mean")
+
+    (found,) = models.answers(report.version_dir, {"history": models.HISTORIES}, ["output_0"])
+    np.testing.assert_allclose(found, models.live(model, histories), rtol=1e-6)
+
+
 class _Scores(nn.Module):
     """Its parameters are called as the columns of a table of data often are."""
 
