@@ -88,6 +88,7 @@ def to_canonical(path: Path, model: ModelProto, blobs: dict[int, Blob]) -> Canon
         if tensor.data_type in FLOAT_TYPES and len(tensor.dims) > 0:
             weights[tensor.name] = weight_of(path, tensor, None)
             graph.initializer.remove(tensor)
+    _cast_instead_of_cast_like(model, weights)
     _capture_invariants(graph)
     _name_axis_zero(graph, weights)
     _skip_whole_slices(graph)
@@ -214,6 +215,18 @@ def _capture_invariants_of(graph: GraphProto, loop: NodeProto, body: GraphProto)
         del body.input[i], body.output[i - 1], loop.input[i], loop.output[i - 2]
         if final:
             graph.node.insert(position(graph, loop), make_node("Identity", [outer], final))
+
+
+def _cast_instead_of_cast_like(model: ModelProto, weights: dict[str, Weight]) -> None:
+    """Name the type that a CastLike takes from another value. PyTorch writes many where it does not optimize."""
+    nodes = [node for node in all_nodes(model.graph) if node.op_type == "CastLike" and not node.domain]
+    types = Types(model, weights) if nodes else None
+    for node in nodes:
+        elem_type = types.elem_type(node.input[1]) if types else 0
+        if elem_type:
+            del node.attribute[:], node.input[1:]
+            node.op_type = "Cast"
+            node.attribute.append(helper.make_attribute("to", elem_type))
 
 
 def _name_axis_zero(graph: GraphProto, weights: dict[str, Weight]) -> None:

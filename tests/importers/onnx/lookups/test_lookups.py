@@ -473,6 +473,22 @@ def test_a_table_that_is_cast_to_half_as_a_whole_is_taken(tmp_path: Path) -> Non
     assert [t.dtype for t in report.tables] == ["float32"]
 
 
+def test_types_of_other_values_are_named(tmp_path: Path) -> None:
+    """PyTorch writes CastLike, of whole tables too, if it does not optimize: they stayed in the network."""
+    graph = """m (int64[n, 2] ids, float[n, 4] x) => (float[n, 4] y) {
+        all = CastLike(w, x) v = Gather(all, ids) s = ReduceSum<keepdims = 0>(v, one)
+        zero = CastLike(none, ids) is_id = Greater(ids, zero) f = CastLike(is_id, x) c = ReduceSum(f, one)
+        p = Mul(s, c) y = Add(p, x) }"""
+    model = model_of(graph, {"w": table(), "one": np.array([1]), "none": np.array(0, np.int32)})
+    inputs = {"ids": np.array([[0, 5], [999, 0]]), "x": np.ones((2, 4), np.float32)}
+
+    report = check(tmp_path, model, inputs)
+
+    assert [t.name for t in report.tables] == ["w"]
+    assert [lookup.pooling for lookup in report.spec.lookups] == ["sum"]
+    assert report.spec.joinable
+
+
 def test_batches_that_matter_under_some_values_only_are_found(tmp_path: Path) -> None:
     """One large key changes the answers of its whole batch: such requests are not joined."""
     graph = """agraph (int64[N] x) => (float[N, 4] y) {
