@@ -19,9 +19,10 @@ from inference_session.errors import UnsupportedModelError
 from inference_session.platform.signal_names import signal_name
 
 _PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from inference_session.dense_engine.trial import open_all; open_all(sys.argv[2:])"
+    "import gc, json, sys; gc.disable(); sys.path[:] = json.loads(sys.argv[1]); "
+    "from inference_session.dense_engine.trial import open_all; open_all(sys.argv[2:]); gc.freeze()"
 )
+"""Collections would look for garbage in what it imports, and once more at its end."""
 
 
 def try_to_open(networks: Sequence[Path], source: str) -> None:
