@@ -344,6 +344,7 @@ def test_backend_processes_do_not_outlive_a_server_of_others(serve: Serve, repos
     reaper = next(process for process in others if "reaper.py" in " ".join(process.cmdline()))
     stubs = served.stubs()
     memory = [Path("/dev/shm", stub.cmdline()[2]) for stub in stubs]  # noqa: S108
+    folder = Path(stubs[0].environ()[FOLDER_VARIABLE]).parent
     reaper.kill()
     launcher.suspend()
 
@@ -353,6 +354,7 @@ def test_backend_processes_do_not_outlive_a_server_of_others(serve: Serve, repos
     wait_until(lambda: not any(path.exists() for path in memory), "the end of their shared memory")
     launcher.kill()
     served.process.wait()
+    shutil.rmtree(folder)
 
 
 def test_a_backend_process_that_is_held_in_a_call_does_not_outlive_its_server(serve: Serve, repository: Path) -> None:

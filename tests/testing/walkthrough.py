@@ -149,4 +149,4 @@ class Walkthrough:
         """The environment of a reader who has installed this repository's code."""
         commands = str(Path(sys.executable).parent)
         installed = {"PATH": f"{commands}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-        return {**os.environ, **installed, **self.environment}
+        return {"HOTROW_CACHE_DIR": str(self.folder / "cache"), **os.environ, **installed, **self.environment}
