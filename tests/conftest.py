@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from tests.testing.example_models import ExampleModels
     from tests.testing.hadoop import Hdfs
 
+# Inherited by every process that tests start. The threads of OpenBLAS start with `import numpy`, and look for work for
+# some hundredths of a second before they sleep; each takes as much processor time as the import itself.
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")  # 2 to this power, in ticks of the processor's clock
+
 pytest.register_assert_rewrite("tests.testing")  # so that contracts say what they found, as tests do
 
 REAL_DATA = "HOTROW_REAL_DATA"
@@ -182,6 +186,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if _skipped and _skips_fail(config):
         terminalreporter.write_line(f"{len(_skipped)} tests were skipped where everything must run: a failure.")
+
+
+def pytest_unconfigure() -> None:
+    """As a process ends, Python would look for garbage in all that it has imported and collected."""
+    gc.freeze()
 
 
 def _skips_fail(config: pytest.Config) -> bool:
