@@ -188,6 +188,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"{len(_skipped)} tests were skipped where everything must run: a failure.")
 
 
+@pytest.hookimpl(trylast=True)  # pytest itself collects, for what was not closed
 def pytest_unconfigure() -> None:
     """As a process ends, Python would look for garbage in all that it has imported and collected."""
     gc.freeze()
