@@ -413,6 +413,13 @@ def _attention(step: Step) -> list[Kind]:
     return _all_in_front(step) if {0, 1, 2} <= held and is_mask_in_front else neither(step)
 
 
+def _rotary_embedding(step: Step) -> list[Kind]:
+    """Values, and the cosines and sines of each sample; with positions, these are one list for all samples."""
+    has_positions = any(step.node.input[3:])
+    is_list_of_samples = has_positions and any(position in (1, 2) for position, _ in step.per_sample)
+    return neither(step) if is_list_of_samples else _all_in_front(step)
+
+
 def _recurrent(step: Step) -> list[Kind]:
     """GRU, LSTM, RNN: the sequence, the lengths and the first states have their samples on different axes."""
     is_first = step.attribute("layout", 0) == 1
@@ -520,7 +527,7 @@ RULES: dict[str, Callable[[Step], list[Kind]]] = {
     "OneHot": _one_hot,
     "Pad": _pad,
     "RMSNormalization": _along(from_there_on=True),
-    "RotaryEmbedding": _all_in_front,
+    "RotaryEmbedding": _rotary_embedding,
     "Shape": _shape,
     "Size": lambda _: [Free(True)],
     "Slice": _slice,

@@ -360,6 +360,17 @@ LATER = {
         """u = Unsqueeze(both, az) a = Attention<q_num_heads = 2, kv_num_heads = 2>(u, u, u)
         y = Squeeze(a, az)""",
     ),
+    "rotation by angles of the first sample, which are seldom others": (
+        False,
+        """f = Constant<value = int64[4] {0, 2, 1, 2}>() t = Reshape(both, f) l = Constant<value = float {90000}>()
+        c = Greater(d, l) r = Cast<to = 1>(c) a = Slice(r, az, one, one) i = Slice(ids, az, one, one) p = Sub(i, i)
+        q = RotaryEmbedding(t, a, a, p) z = Constant<value = int64[2] {0, 4}>() x = Reshape(q, z) y = Add(x, both)""",
+    ),
+    "rotation by angles of each sample": (
+        True,
+        """f = Constant<value = int64[4] {0, 2, 1, 2}>() t = Reshape(both, f) s = Slice(d, az, one, one)
+        a = Unsqueeze(s, one) q = RotaryEmbedding(t, a, a) z = Constant<value = int64[2] {0, 4}>() y = Reshape(q, z)""",
+    ),
 }
 """Networks of a later opset, and whether they keep samples apart."""
 
