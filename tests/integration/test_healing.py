@@ -39,6 +39,9 @@ class TritonPythonModel:
         {initialize}
 
     def execute(self, requests): ...
+
+    def finalize(self):
+        {finalize}
 """
 
 
@@ -395,13 +398,13 @@ def test_readiness_survives_failed_loads(serve: Serve, repository: Path) -> None
     await_scale(served, 3)
 
 
-def add_python_model(repository: Path, initialize: str) -> None:
-    """A model `python` whose process does this as it is loaded."""
-    code = repository / "python" / "1" / "model.py"
+def add_python_model(repository: Path, initialize: str, finalize: str = "pass", *, name: str = "python") -> None:
+    """A model whose process does this as it is loaded and unloaded."""
+    code = repository / name / "1" / "model.py"
     code.parent.mkdir(parents=True)
-    code.write_text(_PYTHON_MODEL.format(initialize=initialize), encoding="utf-8")
+    code.write_text(_PYTHON_MODEL.format(initialize=initialize, finalize=finalize), encoding="utf-8")
     tensors = (f'{kind} {{ name: "{kind}" data_type: TYPE_FP32 dims: 2 }}' for kind in ("input", "output"))
-    (repository / "python" / CONFIG_FILE).write_text("\n".join(['backend: "python"', *tensors]), encoding="utf-8")
+    (repository / name / CONFIG_FILE).write_text("\n".join(['backend: "python"', *tensors]), encoding="utf-8")
 
 
 def test_a_start_that_waits_for_a_process_it_gave_up_is_begun_again(
@@ -449,3 +452,63 @@ def test_a_load_whose_process_does_not_end_fails(
         assert is_ready(client, "flat")
     said = "of model 'python' version 1 has not ended, although the server gave it up"
     assert said in capsys.readouterr().err
+
+
+def test_a_process_that_takes_long_to_end_is_left_alone(
+    tritonserver: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server waits for an unloaded one as it does for one that it gave up, also while it loads another model."""
+    monkeypatch.setattr(watchdog, "AWAITED_S", -1.0)
+    monkeypatch.setattr(watchdog, "OBSERVE_S", 0.0)
+    loads, ends, may_go_on, ended = (tmp_path / name for name in ("loads", "ends", "may_go_on", "ended"))
+    waits = f"while not os.path.exists({str(may_go_on)!r}): time.sleep(0.01)"
+    touch = "pathlib.Path({!r}).touch()\n        ".format
+    repository = tmp_path / "repository"
+    add_python_model(repository, "pass", touch(str(ends)) + waits + "\n        " + touch(str(ended)), name="slow")
+    add_python_model(repository, touch(str(loads)) + waits)
+    options = ServerOptions(repository, models=("slow",), http_port=0, grpc_port=0, metrics_port=0)
+    with (
+        TritonServer.start(options) as server,
+        grpc_client.InferenceServerClient(server.endpoints["gRPC"]) as client,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        [slow] = stubs.children(server.pid)
+        load = threads.submit(client.load_model, "python")
+        wait_until(loads.exists, "the load")
+        unload = threads.submit(client.unload_model, "slow")
+        wait_until(ends.exists, "the unload")
+        wait_until(lambda: slow in stubs.awaited(server.pid), "the server to wait for its end")
+        for _ in range(3):
+            server._watchdog.look()
+        may_go_on.touch()
+        load.result()
+        unload.result()
+        wait_until(lambda: not stubs.state(slow), "its end")
+    assert ended.exists()
+
+
+def test_a_process_that_is_given_up_as_a_version_is_loaded_again_is_found(
+    tritonserver: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server calls the version ready all the while."""
+    monkeypatch.setattr(watchdog, "AWAITED_S", -1.0)
+    monkeypatch.setattr(watchdog, "OBSERVE_S", 0.0)
+    fails = tmp_path / "fails"
+    initialize = f"if not os.path.exists({str(fails)!r}): return\n        "
+    initialize += 'threading.Thread(target=time.sleep, args=(1000,)).start()\n        raise OSError("no")'
+    add_python_model(tmp_path / "repository", initialize)
+    options = ServerOptions(tmp_path / "repository", http_port=0, grpc_port=0, metrics_port=0)
+    with (
+        TritonServer.start(options) as server,
+        grpc_client.InferenceServerClient(server.endpoints["gRPC"]) as client,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        server._watchdog.look()
+        fails.touch()
+        os.utime(tmp_path / "repository" / "python" / CONFIG_FILE)
+        load = thread.submit(client.load_model, "python")
+        wait_until(lambda: server._watchdog.look() or load.done(), "the load to fail")
+
+        with pytest.raises(InferenceServerException, match="no"):
+            load.result()
+        assert server.served_versions() == {"python": [1]}

@@ -2,9 +2,10 @@
 
 dead      a zombie child of the server (stubs.py) for `DEAD_S`: an unloaded one is also a zombie for a moment
 stopped   seen in state T for `STOPPED_S`
-given up  the server has waited for its end for `AWAITED_S`: where a process gets no processor for a second or two of a
-          load, Triton takes it for dead, and frees the memory that both share. The process waits there for a message,
-          and the server for the process
+given up  the server has waited for its end for `AWAITED_S`, and it has not loaded its model: where a process gets no
+          processor for a second or two of a load, Triton takes it for dead, and frees the memory that both share. The
+          process waits there for a message, and the server for the process. It waits too, without harm, for one that
+          takes long to end after an unload
 hung      has sent no heartbeat for `SILENT_S` (heartbeat.py), and its version does not answer a request either: silence
           alone may be a long computation that holds the interpreter
 
@@ -120,7 +121,7 @@ class Watchdog:
         self._lost: set[int] = set()
         """Processes that were found dead or hung; each is handled once."""
         self._settled: set[int] = set()
-        """Processes that were there when the server loaded nothing."""
+        """Processes that have loaded their model, and `_lost` ones."""
         self._awaited: dict[int, float] = {}
         """Since when the server waits for the end of processes."""
         self._drained_at: dict[int, float] = {}
@@ -147,6 +148,9 @@ class Watchdog:
         # Loads start and end processes: note what they changed before the server can go down.
         is_changing = bool(self._loading) or present != self._present
         self._present = present
+        for pid in present:
+            if pid not in self._stubs and (found := stubs.identify(pid, self._server.heartbeats)):
+                self._stubs[pid] = found
         if is_changing or time.monotonic() - self._observed_at > OBSERVE_S:
             self._observe()
         for pid in set(self._stubs) - set(present):
@@ -156,14 +160,12 @@ class Watchdog:
             del self._since[pid]
         self._lost.intersection_update(present)
         for pid in present:
-            if pid not in self._stubs and (found := stubs.identify(pid, self._server.heartbeats)):
-                self._stubs[pid] = found
             if pid not in self._lost and (stub := self._stubs.get(pid)):
                 self._judge(stub, stubs.state(pid))
             elif pid not in self._lost and self._lasted_s(pid, stubs.state(pid)) > STARTING_S:
                 self._note_unknown(pid)
         self._end_replaced()
-        if self._loading or not self._settled.issuperset(present):  # a server of many models has thousands of threads
+        if not self._settled.issuperset(present):  # a server of many models has thousands of threads
             self.end_given_up()
 
     def end_given_up(self) -> None:
@@ -174,7 +176,7 @@ class Watchdog:
         self._awaited_at = now
         self._awaited = {pid: self._awaited.get(pid, now) for pid in stubs.awaited(self._server.pid)}
         for pid, since in self._awaited.items():
-            if now - since <= AWAITED_S or pid in self._lost or not stubs.state(pid):
+            if now - since <= AWAITED_S or pid in self._lost | self._settled or not stubs.state(pid):
                 continue
             if stub := stubs.identify(pid, self._server.heartbeats):
                 self._lost.add(pid)
@@ -349,8 +351,7 @@ class Watchdog:
             healing = {model for model, thread in list(self._healing.items()) if thread.is_alive()}
             index = json.loads(self._server.request("POST", "v2/repository/index", timeout=timeout_s))
             self._loading = {entry["name"] for entry in index if entry.get("state") == "LOADING"}
-            if not self._loading:
-                self._settled = present
+            self._settle(present, self._loading | healing)
             ready = ready_versions(index)
             for model in set(self._loaded) - set(ready) - missing - (self._loading & healing):
                 self._loaded.pop(model, None)
@@ -358,6 +359,17 @@ class Watchdog:
                 path = f"v2/models/{in_url(model)}/config"
                 config = json.loads(self._server.request("GET", path, timeout=timeout_s))
                 self._loaded[model] = LoadedVersions(tuple(versions), config)
+
+    def _settle(self, present: set[int], loading: set[str]) -> None:
+        """Note which processes have loaded their models. The server calls a version ready also while it loads it again:
+        the new processes have loaded it when the old ones are gone.
+        """
+        known = self._stubs.copy()
+        old = {(known[pid].model, known[pid].version) for pid in (self._settled - self._lost) & present & known.keys()}
+        loaded = {
+            pid for pid, stub in known.items() if stub.model not in loading and (stub.model, stub.version) not in old
+        }
+        self._settled = (self._settled | loaded | self._lost) & present
 
     def _end_replaced(self) -> None:
         """Kill processes that the server has not ended although a load has replaced them."""
