@@ -195,13 +195,14 @@ class FastPath:
         results = batch.run.run()
         if batch.output_rows is not None:
             results = [array[batch.output_rows] for array in results]
+        last = batch.answer
+        # Most batches of a case have their results in the same arrays: the answer is the same then.
+        joined = last[1] if last is not None and last[0] is results else self._joined(batch, results)
         if not (self._is_plain or self._may_answer(batch)):
             return None
         count = batch.count or self._counter(batch)
         count(num_requests)
-        last = batch.answer
-        # Most batches of a case have their results in the same arrays: the answer is the same then.
-        return last[1] if last is not None and last[0] is results else self._joined(batch, results)
+        return joined
 
     def _may_answer(self, batch: StagedBatch) -> bool:
         """Whether a batch that has been computed may be answered; if so, records it, and counts its contexts."""

@@ -23,6 +23,7 @@ from inference_session.execution.staging import host as staged
 from inference_session.execution.staging.forms import is_readable
 from inference_session.kernels import array_headers
 from inference_session.model_spec import TensorSpec
+from inference_session.requests.outputs import Outputs
 from inference_session.rows import changing_rows
 from inference_session.version_directory.manifest import write_manifest
 from tests.testing import staged_model
@@ -133,6 +134,20 @@ def test_staged_requests_are_answered_as_any_others(
     assert after["samples"] - before["samples"] == sum(n for n, _ in sizes) * (1 + again)
     assert after["batches"] - before["batches"] == 1 + again
     assert after["failed_requests"] == before["failed_requests"]
+
+
+def test_a_batch_without_an_answer_is_counted_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a failed request: every way of answering it finds that its outputs do not fit together."""
+
+    def fail(*_: object) -> None:
+        raise HotrowError("lengths")
+
+    monkeypatch.setattr(Outputs, "predictions", fail)
+    with InferenceSession.open(directory, warm_up_s=0) as session:
+        with pytest.raises(HotrowError, match="lengths"):
+            session.run(staged_model.inputs(5, np.random.default_rng(0)))
+        stats = session.stats()
+    assert (stats["requests"], stats["failed_requests"], stats["batches"], stats["samples"]) == (1, 1, 1, 5)
 
 
 @pytest.mark.parametrize("key_graph", [False, True])
