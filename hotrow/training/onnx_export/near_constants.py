@@ -13,6 +13,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx import ModelProto, numpy_helper
 
+from inference_session.onnx_graphs import all_nodes
+
 _NEAR = 1e-4
 """More than the optimizer's tolerances."""
 
@@ -25,7 +27,7 @@ def optimized(exported: Any) -> ModelProto:
     inputs = [value for value in model.graph.input if value.name not in hidden]
     del model.graph.input[:]
     model.graph.input.extend(inputs)
-    read = {name for node in model.graph.node for name in node.input}
+    read = {name for node in all_nodes(model.graph) for name in node.input}
     model.graph.initializer.extend(numpy_helper.from_array(hidden[name], name) for name in hidden if name in read)
     return model
 
@@ -33,13 +35,13 @@ def optimized(exported: Any) -> ModelProto:
 def _hide(graph: ir.Graph) -> dict[str, NDArray[Any]]:
     """Put inputs in the places of such constants; returns the constants by the inputs' names."""
     hidden: dict[str, NDArray[Any]] = {}
-    for node in [node for node in graph if node.op_type == "Constant" and "value" in node.attributes]:
+    for node in [node for node in graph.all_nodes() if node.op_type == "Constant" and "value" in node.attributes]:
         tensor, constant = node.attributes["value"].as_tensor(), node.outputs[0]
         if _is_near(array := tensor.numpy()) and not constant.is_graph_output():
-            name = f"{constant.name}_exact"
+            name = f"{constant.name}_exact_{len(hidden)}"  # branches may have constants of one name
             value = ir.Value(name=name, shape=ir.Shape([]), type=ir.TensorType(tensor.dtype))
             ir.convenience.replace_all_uses_with(constant, value)
-            graph.remove(node, safe=True)
+            node.graph.remove(node, safe=True)
             graph.inputs.append(value)
             hidden[name] = array
     return hidden

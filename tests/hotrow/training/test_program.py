@@ -76,9 +76,10 @@ def test_a_program_with_its_tables_inside(tmp_path: Path) -> None:
     assert (tmp_path / "ctr" / "config.pbtxt").exists()
 
 
-def test_numbers_that_are_nearly_0_or_1_are_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [models.MaskedMean, models.BranchedMean])
+def test_numbers_that_are_nearly_0_or_1_are_kept(kind: type[models.MaskedMean], tmp_path: Path) -> None:
     """PyTorch's optimizer takes them for 0 and 1: the mean of an empty history was NaN."""
-    model, histories = models.MaskedMean().eval(), torch.from_numpy(models.HISTORIES)
+    model, histories = kind().eval(), torch.from_numpy(models.HISTORIES)
     program = torch.export.export(model, (histories,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     torch.export.save(program, tmp_path / "mean.pt2")
 
