@@ -17,7 +17,16 @@ from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 from inference_session.importers.onnx.evaluation import reference_values
 from inference_session.importers.onnx.types import Types
 from inference_session.importers.onnx.weights import Weight
-from inference_session.onnx_graphs import all_graphs, attribute, attributes, bodies, is_random, make_node, set_nodes
+from inference_session.onnx_graphs import (
+    all_graphs,
+    attribute,
+    attributes,
+    bodies,
+    constants,
+    is_random,
+    make_node,
+    set_nodes,
+)
 
 Values = dict[str, NDArray[Any]]
 
@@ -33,10 +42,11 @@ def take_decided_branches(model: ModelProto, weights: dict[str, Weight]) -> Mode
     for _ in range(_MAX_ROUNDS):
         conditions = {node.input[0] for node in edited.graph.node if node.op_type == "If"}
         known = _known_values(edited, weights) if conditions else {}
-        if not known:
+        is_decided = not conditions.isdisjoint(known)
+        if not is_decided and known.keys() <= constants(edited.graph).keys():
             break
         edited = _simplified(edited, known)
-        if not conditions.isdisjoint(known):
+        if is_decided:
             found = edited
     return found
 
@@ -54,12 +64,13 @@ def _simplified(model: ModelProto, known: Values) -> ModelProto:
         elif node.output[0] not in known:
             nodes.append(node)
     set_nodes(edited.graph, nodes)
-    edited.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in known.items())
+    computed = known.keys() - constants(edited.graph).keys()
+    edited.graph.initializer.extend(numpy_helper.from_array(known[name], name) for name in sorted(computed))
     return edited
 
 
 def _known_values(model: ModelProto, weights: dict[str, Weight]) -> Values:
-    """Small integers and conditions that nodes compute from constants and fixed sizes, except the model's outputs."""
+    """Small integers and conditions: constants, and what nodes compute from these and fixed sizes, except outputs."""
     known: Values = {}
     for tensor in model.graph.initializer:
         if tensor.data_type in _KINDS and math.prod(tensor.dims) <= _MAX_ELEMENTS:
@@ -67,7 +78,6 @@ def _known_values(model: ModelProto, weights: dict[str, Weight]) -> Values:
                 known[tensor.name] = numpy_helper.to_array(tensor)
     types, outputs = Types(_undeclared(model), weights), {value.name for value in model.graph.output}
     shapes: Values = {}
-    found: Values = {}
     for node in model.graph.node:
         if node.domain or bodies(node) or is_random(node) or len(node.output) != 1 or node.output[0] in outputs:
             continue
@@ -76,8 +86,8 @@ def _known_values(model: ModelProto, weights: dict[str, Weight]) -> Values:
             feeds = {name: known[name] for name in node.input}
             value = next(iter(reference_values([node], node.output, feeds, model) or ()), None)
         if value is not None:
-            found[node.output[0]] = known[node.output[0]] = value
-    return found
+            known[node.output[0]] = value
+    return known
 
 
 def _sizes(node: NodeProto, types: Types, shapes: Values, known: Values) -> NDArray[Any] | None:

@@ -37,7 +37,9 @@ LAST_OF_HISTORY = """m (int64[n, HISTORY] ids, int64[n] lengths) => (float[n, k]
 
 def imported(tmp_path: Path, graph: str) -> tuple[ImportReport, list[str]]:
     """A model that has been compared with the original, and the operators of its dense network."""
-    report = check(tmp_path, model_of(graph, {"w": table()}), *FEEDS)
+    model = model_of(graph, {"w": table()})
+    names = [value.name for value in model.graph.input]
+    report = check(tmp_path, model, *({name: feeds[name] for name in names} for feeds in FEEDS))
     network = onnx.load(report.version_dir / "dense.onnx")
     return report, [node.op_type for node in network.graph.node]
 
@@ -63,3 +65,22 @@ def test_a_size_that_requests_decide(tmp_path: Path, axis: str) -> None:
 
     assert "If" in operators
     assert not report.spec.joinable
+
+
+def test_a_branch_within_another(tmp_path: Path) -> None:
+    """The condition of the inner one is a constant once the outer one has been taken."""
+    graph = """m (int64[n, 3] ids) => (float[n, k] y) {
+        h = Gather(w, ids)  sizes = Shape(h)  one = Constant<value = int64 {1}>()  size = Gather(sizes, one)
+        three = Constant<value = int64 {3}>()  is_three = Equal(size, three)  is_other = Not(is_three)
+        x = If (is_three) <
+            then_branch = t () => (float[n, 3, 4] u) {
+                u = If (is_other) <then_branch = tt () => (float[n, 3, 4] p) { p = Neg(h) },
+                                   else_branch = ff () => (float[n, 3, 4] q) { q = Abs(h) }> },
+            else_branch = f () => (float[n, 3, 4] v) { v = Identity(h) }>
+        axis = Constant<value = int64[1] {1}>()  y = ReduceSum<keepdims = 0>(x, axis)
+    }"""
+
+    report, operators = imported(tmp_path, graph)
+
+    assert operators == ["Abs", "ReduceSum"]
+    assert report.spec.joinable, report.notes
