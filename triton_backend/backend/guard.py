@@ -24,7 +24,7 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where the Python backend keeps i
 
 
 def main() -> None:
-    """Guard until the process or its server has ended."""
+    """Guard until the process or its server has ended; if the process was killed, until its memory is gone too."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the server
     process, server, memory = int(sys.argv[1]), int(sys.argv[2]), SHARED_MEMORY / sys.argv[3]

@@ -1,4 +1,4 @@
-"""Branches that sizes decide on are taken at import.
+"""Branches that constants or sizes decide on are taken at import.
 
 PyTorch's older exporter writes `squeeze` of an axis whose size it does not know as an If, which asks whether it is 1.
 Such an If goes where the condition follows from constants and from sizes that the inputs fix, whatever the open ones.
