@@ -9,11 +9,13 @@ import ctypes
 import errno
 import logging
 import os
+import re
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from importlib import metadata
 from pathlib import Path
 from stat import S_ISDIR
 from typing import Any
@@ -44,6 +46,8 @@ except ImportError as missing:
         "a RocksDB store needs the package `rocksdict`: pip install 'hotrow[rocksdb]'"
     ) from missing
 
+_LEAST_PACKAGE = (0, 3, 28)
+"""Earlier releases of rocksdict write a batch into another column family, where nothing finds the rows."""
 _MEMTABLE_BYTES = 8 << 20
 """Small enough for the processor's cache: a row is written in 60 % of the time that tables of 64 MiB take."""
 _MEMTABLES_PER_FILE, _MAX_MEMTABLES = 8, 24
@@ -394,6 +398,16 @@ def family_options() -> Options:
     options.set_max_log_file_size(_LOG_BYTES)  # a reader writes some lines whenever it catches up
     options.set_keep_log_file_num(4)
     return options
+
+
+def refuse_old_package() -> None:
+    """ConfigurationError where the installed rocksdict is a release that loses rows."""
+    found = metadata.version("rocksdict")
+    if tuple(map(int, re.findall(r"\d+", found)[:3])) < _LEAST_PACKAGE:
+        raise ConfigurationError(
+            f"rocksdict {found} is installed, which writes rows where they are not found; a RocksDB store needs "
+            f"{'.'.join(map(str, _LEAST_PACKAGE))} or later: pip install --upgrade 'hotrow[rocksdb]'"
+        )
 
 
 def refuse_absent(path: Path) -> None:

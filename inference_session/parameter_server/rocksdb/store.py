@@ -30,6 +30,7 @@ from inference_session.parameter_server.rocksdb.database import (
     list_families,
     open_reader,
     refuse_absent,
+    refuse_old_package,
     stored_families,
     translated,
 )
@@ -65,6 +66,7 @@ class RocksDbStore(EmbeddingStore):
         With `writable=True` the database is made if there is none. A reader of a damaged database raises an
         UnavailableError in each call, until the database is repaired.
         """
+        refuse_old_package()
         self.path = path
         self.namespace = namespace
         self._may_write = writable is not False

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ import numpy as np
 import pytest
 from rocksdict import AccessType, Options, Rdict
 
-from inference_session.errors import SessionClosedError, StoreError, UnavailableError
+from inference_session.errors import ConfigurationError, SessionClosedError, StoreError, UnavailableError
 from inference_session.parameter_server.namespace import Namespace, StoredTable
 from inference_session.parameter_server.rocksdb import database
 from inference_session.parameter_server.rocksdb.database import list_families, translated
@@ -733,6 +734,14 @@ def _write_beyond_a_limit(path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))
     with open_store(path, writable=True) as store:
         assert_same_bits(fetch(store, "wide", keys)[1], -vectors)
+
+
+def test_a_release_of_the_package_that_loses_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 0.3.27, no row of a batch was found again."""
+    monkeypatch.setattr(metadata, "version", lambda _: "0.3.27")
+
+    with pytest.raises(ConfigurationError, match=r"rocksdict 0.3.27 is installed, .* needs 0.3.28 or later"):
+        open_store(tmp_path / "db", writable=True)
 
 
 def test_writes_go_on_once_the_disk_takes_them_again(tmp_path: Path) -> None:
