@@ -11,6 +11,9 @@ import click
 from hotrow.options.server import ServerAddress, client_tls
 from inference_session.errors import HotrowError
 
+_TIMEOUT_S = 2.0
+"""Who has pressed the tab key waits no longer for a server that does not answer."""
+
 
 def models(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """The models of `--repository`, if it stands before, else those of the server at `--url`, if it answers."""
@@ -41,5 +44,5 @@ def _on_server(ctx: click.Context) -> list[tuple[str, str]]:
     if url is None:
         return []
     with suppress(HotrowError, OSError), ServerAddress(url, key_file, client_tls(*files)).connect() as server:
-        return [(entry["name"], entry.get("version", "")) for entry in server.repository_index()]
+        return [(entry["name"], entry.get("version", "")) for entry in server.repository_index(_TIMEOUT_S)]
     return []

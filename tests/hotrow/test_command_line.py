@@ -533,7 +533,7 @@ def test_the_tab_key_completes_models_and_versions(tmp_path: Path, monkeypatch: 
         (tmp_path / name).mkdir()
     index = [{"name": "ctr", "version": "1"}, {"name": "ctr", "version": "12"}, {"name": "new"}]
 
-    def repository_index(server: RemoteServer) -> list[dict[str, str]]:
+    def repository_index(server: RemoteServer, timeout_s: float) -> list[dict[str, str]]:
         if server._url == "here:1":
             return index
         raise UnavailableError

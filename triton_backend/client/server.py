@@ -106,11 +106,11 @@ class RemoteServer:
     def __exit__(self, *_: object) -> None:
         self._client.close()
 
-    def repository_index(self) -> list[dict[str, str]]:
+    def repository_index(self, timeout_s: float = CALL_TIMEOUT_S) -> list[dict[str, str]]:
         """What the server has found in its repository: `name`, and for what is or was loaded also `version`, `state`
         and `reason`, which may be empty.
         """
-        index = self._call("get_model_repository_index", as_json=True).get("models", [])
+        index = self._call("get_model_repository_index", timeout_s=timeout_s, as_json=True).get("models", [])
         return [{**entry, "reason": plain_reason(entry.get("reason", ""))} for entry in index]
 
     def has_model(self, model: str) -> bool:

@@ -40,7 +40,7 @@ def served_ports() -> set[int]:
     """The ports of the `hotrow serve`s that this user runs. Their servers work in the folders that have them."""
     found: set[int] = set()
     for working in Path("/proc").glob("[0-9]*/cwd"):
-        with contextlib.suppress(OSError, ValueError):  # of another user, or gone
+        with contextlib.suppress(OSError, ValueError, TypeError):  # of another user, gone, or not ours
             folder = working.readlink()
             if folder.name.startswith(SERVE_FOLDER_PREFIX):
                 found.update(json.loads((folder / _PORTS_FILE).read_text(encoding="ascii")))

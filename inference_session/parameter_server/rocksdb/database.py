@@ -402,7 +402,10 @@ def family_options() -> Options:
 
 def refuse_old_package() -> None:
     """ConfigurationError where the installed rocksdict is a release that loses rows."""
-    found = metadata.version("rocksdict")
+    try:
+        found = metadata.version("rocksdict")
+    except metadata.PackageNotFoundError:  # part of a program of one file
+        return
     if tuple(map(int, re.findall(r"\d+", found)[:3])) < _LEAST_PACKAGE:
         raise ConfigurationError(
             f"rocksdict {found} is installed, which writes rows where they are not found; a RocksDB store needs "

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -742,6 +743,13 @@ def test_a_release_of_the_package_that_loses_rows_is_refused(tmp_path: Path, mon
 
     with pytest.raises(ConfigurationError, match=r"rocksdict 0.3.27 is installed, .* needs 0.3.28 or later"):
         open_store(tmp_path / "db", writable=True)
+
+
+def test_a_package_that_does_not_say_its_release_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is part of a program of one file."""
+    monkeypatch.setattr(metadata, "version", Mock(side_effect=metadata.PackageNotFoundError))
+
+    open_store(tmp_path / "db", writable=True).close()
 
 
 def test_writes_go_on_once_the_disk_takes_them_again(tmp_path: Path) -> None:

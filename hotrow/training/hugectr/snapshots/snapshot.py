@@ -266,8 +266,8 @@ def _refuse_weights(place: str, floats: NDArray[np.float32], rule: Rule) -> None
     by_name = zip(rule.state_names, np.split(floats, max(len(rule.state_names), 1)), strict=False)
     if _WEIGHTS_NAME.search(place) or any((values < 0).any() for name, values in by_name if name in rule.squares):
         raise ModelFormatError(
-            f"{place}: not optimizer states of {rule.__class__.__name__!r}, but perhaps dense weights; HugeCTR names "
-            "states <prefix>_opt_dense_<iteration>.model"
+            f"{place}: not optimizer states of {rule.__class__.__name__!r}, but perhaps dense weights, or in another "
+            f"order than {', '.join(rule.state_names)}; HugeCTR names states <prefix>_opt_dense_<iteration>.model"
         )
 
 
