@@ -196,22 +196,25 @@ def trace(
         except Exception as error:
             hint = _SIZES_HINT if "Constraints violated" in str(error) else ""
             raise UnsupportedModelError(f"torch.export cannot trace the model: {hint}{first_lines(error)}") from error
-        try:
-            names = table_names(files) + [f"hotrow_input_{i}" for i in range(len(arrays))]
-            results = [f"hotrow_output_{i}" for i in range(len(outputs))]
-            exported: Any = torch.onnx.export(
-                program,
-                input_names=names,
-                output_names=results,
-                dynamo=True,
-                external_data=False,
-                verbose=False,
-                optimize=False,
-            )
-            written = optimized(exported)
-        except Exception as error:
-            raise UnsupportedModelError(f"the dense network cannot be written as ONNX: {first_lines(error)}") from error
+        written = _written(program, table_names(files), len(arrays), len(outputs))
     return _finished(written, list(arrays), list(outputs), files)
+
+
+def _written(program: Any, tables: Sequence[str], num_inputs: int, num_outputs: int) -> ModelProto:
+    """A traced network as ONNX, its tables under these names."""
+    try:
+        exported: Any = torch.onnx.export(
+            program,
+            input_names=[*tables, *(f"hotrow_input_{i}" for i in range(num_inputs))],
+            output_names=[f"hotrow_output_{i}" for i in range(num_outputs)],
+            dynamo=True,
+            external_data=False,
+            verbose=False,
+            optimize=False,
+        )
+        return optimized(exported)
+    except Exception as error:
+        raise UnsupportedModelError(f"the dense network cannot be written as ONNX: {first_lines(error)}") from error
 
 
 def table_names(files: Sequence[ExportedTable]) -> list[str]:
