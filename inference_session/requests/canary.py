@@ -75,8 +75,12 @@ def check_canary(run: Run, path: Path, tolerance: float) -> None:
 def read_arrays(path: Path) -> NamedArrays:
     """The arrays of an .npz file by name, of any shapes and types; ConfigurationError for any other file."""
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            return dict(archive)
+        with path.open("rb") as file:
+            archive = np.load(file, allow_pickle=False)
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise TypeError("one array")
+            with archive:
+                return dict(archive)
     except BROKEN as error:
         # NumPy's own message would advise to unpickle it.
         raise ConfigurationError(f"canary requests {path}: cannot be read: not an .npz file, or damaged") from error

@@ -316,7 +316,16 @@ def _saved_keys(source: ModelSource, path: str) -> dict[str, NDArray[np.int64]]:
     try:
         with np.load(io.BytesIO(_content(source, path)), allow_pickle=False) as arrays:
             return {table: arrays[table].astype(np.int64) for table in arrays.files}
-    except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile, zlib.error, AttributeError) as error:
+    except (
+        ValueError,
+        KeyError,
+        EOFError,
+        OSError,
+        zipfile.BadZipFile,
+        zlib.error,
+        AttributeError,
+        TypeError,
+    ) as error:
         raise ModelFormatError(f"{source.name_of(path)}: damaged: {error!r}") from error
 
 

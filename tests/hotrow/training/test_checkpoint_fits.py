@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -56,9 +58,11 @@ def test_a_changed_byte_is_noticed(tmp_path: Path) -> None:
     """In each file that holds state; the file is named."""
     checkpoint, model = _saved(tmp_path)
     folder = tmp_path / "0"
-    (folder / "unconfirmed_0.npz").write_bytes(b"PK damaged")
-    with pytest.raises(ModelFormatError, match=r"unconfirmed_0\.npz: damaged"):
-        checkpoint.restore()
+    np.save(one_array := io.BytesIO(), np.zeros(3))
+    for damaged in (b"PK damaged", one_array.getvalue()):
+        (folder / "unconfirmed_0.npz").write_bytes(damaged)
+        with pytest.raises(ModelFormatError, match=r"unconfirmed_0\.npz: damaged"):
+            checkpoint.restore()
     (folder / "unconfirmed_0.npz").unlink()
     for name, value in (("__0_0.distcp", model.items.weight[3]), (".metadata", None)):
         content = (folder / name).read_bytes()
