@@ -98,6 +98,34 @@ def test_embeddings(export: Export, how: str) -> None:
     assert report.spec.lookups[0].pooling == expected
 
 
+@pytest.mark.parametrize("dynamo", [True, False])
+@pytest.mark.parametrize("how", ["item", "items", "gathered", "put"])
+def test_an_item_of_each_history(tmp_path: Path, how: str, *, dynamo: bool) -> None:
+    """Requests are joined, unless the older exporter numbers all items: too large a number is another sample's."""
+    torch = pytest.importorskip("torch")
+
+    def put(keys: Any, k: Any) -> Any:
+        keys = keys.clone()
+        keys[torch.arange(keys.shape[0]), k] = 7
+        return keys
+
+    forward: Callable[[Any, Any, Any], Any] = {
+        "item": lambda e, x, k: e(x)[torch.arange(x.shape[0]), k],
+        "items": lambda e, x, k: e(x)[torch.arange(x.shape[0]).unsqueeze(1), torch.stack([k, 2 - k], 1)].flatten(1),
+        "gathered": lambda e, x, k: e(x).gather(1, k.view(-1, 1, 1).expand(-1, -1, DIM)).squeeze(1),
+        "put": lambda e, x, k: e(put(x, k)).sum(1),
+    }[how]
+    inputs = {"x": IDS, "k": np.array([0, 2, 1, 2])}
+    path = tmp_path / "model.onnx"
+    network = _prepared(_network(_embedding(), forward), inputs)
+    export_torch(path, network, inputs, dict.fromkeys(inputs, "batch"), dynamo=dynamo)
+    report = import_onnx(path, tmp_path / "repository", "m")
+    for arrays in (inputs, {name: array[1:2] for name, array in inputs.items()}):
+        assert_same(report, path, arrays)
+    assert len(report.tables) == 1
+    assert report.spec.joinable == (dynamo or how in ("gathered", "put"))
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_of_fixed_size(export: Export, mode: str) -> None:
     """EmbeddingBag over a matrix of keys, exported as a Loop, is a pooled look-up, and requests are joined."""

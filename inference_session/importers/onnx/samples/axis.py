@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from onnx import GraphProto, NodeProto
 
-from inference_session.importers.onnx.samples.kinds import CONSTANT, Axis, Free, Kind, Observations, PerSample
+from inference_session.importers.onnx.samples.kinds import CONSTANT, Axis, Free, Kind, Observations, PerSample, Placed
+from inference_session.importers.onnx.samples.places import follow_places
 from inference_session.importers.onnx.samples.rules import rule_of
 from inference_session.importers.onnx.samples.step import Step
 from inference_session.onnx_graphs import bodies, is_random, reads
@@ -27,13 +28,16 @@ class SampleAxis:
         self.kinds: dict[str, Kind] = dict(kinds)
         self.culprit: NodeProto | None = None
         """The first node that may look along the samples."""
+        self.placing: NodeProto | None = None
+        """The first node that reads the places of samples in the batch."""
         for node in graph.node:
             self._follow(node)
 
     def kind(self, name: str) -> Kind:
-        """The kind of a value; None also where its samples cannot be found."""
+        """The kind of a value; None also where its samples cannot be found, or their places in the batch matter."""
         kind = self.kinds.get(name, CONSTANT)
-        return None if isinstance(kind, PerSample) and self.axis(name) is None else kind
+        is_lost = isinstance(kind, PerSample) and self.axis(name) is None
+        return None if is_lost or isinstance(kind, Placed) else kind
 
     def axis(self, name: str) -> Axis | None:
         """Where the samples of a value are; None where it holds none, or they cannot be found."""
@@ -54,10 +58,12 @@ class SampleAxis:
             found = [None] * len(node.output)
         else:
             try:
-                found = rule(step)
+                found = follow_places(step, rule)
             except (ValueError, IndexError, TypeError, ZeroDivisionError):  # a node that violates ONNX's specification
                 found = [None] * len(node.output)
         for name, kind in zip(node.output, found, strict=False):
             self.kinds[name] = kind
         if self.culprit is None and None in found and None not in around:
             self.culprit = node
+        if self.placing is None and any(isinstance(kind, Placed) for kind in found):
+            self.placing = node

@@ -53,7 +53,7 @@ def samples_are_independent(
         observed = _observe(carved.keys, carved.keys_weights, feeds, path)
         followed = SampleAxis(carved.keys.graph, observed, kinds)
         kinds.update({value.name: followed.kinds.get(value.name, CONSTANT) for value in carved.keys.graph.output})
-        culprit = followed.culprit
+        culprit = followed.culprit or followed.placing
     fed = tuple(replay.feeds(arrays) for arrays in feeds)
     seen = Observations.of_runs(PRIME_SIZES, fed, {})
     vectors: dict[str, list[Kind]] = {}
@@ -63,7 +63,7 @@ def samples_are_independent(
     observed = _observe(carved.dense, carved.dense_weights, fed, path)
     followed = SampleAxis(carved.dense.graph, observed, kinds)
     is_proved = all(followed.is_batch(tensor.name) for tensor in spec.outputs)
-    return Independence(is_proved, _described(culprit or followed.culprit))
+    return Independence(is_proved, _described(culprit or followed.culprit or followed.placing))
 
 
 def _looked_up(lookup: LookupSpec, kinds: Mapping[str, Kind], seen: Observations) -> Kind:
@@ -89,7 +89,7 @@ def _are_even_bags(lookup: LookupSpec, kinds: Mapping[str, Kind], seen: Observat
         axis = seen.axis(keys, lookup.keys)
     if axis is None or axis.axis != 0 or axis.outer != 1 or lookup.bags is None:
         return False
-    if any(kinds.get(name, CONSTANT) is None for name in lookup.bags):
+    if not all(isinstance(kinds.get(name, CONSTANT), Free | PerSample) for name in lookup.bags):
         return False
     for run, num_samples in zip(seen.values, seen.num_samples, strict=True):
         begins, ends = (run[name] for name in lookup.bags)

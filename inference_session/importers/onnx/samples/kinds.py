@@ -1,8 +1,9 @@
 """What a value of a network is to the samples of a batch, and where the samples are in it.
 
-Each value is one of three things: *free* of the samples (a constant, or computed from sizes alone), *per sample* (it
-holds a block for each sample, and each block depends on that sample alone), or neither. Shapes, and the values of axes,
-come from two runs with different prime numbers of samples, so sizes do not match by chance.
+Each value is one of four things: *free* of the samples (a constant, or computed from sizes alone), *per sample* (it
+holds a block for each sample, and each block depends on that sample alone), *placed* (each block depends on its sample
+and on the sample's place in the batch), or neither. Shapes, and the values of axes, come from two runs with different
+prime numbers of samples, so sizes do not match by chance.
 
 A per-sample value is described by `before`: in row-major order, it is `before` times the sequence of all samples, each
 with an equal number of elements. Reshaping keeps that number, so samples can be located in any shape.
@@ -43,7 +44,27 @@ class PerSample:
     before: int
 
 
-Kind = Free | PerSample | None
+@dataclass(frozen=True)
+class Places(Free):
+    """A value with a block for each sample, which depends on the sample's place in the batch alone."""
+
+    counts: NDArray[np.bool_] | bool = True
+    before: int = 1
+    """As for `PerSample`."""
+    exact: bool = False
+    """Whether all elements of a block are the place itself, counted from 0."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A value with a block for each sample, which depends on the sample and on its place in the batch."""
+
+    before: int
+    column: int | None = None
+    """The only index of the last axis whose elements depend on the place, and they are the place itself; None: any."""
+
+
+Kind = Free | PerSample | Placed | None
 """None: it may depend on several samples at once."""
 
 CONSTANT = Free()

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto
 
-from inference_session.importers.onnx.samples.kinds import CONSTANT, Axis, Free, Kind, PerSample
+from inference_session.importers.onnx.samples.kinds import CONSTANT, Axis, Free, Kind, PerSample, Places
 from inference_session.importers.onnx.samples.step import Step, all_constant, is_constant, is_size, neither
 from inference_session.onnx_graphs import BROADCASTING, NO_END, UNARY, text_attribute
 
@@ -94,7 +94,7 @@ def _shape(step: Step) -> list[Kind]:
     kind, shapes = step.kinds[0], step.observed.shapes(step.node.input[0])
     if isinstance(kind, Free):  # a list of sizes has as many of them for any number of samples
         return [Free(True) if kind.counts is True else CONSTANT]
-    if kind is None or shapes is None:
+    if not isinstance(kind, PerSample) or shapes is None:
         return [None]
     at = step.observed.axis(kind, step.node.input[0])
     if at is None:
@@ -191,6 +191,15 @@ def _gather(step: Step) -> list[Kind]:
 def _gather_elements(step: Step) -> list[Kind]:
     if (at := step.only(1)) is not None and at.axis == step.attribute("axis", 0) % step.rank():  # of a constant
         return step.outputs(at.axis, at.outer)
+    positions = {at for _, at in step.per_sample}
+    at = positions.pop() if len(positions) == 1 and len(step.per_sample) == len(step.kinds) else None
+    if at is None or at.axis < 0 or at.axis == step.attribute("axis", 0) % step.rank():
+        return neither(step)
+    return step.outputs(at.axis, at.outer)
+
+
+def _scatter_elements(step: Step) -> list[Kind]:
+    """Elements of each sample, written into those of the same sample."""
     positions = {at for _, at in step.per_sample}
     at = positions.pop() if len(positions) == 1 and len(step.per_sample) == len(step.kinds) else None
     if at is None or at.axis < 0 or at.axis == step.attribute("axis", 0) % step.rank():
@@ -332,6 +341,14 @@ def _expand(step: Step) -> list[Kind]:
             return [None]
         return _elementwise(Step(step.node, step.observed, [step.kinds[0], CONSTANT]))
     return _filled(step, step.kinds[1]) if is_constant(step.kinds[0]) else neither(step)
+
+
+def _range(step: Step) -> list[Kind]:
+    """From 0 to the number of samples: their places."""
+    limits = [run.get(step.node.input[1]) for run in step.observed.values]
+    ends_there = is_size(step.kinds[1]) and limits == list(step.observed.num_samples)
+    is_counted = ends_there and step.fixed(0) == [0] and step.fixed(2) == [1]
+    return [Places(exact=True)] if is_counted else neither(step)
 
 
 def _constant_of_shape(step: Step) -> list[Kind]:
@@ -527,7 +544,9 @@ RULES: dict[str, Callable[[Step], list[Kind]]] = {
     "OneHot": _one_hot,
     "Pad": _pad,
     "RMSNormalization": _along(from_there_on=True),
+    "Range": _range,
     "RotaryEmbedding": _rotary_embedding,
+    "ScatterElements": _scatter_elements,
     "Shape": _shape,
     "Size": lambda _: [Free(True)],
     "Slice": _slice,

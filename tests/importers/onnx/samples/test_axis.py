@@ -109,6 +109,11 @@ OPERATORS: list[Make] = [
     lambda a, b, rank, pick: ("Where", [a, b, b if pick % 2 else "number0"], {}),
     lambda a, b, rank, pick: ("GatherElements", [a, b], {"axis": pick % max(rank, 1)}),
     lambda a, b, rank, pick: ("Range", ["number0", a, "number1"], {}),
+    *[lambda a, b, rank, pick: ("Range", ["number0", "size", "number1"], {})] * 2,
+    lambda a, b, rank, pick: ("Concat", [a, b], {"axis": -1}),
+    lambda a, b, rank, pick: ("GatherND", [a, b], {}),
+    lambda a, b, rank, pick: ("ScatterND", [a, b, a], {}),
+    lambda a, b, rank, pick: ("ScatterElements", [a, b, a], {"axis": pick % max(rank, 1)}),
     lambda a, b, rank, pick: ("Gather", ["table", a], {}),
     lambda a, b, rank, pick: ("OneHot", [a, "number2", "values"], {"axis": (-1, 0)[pick % 2]}),
     lambda a, b, rank, pick: ("BatchNormalization", [a, "row", "row", "row", "variance"], {}),
@@ -137,8 +142,9 @@ def _feeds(num_samples: int, seed: int) -> Arrays:
 
 def _graph(steps: list[tuple[int, int, int, int]]) -> ModelProto:
     """A model of those steps that can be computed; each takes from what was made last."""
-    made: Arrays = {**CONSTANTS, **_feeds(3, 0)}
-    pool, nodes = ["ids", "x"], list[NodeProto]()
+    made: Arrays = {**CONSTANTS, **_feeds(3, 0), "size": np.array(3)}
+    nodes = [helper.make_node("Shape", ["x"], ["sizes"], end=1), helper.make_node("Squeeze", ["sizes"], ["size"])]
+    pool = ["ids", "x"]
     for number, (operator, first, second, pick) in enumerate(steps):
         a, b = pool[-1 - first % len(pool)], pool[-1 - second % len(pool)]
         op_type, inputs, attributes = OPERATORS[operator](a, b, made[a].ndim, pick)
@@ -148,7 +154,7 @@ def _graph(steps: list[tuple[int, int, int, int]]) -> ModelProto:
             made[f"v{number}"] = value
             pool.append(f"v{number}")
             nodes.append(node)
-    assume(len(nodes) > 1)
+    assume(len(nodes) > 3)
     return _model(nodes)
 
 

@@ -24,6 +24,9 @@ from tests.testing.onnx_models import model_of, table
 HEAD = "m (int64[n] id, float[n, 4] d, int64[n, 3] ids) => (float[n, k] y)"
 """`e` is [n, 4] and follows from `id`, `h` is [n, 3, 4] and follows from `ids`."""
 COMMON = "e = Gather(w, id)  h = Gather(w, ids)  both = Add(e, d)"
+PLACES = """samples = Shape<end = 1>(d) many = Squeeze(samples) nought = Constant<value = int64 {0}>()
+    unit = Constant<value = int64 {1}>() places = Range(nought, many, unit)"""
+"""The place of each sample in the batch."""
 
 HOSTILE = {
     "products of samples, moved": """
@@ -197,6 +200,29 @@ HOSTILE = {
         y = ReduceSum<keepdims = 0>(r, az)""",
     "a number that few samples are below": """s = Shape<end = 1>(d) l = Constant<value = int64[1] {30}>() m = Max(s, l)
         f = Cast<to = 1>(m) y = Add(both, f)""",
+    "the history of the next sample": """
+        q = Add(places, unit) p = Mod(q, many) m = Constant<value = int64 {3}>() k = Mod(id, m) v = Unsqueeze(p,
+        one) u = Unsqueeze(k, one) j = Concat<axis = 1>(v, u) x = GatherND(h, j) y = Add(x, both)""",
+    "an item by the place in the batch": """
+        m = Constant<value = int64 {3}>() k = Mod(places, m) v = Unsqueeze(places, one) u = Unsqueeze(k, one) j =
+        Concat<axis = 1>(v, u) x = GatherND(h, j) y = Add(x, both)""",
+    "an item by the place, from a number": """
+        m = Constant<value = int64 {3}>() z = Add(id, places) k = Mod(z, m) v = Unsqueeze(places, one) u =
+        Unsqueeze(k, one) j = Concat<axis = 1>(v, u) x = GatherND(h, j) y = Add(x, both)""",
+    "past the end of a flat history": """
+        m = Constant<value = int64 {3}>() p = Mul(places, m) l = Constant<value = int64 {4}>() k = Mod(id, l) q =
+        Add(p, k) n = Mul(many, m) last = Sub(n, unit) j = Min(q, last) s4 = Constant<value = int64[2] {-1, 4}>() f
+        = Reshape(h, s4) x = Gather(f, j) y = Add(x, both)""",
+    "an item of a turned history": """
+        a = Transpose<perm = [1, 0, 2]>(h) b = Constant<value = int64[3] {-1, 3, 4}>() f = Reshape(a, b) m =
+        Constant<value = int64 {3}>() k = Mod(id, m) v = Unsqueeze(places, one) u = Unsqueeze(k, one) j =
+        Concat<axis = 1>(v, u) x = GatherND(f, j) y = Add(x, both)""",
+    "written into the next sample": """
+        q = Add(places, unit) p = Mod(q, many) v = Unsqueeze(p, one) y = ScatterND<reduction = "add">(both, v, d)""",
+    "what another sample writes": """
+        m = Constant<value = int64 {3}>() k = Mod(id, m) v = Unsqueeze(places, one) u = Unsqueeze(k, one) j =
+        Concat<axis = 1>(v, u) q = CumSum(e, nought) x = ScatterND(h, j, q) z = ReduceSum<keepdims = 0>(x, one) y =
+        Add(z, both)""",
     "hidden in a function of sizes": """s = Shape<end = 1>(d) l = Constant<value = int64[1] {30}>() c = Greater(s, l)
         f = Constant<value = int64[1] {4}>() r = Where(c, f, s) q = Constant<value = int64[1] {-1}>() z =
         Concat<axis = 0>(r, q)
@@ -308,6 +334,31 @@ SOUND = {
     "heads": """s = Constant<value = int64[4] {0, 0, 2, 2}>() a = Reshape(h, s) q = Transpose<perm = [0, 2, 1, 3]>(a)
         k = Transpose<perm = [0, 2, 3, 1]>(a) g = MatMul(q, k) p = Softmax<axis = -1>(g) c = MatMul(p, q)
         r = Transpose<perm = [0, 2, 1, 3]>(c) t = Constant<value = int64[2] {0, 12}>() y = Reshape(r, t)""",
+    "one item of each history": """
+        m = Constant<value = int64 {3}>() k = Mod(id, m) q = Constant<value = int64 {-1}>() v = Unsqueeze(places,
+        one) p = Add(k, q) u = Unsqueeze(p, one) j = Concat<axis = -1>(v, u) x = GatherND(h, j) y = Add(x, both)""",
+    "two items of each history": """
+        m = Constant<value = int64 {3}>() k = Mod(ids, m) v = Unsqueeze(places, one) p = Max(v, k) q = Shape(p) b =
+        Expand(v, q) f = Unsqueeze(b, two) u = Unsqueeze(k, two) j = Concat<axis = -1>(f, u) x = GatherND(h, j) z =
+        ReduceMean<keepdims = 0>(x, one) y = Add(z, both)""",
+    "one number of each item": """
+        m = Constant<value = int64 {4}>() k = Mod(ids, m) v = Unsqueeze(places, one) c = Constant<value = int64[1,
+        3] {0, 1, 2}>() q = Max(v, c) p = Shape(q) a = Expand(v, p) b = Expand(c, p) f = Unsqueeze(a, two) g =
+        Unsqueeze(b, two) u = Unsqueeze(k, two) j = Concat<axis = 2>(f, g, u) x = GatherND(h, j) z =
+        ReduceSum<keepdims = 1>(x, one) y = Add(z, both)""",
+    "a mask read by places": """
+        z = Constant<value = int64 {0}>() n = Greater(ids, z) a = Constant<value = int64[2] {1, 2}>() v =
+        Unsqueeze(places, a) c = Constant<value = int64[1, 1, 3] {0, 1, 2}>() q = Max(v, c) p = Shape(q) b =
+        Expand(v, p) g = Expand(c, p) l = Constant<value = int64[1] {-1}>() f = Unsqueeze(b, l) u = Unsqueeze(g, l)
+        j = Concat<axis = -1>(f, u) x = GatherND(n, j) w8 = Cast<to = 1>(x) p3 = Transpose<perm = [0, 2, 1]>(w8) k =
+        Mul(h, p3) y = ReduceSum<keepdims = 0>(k, one)""",
+    "an item put into each history": """
+        m = Constant<value = int64 {3}>() k = Mod(id, m) v = Unsqueeze(places, one) u = Unsqueeze(k, one) j =
+        Concat<axis = 1>(v, u) x = ScatterND(h, j, e) a = Shape(places) b = Constant<value = int64[1] {7}>() g =
+        Expand(b, a) l = ScatterND(ids, j, g) c = Gather(w, l) q = Add(x, c) z = ReduceSum<keepdims = 0>(q, one) y =
+        Add(z, both)""",
+    "elements put into each sample": """m = Constant<value = int64 {3}>() k = Mod(ids, m) f = Cast<to = 1>(ids)
+        x = ScatterElements<axis = 1, reduction = "add">(both, k, f) y = Add(x, both)""",
     "one of the history": """i = Constant<value = int64 {-1}>() x = Gather<axis = 1>(h, i) y = Add(x, both)""",
 }
 
@@ -378,7 +429,8 @@ LATER = {
 def write(path: Path, body: str, opset: int = 18) -> None:
     """A model file of such a body."""
     domains = f'"" : {opset}, "ai.onnx.ml" : 3, "com.microsoft" : 1'
-    text = f"<ir_version: 8, opset_import: [{domains}]> {HEAD} {{ {COMMON} {body} }}"
+    before = f"{COMMON} {PLACES}" if "places" in body else COMMON
+    text = f"<ir_version: 8, opset_import: [{domains}]> {HEAD} {{ {before} {body} }}"
     model = onnx.parser.parse_model(text)
     read = {name for node in model.graph.node for name in node.input} | {
         name for node in model.graph.node for a in node.attribute for inner in a.g.node for name in inner.input
