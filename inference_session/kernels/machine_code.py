@@ -135,7 +135,7 @@ class _MachineCode(FunctionCache):
             self._begin_turn()
             loaded = self._loaded(sig, target_context)
         if loaded is not None:
-            self._end_turn()
+            self.end_turn()
         return loaded
 
     def _loaded(self, sig: Any, target_context: Any) -> Any:
@@ -149,12 +149,10 @@ class _MachineCode(FunctionCache):
     def save_overload(self, sig: Any, data: Any) -> None:
         with suppress(OSError):
             super().save_overload(sig, data)
-        self._end_turn()
+        self.end_turn()
 
     def _begin_turn(self) -> None:
         """Wait while another process compiles the function, as long as that may take."""
-        if self._turn is not None:  # it could not be compiled for other types
-            return
         with suppress(OSError):  # a file system without locks: each process compiles
             path = Path(self.cache_path) / f"{self._impl.filename_base}.lock"
             self._turn = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -165,7 +163,8 @@ class _MachineCode(FunctionCache):
                     break
                 time.sleep(_PAUSE_S)
 
-    def _end_turn(self) -> None:
+    def end_turn(self) -> None:
+        """Let another process compile the function."""
         if self._turn is not None:
             os.close(self._turn)
             self._turn = None
@@ -208,8 +207,24 @@ class KeptCode(NullCache):
     def save_overload(self, sig: Any, data: Any) -> None:
         self.files.save_overload(sig, data)
 
+    def give_up(self) -> None:
+        """The function cannot be compiled for these types."""
+        if isinstance(self.files, _MachineCode):
+            self.files.end_turn()
+
     def flush(self) -> None:
         self.files.flush()
+
+
+class _KeptKernel(Kernel):
+    """A kernel whose machine code is kept."""
+
+    def compile(self, sig: Any) -> Any:
+        try:
+            return super().compile(sig)
+        except BaseException:
+            self._cache.give_up()
+            raise
 
 
 def compiled(function: Callable[..., Any], signature: str | None = None, **options: Any) -> Any:
@@ -218,7 +233,7 @@ def compiled(function: Callable[..., Any], signature: str | None = None, **optio
     With a signature it is compiled, or loaded, at once and for those types only, else when it is first called.
     """
     _unpack_shipped()
-    dispatcher: Any = Kernel(function, targetoptions={"nopython": True, **options})
+    dispatcher: Any = _KeptKernel(function, targetoptions={"nopython": True, **options})
     if options.get("_nrt", True):  # machine code from the disk calls it; compiling would initialize it
         rtsys.initialize(cpu_target.target_context)
     dispatcher._cache = KeptCode(function)

@@ -252,6 +252,25 @@ def test_of_two_processes_one_compiles_and_the_other_waits(programs: ForkedProgr
     assert done.stdout == "0 1\n", done.stderr
 
 
+def test_nobody_waits_for_a_function_that_could_not_be_compiled(programs: ForkedPrograms, tmp_path: Path) -> None:
+    """Of types that it cannot take: the process lives on, and others may compile the function for their own."""
+    (tmp_path / "inner.py").write_text(HEAD + "@kernel\ndef inner(a):\n    return a\n")
+    (tmp_path / "outer.py").write_text(OUTER)
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "NUMBA_CACHE_DIR": str(tmp_path / "compiled")}
+    done = programs.run(
+        "import contextlib, fcntl, numba, outer\n"
+        "with contextlib.suppress(numba.TypingError):\n"
+        "    outer.outer('text')\n"
+        "files = outer.outer._cache.files\n"
+        "turn = open(f'{files.cache_path}/{files._impl.filename_base}.lock', 'w')\n"
+        "fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+        "turn.close()\n"
+        "print(outer.outer(1))\n",
+        environment,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_full_disk_keeps_nothing_and_fails_nothing(programs: ForkedPrograms, tmp_path: Path) -> None:
     """Machine code that cannot be saved is used anyway."""
     full = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
