@@ -13,6 +13,7 @@ password. No text made of a URL shows a password.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -121,16 +122,18 @@ class StoreUrl:
         if not separator or scheme not in OPTIONS:
             found = f"scheme {scheme!r} is unknown" if separator else "no scheme"
             raise ConfigurationError(f"not a store's URL: {found}; allowed: {', '.join(f'{s}://' for s in OPTIONS)}")
-        is_of_sentinels = scheme.endswith("+sentinel")
+        hosts = None
+        if scheme.endswith("+sentinel"):
+            rest, hosts = _without_hosts(rest)
         try:
             # Only the scheme is checked here; urlsplit splits the rest by the rules of any URL with a host.
             parts = urlsplit(f"store://{rest}")
-            port = None if is_of_sentinels else parts.port
+            port = parts.port
         except ValueError as error:
             raise ConfigurationError(f"a {scheme}:// URL has a malformed host or port") from error
         options = url_options(scheme, parts.query, OPTIONS[scheme])
         url = cls(scheme, user=unquote(parts.username or "") or None, options=options)
-        url = url._at_sentinels(parts) if is_of_sentinels else url._at(parts, port)
+        url = url._at(parts, port) if hosts is None else url._at_sentinels(hosts, parts.path)
         return replace(url, password=url_password(unquote(parts.password or "") or None, options))
 
     def _at(self, parts: SplitResult, port: int | None) -> StoreUrl:
@@ -143,17 +146,16 @@ class StoreUrl:
         host = "" if where else parts.hostname or ""
         return replace(self, host=host, port=port or self.port, path=where, db=int(db))
 
-    def _at_sentinels(self, parts: SplitResult) -> StoreUrl:
-        """The same at the master that the parts name; the password for the sentinels must exist."""
-        name, _, db = parts.path.strip("/").partition("/")
+    def _at_sentinels(self, hosts: str, path: str) -> StoreUrl:
+        """The same at the master that a path names; the password for the sentinels must exist."""
+        name, _, db = path.strip("/").partition("/")
         if not name or not (db or "0").isdecimal():
             # The found text is not shown: it may be the end of a password that contains a slash.
             raise ConfigurationError(
                 f"a {self.scheme}:// URL names no master, or a database that is not a whole number; allowed:"
                 f" {self.scheme}://host:port,host:port/NAME, followed by /N for a database other than 0"
             )
-        hosts = parts.netloc.rpartition("@")[2].split(",")
-        sentinels = tuple(_sentinel(self.scheme, text) for text in hosts)
+        sentinels = tuple(_sentinel(self.scheme, text) for text in hosts.split(","))
         url = replace(self, sentinels=sentinels, master_name=unquote(name), db=int(db or "0"))
         _ = url.of_sentinels
         return url
@@ -162,6 +164,15 @@ class StoreUrl:
 def _bracketed(host: str) -> str:
     """A host as URLs have it."""
     return f"[{host}]" if ":" in host else host
+
+
+def _without_hosts(rest: str) -> tuple[str, str]:
+    """What follows the scheme without its hosts, and these: `urlsplit` of newer Pythons takes IPv6 addresses for the
+    first one only.
+    """
+    authority = re.split("[/?#]", rest, maxsplit=1)[0]
+    login, at, hosts = authority.rpartition("@")
+    return f"{login}{at}{rest[len(authority) :]}", hosts
 
 
 def _sentinel(scheme: str, text: str) -> tuple[str, int]:
