@@ -33,9 +33,10 @@ def create_source(place: str | Path) -> ModelSource:
     """
     if not is_url(place):
         return LocalSource(Path(place))
+    url = _parsed(str(place))
     from inference_session.model_source.hdfs_source import HdfsSource
 
-    return HdfsSource(_parsed(str(place)))
+    return HdfsSource(url)
 
 
 def split_place(place: str | Path) -> tuple[str, str]:
