@@ -377,6 +377,18 @@ def test_as_a_process(repository: Path) -> None:
     assert "no such folder" in problems[0]["message"]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(discovery.unusable(0) is not None, reason=f"no GPU: {discovery.unusable(0)}")
+def test_hidden_gpus_are_no_problem(repository: Path) -> None:
+    """As where somebody wants the processor used."""
+    run = [sys.executable, "-m", "hotrow", "doctor", "--http-port=0", "--grpc-port=0", "--metrics-port=0"]
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([*run, "--repository", repository], env=hidden, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stdout
+    assert "none, as CUDA_VISIBLE_DEVICES is ''" in done.stdout
+
+
 def test_a_repository_elsewhere() -> None:
     """HDFS is not checked; the finding names the command that copies its models here."""
     result = CliRunner().invoke(command, ["--repository", "hdfs://namenode/models"])

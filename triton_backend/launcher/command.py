@@ -19,6 +19,7 @@ from triton_backend.client.tls import ServerTls
 from triton_backend.launcher.installation import Installation
 from triton_backend.launcher.ports import is_of_this_machine, reserved_ports, write_served_ports
 from triton_backend.repository.servable import ServableModel, is_plain, ps_json_variables
+from triton_backend.repository.view import has_gpu
 
 EXIT_TIMEOUT_S = 5
 """How long a stopping server waits for clients to disconnect, before it is killed."""
@@ -189,7 +190,7 @@ def _flags(options: ServerOptions) -> list[str]:
         flags.append("--disable-auto-complete-config")
     if not options.verbose:
         flags.append("--log-info=false")
-    if not any(Path("/dev").glob("nvidia[0-9]*")):
+    if not has_gpu():
         flags += ["--allow-gpu-metrics=false", "--pinned-memory-pool-byte-size=0"]
         # A thread reads the use of the processor and sleeps for half of this. A server that ends waits for it.
         flags.append("--metrics-interval-ms=500")
