@@ -74,7 +74,7 @@ class HostCache(EmbeddingCache):
         """See EmbeddingCache: all of it at once."""
         positions = lookup.missing_positions
         if positions is not None and len(positions):
-            yield _HostMisses(self, lookup, positions)
+            yield _HostMisses(self, self._dims, lookup, positions)
 
     def _lookup_counts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         with self._count_lock:
@@ -213,11 +213,9 @@ class CpuEmbeddingCache(HostCache):
 class _HostMisses(Misses):
     """The missing keys of a look-up in host memory."""
 
-    def __init__(self, cache: HostCache, lookup: Lookup, positions: NDArray[np.int64]) -> None:
-        self._cache = cache
-        self._lookup = lookup
-        self._dims = np.array(list(cache.dims.values()), np.int64)
-        self.rows = MissingRows(self._dims, lookup.segments, lookup.num_unknown.copy(), positions)
+    def __init__(self, cache: HostCache, dims: NDArray[np.int64], lookup: Lookup, positions: NDArray[np.int64]) -> None:
+        self._cache, self._dims, self._lookup = cache, dims, lookup
+        self.rows = MissingRows(dims, lookup.segments, lookup.num_unknown.copy(), positions)
 
     def complete(self) -> Misses | None:
         lookup, rows = self._lookup, self.rows
