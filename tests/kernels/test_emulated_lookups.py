@@ -194,13 +194,13 @@ class Asked:
         for name, value in fields.items():
             self.segment[name] = value
 
-    def check(self, fill: bool) -> list[int]:
+    def check(self) -> list[int]:
         """Compare the outputs; returns the places of keys that have no row."""
         asked = [self.keys[i:j, 0].tolist() for i, j in zip(self.begins, self.ends, strict=True)]
         for row, keys in enumerate(asked):
             vectors = [self.table.rows.get(key, self.table.default) for key in keys]
             if self.pooling == PoolingCode.NONE:
-                self._check_copies(row, vectors, fill)
+                self._check_copies(row, vectors)
             else:
                 first = self.first_weights[row]
                 weights = np.ones(len(keys)) if self.weights is None else self.weights[first : first + len(keys)]
@@ -209,14 +209,12 @@ class Asked:
                 np.testing.assert_allclose(self.out[row], expected, rtol=tolerance, atol=tolerance)
         return [i for i, key in enumerate(chain.from_iterable(asked)) if key not in self.table.rows]
 
-    def _check_copies(self, row: int, vectors: list[Any], fill: bool) -> None:
+    def _check_copies(self, row: int, vectors: list[Any]) -> None:
         for found, vector in zip(self.out[row].reshape(-1, self.dim), vectors, strict=True):
-            if vector is None and not fill:
+            if vector is None:
                 assert np.isnan(found).all()
             else:
-                np.testing.assert_array_equal(
-                    found, np.zeros_like(found) if vector is None else vector.astype(found.dtype)
-                )
+                np.testing.assert_array_equal(found, vector.astype(found.dtype))
 
     @np.errstate(invalid="ignore")  # the difference of infinities
     def _pooled(self, vectors: list[Any], weights: NDArray[Any]) -> NDArray[np.float64]:
@@ -291,18 +289,17 @@ def look_all_up(
     row_bytes = table_records["base_rows"]["row_bytes"].clip(1)
     regions = records.regions_of(segments, table_records["num_base_rows"], row_bytes) if in_order else None
     assert (regions is not None) == in_order
-    tiles, fill = records.divide(segments), bool(rng.random() < 0.5)
+    tiles = records.divide(segments)
     missing_bits = np.zeros(tiles.first[-1], np.uint32)
     gpu.look_up(
         segments,
         table_records,
         num_unknown=num_unknown,
         missing_bits=missing_bits,
-        fill=fill,
         seed=int(rng.integers(2**32)),
         regions=regions,
     )
-    missing = [each.check(fill) for each in asked]
+    missing = [each.check() for each in asked]
     assert num_unknown[:: records.COUNT_STRIDE].tolist() == [len(places) for places in missing]
     noted = np.zeros_like(missing_bits)
     for s, places in enumerate(missing):

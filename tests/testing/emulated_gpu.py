@@ -107,7 +107,6 @@ class EmulatedGpu:
         *,
         num_unknown: NDArray[np.uint64] | None = None,
         missing_bits: NDArray[np.uint32] | None = None,
-        fill: bool = False,
         seed: int = 0,
         regions: records.Regions | None = None,
     ) -> None:
@@ -119,7 +118,7 @@ class EmulatedGpu:
         tiles = records.divide(segments)
         request = records.request_of(segments, tiles)
         sums = np.zeros(len(segments), np.uint32)
-        request["tables_address"], request["seed"], request["fill"] = address_of(tables), seed, fill
+        request["tables_address"], request["seed"] = address_of(tables), seed
         request["unknown_sums_address"] = address_of(sums)
         request["num_unknown_address"] = 0 if num_unknown is None else address_of(num_unknown)
         request["missing_bits_address"] = 0 if missing_bits is None else address_of(missing_bits)

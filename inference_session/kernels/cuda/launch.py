@@ -40,7 +40,7 @@ _TURN_BYTES = 16
 _CLAIM_BYTES = 8
 """Of the slot that a key takes."""
 _MANY_TILES, _FEW_THREADS = 2048, 64
-_ADDRESSES, _SEED_AND_FILL = struct.Struct("<qqqq"), struct.Struct("<II")
+_ADDRESSES, _SEED = struct.Struct("<qqq"), struct.Struct("<I")
 _SCRATCH_ADDRESSES = struct.Struct("<qqq")
 """The first fields of a BATCH."""
 _SEGMENTS_OFFSET = offset_of(REQUEST, "few_segments")
@@ -196,10 +196,8 @@ class Launch:
         segments: NDArray[np.void] | None = None,
         *,
         missing_bits_address: int = 0,
-        outputs_address: int = 0,
         num_unknown_address: int = 0,
         seed: int = 0,
-        fill: bool = False,
     ) -> None:
         """Launch on the current stream.
 
@@ -208,18 +206,15 @@ class Launch:
                 `takes_segments` is False.
             missing_bits_address: uint32 [num_tiles], zeros, for the positions that have no row where they are not
                 pooled; 0: not noted.
-            outputs_address: what the output_address of each segment is counted from.
             num_unknown_address: uint64 [segments], COUNT_STRIDE apart, to count keys in that have no row; 0: not
                 counted.
             seed: any number; decides which hits leave a mark.
-            fill: write zeros where there is neither a row nor a default vector.
         """
         if not self.num_tiles:
             return
         if self._uploaded is not None:  # perhaps on another stream
             cupy.cuda.get_current_stream().wait_event(self._uploaded)
-        addresses = missing_bits_address, outputs_address, num_unknown_address
-        self._fill_in(self._arguments, segments, addresses, seed, fill)
+        self._fill_in(self._arguments, segments, missing_bits_address, num_unknown_address, seed)
         self._start(self._arguments, cupy.cuda.get_current_stream().ptr)
 
     def repeated(self, num_unknown_address: int) -> Callable[[], None]:
@@ -229,7 +224,7 @@ class Launch:
         if self._uploaded is not None:
             self._uploaded.synchronize()
         arguments = self._arguments_of(bytes(self._arguments.record))
-        self._fill_in(arguments, None, (0, 0, num_unknown_address), seed=0, fill=False)
+        self._fill_in(arguments, None, 0, num_unknown_address, seed=0)
         return partial(self._start, arguments, cupy.cuda.get_current_stream().ptr)
 
     def _arguments_of(self, request: bytes) -> _Arguments:
@@ -239,17 +234,17 @@ class Launch:
         self,
         arguments: _Arguments,
         segments: NDArray[np.void] | None,
-        addresses: tuple[int, int, int],
+        missing_bits_address: int,
+        num_unknown_address: int,
         seed: int,
-        fill: bool,
     ) -> None:
         # The fields of a NumPy record take several times as long to write.
         request = arguments.record
-        sums = self._sums_address() if addresses[-1] else 0
-        _ADDRESSES.pack_into(request, _ADDRESSES_OFFSET, *addresses, sums)
+        sums = self._sums_address() if num_unknown_address else 0
+        _ADDRESSES.pack_into(request, _ADDRESSES_OFFSET, missing_bits_address, num_unknown_address, sums)
         if segments is not None and self.takes_segments:
             request[_SEGMENTS_OFFSET : _SEGMENTS_OFFSET + segments.nbytes] = segments.tobytes()
-        _SEED_AND_FILL.pack_into(request, _SEED_OFFSET, seed, fill)
+        _SEED.pack_into(request, _SEED_OFFSET, seed)
 
     def _sums_address(self) -> int:
         """Where warps add up unknown keys: zeros between two runs."""
@@ -297,15 +292,10 @@ def prepare(
     variant: Variant = _PLAIN,
     regions: Regions | None = None,
     scratch: Scratch | None = None,
-    tiles: Tiles | None = None,
 ) -> Launch:
-    """A look-up of SEGMENT records in GPU_TABLE records.
-
-    `regions`: by which keys are put in order, in memory of `scratch`. `tiles`: those of a launch of the same shapes.
-    """
+    """A look-up of SEGMENT records in GPU_TABLE records; `regions`: by which keys are put in order, in `scratch`."""
     order = None if regions is None or scratch is None else _KeyOrder(regions, scratch)
-    tiles = divide(segments) if tiles is None else tiles
-    return Launch(segments, tiles, variant=variant, order=order, tables_address=tables_address)
+    return Launch(segments, divide(segments), variant=variant, order=order, tables_address=tables_address)
 
 
 def launch_of(lookup: Lookup, tables_address: int, *, variant: Variant = _PLAIN) -> Launch:

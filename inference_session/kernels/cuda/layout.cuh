@@ -110,7 +110,6 @@ struct Request {
   const Segment* segments;  // null: `few_segments` and `few_tiles` hold them
   const u32* first_tiles;
   u32* missing_bits;       // one word per tile that is not pooled, 0 before, a bit per key that has no row; null: not noted
-  i64 outputs;             // added to the address of each segment's output
   u64* num_unknown;        // per segment, keys that have no row, in host memory, COUNT_STRIDE apart; null: not counted
   u32* unknown_sums;       // per segment, what is still to be added to num_unknown; 0 before and after each launch
   const Turn* order;       // of the keys of some segments
@@ -118,7 +117,6 @@ struct Request {
   u32 num_tiles;
   u32 keys_per_tile;
   u32 seed;
-  u32 fill;  // 1: zeros where neither a row nor a default vector is there
   u32 num_ordered_blocks;  // the first blocks, which take the keys of segments in order; the others take the other segments
   u32 few_tiles[MAX_INLINE_SEGMENTS + 1];
   u32 few_begins[MAX_INLINE_SEGMENTS];  // where each segment's keys begin in `order`; NOT_ORDERED: as they come

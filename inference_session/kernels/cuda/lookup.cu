@@ -27,7 +27,7 @@ __device__ __forceinline__ Asked keys_of(const Request& request, const Segment& 
   const u8* address = segment.keys + row * segment.row_stride + column * segment.key_stride;
   asked.key = turns == nullptr ? load_key(address, segment.key_bytes) : turns[place + lane].key;
   const i64 vector_bytes = dim * Output::element_bytes(segment);
-  asked.output = segment.output + request.outputs + row * segment.output_stride + column * vector_bytes;
+  asked.output = segment.output + row * segment.output_stride + column * vector_bytes;
   return asked;
 }
 
@@ -38,7 +38,7 @@ __device__ __forceinline__ void look_up_keys(const Request& request, const Segme
   UnknownCount unknown_count;
   const u32 unknown = note_missing(request, table, s, asked.is_one, source, unknown_count);
   if (unknown != 0 && missing_bits != nullptr && threadIdx.x % LANES == 0) *missing_bits = unknown;
-  const bool to_copy = asked.is_one && (source.row != nullptr || request.fill);
+  const bool to_copy = asked.is_one && source.row != nullptr;
   const Output output = {to_copy ? asked.output : nullptr, Output::is_narrowed(segment)};
   const bool on_gpus = NUM_SHARDS > 1 && table.shards[0] != nullptr;
   copy_sources(source, output, asked.stride, (int)table.dim, is_wide(table, segment), on_gpus);

@@ -252,7 +252,7 @@ __device__ __forceinline__ void pool_bags(const Request& request, const Segment&
   for (int first_step = 0; ONE_STEP ? first_step == 0 : first_step < sum.steps; first_step += sum.width) {
     sum.step = first_step + (lane & (sum.width - 1));
     sum.begin(takes_largest);
-    u8* output = segment.output + request.outputs + first * segment.output_stride;
+    u8* output = segment.output + first * segment.output_stride;
     u32 bag = 0, bag_begin = 0, bag_end = bags.end_of(0), block_end = min(bag_end, SUM_BLOCK), found_end = 0;
     const auto end_block = [&] {
       const u32 place = block_end;
