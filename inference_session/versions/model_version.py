@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from inference_session.session import InferenceSession
+from inference_session.version_directory.manifest import FileEntry
 
 
 class ModelVersion:
@@ -13,8 +14,9 @@ class ModelVersion:
     `VersionManager.lease` gives leases; `with` ends one.
     """
 
-    def __init__(self, session: InferenceSession) -> None:
-        self.session = session
+    def __init__(self, session: InferenceSession, files: tuple[FileEntry, ...] = ()) -> None:
+        """`files`: what the manifest lists that the session was opened with."""
+        self.session, self.files = session, files
         self._leases: list[None] = []
         """An item for each lease. Requests take no lock: Python adds or removes an item in one step."""
         self._changed = threading.Condition()

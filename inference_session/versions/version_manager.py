@@ -65,14 +65,11 @@ class VersionManager:
         self._draining: ModelVersion | None = None
         self._num_updates = 0
         self._num_failed_updates = 0
-        session, self._served = self._load()
-        self._active = ModelVersion(session)
+        self._active = self._load()
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
-        if session.config.watch_interval_s:
-            self._watcher = threading.Thread(
-                target=self._watch, args=(session.config.watch_interval_s,), name="hotrow-watch", daemon=True
-            )
+        if interval_s := self._active.session.config.watch_interval_s:
+            self._watcher = threading.Thread(target=self._watch, args=(interval_s,), name="hotrow-watch", daemon=True)
             self._watcher.start()
 
     @property
@@ -105,15 +102,14 @@ class VersionManager:
         """
         with self._replacing, contextlib.ExitStack() as held:
             self._check_open()
-            if self._served == manifest.read_manifest(self._directory):
+            if self._active.files == manifest.read_manifest(self._directory):
                 return False
             try:
-                session, served = self._load_successor(self._active.session, held)
+                new = self._load_successor(self._active, held)
             except BaseException:
                 self._num_failed_updates += 1
                 raise
-            self._served = served
-            self._activate(ModelVersion(session))
+            self._activate(new)
             return True
 
     def stats(self) -> dict[str, Any]:
@@ -152,33 +148,32 @@ class VersionManager:
     def __repr__(self) -> str:
         return f"<VersionManager of {self._active!r}>"
 
-    def _load_successor(
-        self, old: InferenceSession, held: contextlib.ExitStack
-    ) -> tuple[InferenceSession, tuple[FileEntry, ...]]:
+    def _load_successor(self, old: ModelVersion, held: contextlib.ExitStack) -> ModelVersion:
         """Load the content that may replace the old one, with all updates that the old one answers. The old one applies
         no more updates from some moment until `held` is closed, so that no row is answered older than before.
         """
-        old.upkeep.save_hot_keys()
-        if old.upkeep.shares_rows:  # it must not overwrite the new content's rows with older ones
-            held.enter_context(old.upkeep.updates_held())
-        session, served = self._load()
-        with closed_on_error(session):
-            check_same(self.spec, session.spec)
-            if session.config.has_store:
-                _check_same_tables(self._served, served)
+        upkeep = old.session.upkeep
+        upkeep.save_hot_keys()
+        if upkeep.shares_rows:  # it must not overwrite the new content's rows with older ones
+            held.enter_context(upkeep.updates_held())
+        new = self._load()
+        with closed_on_error(new.session):
+            check_same(self.spec, new.session.spec)
+            if new.session.config.has_store:
+                _check_same_tables(old.files, new.files)
             else:
-                session.upkeep.catch_up_with(held.enter_context(old.upkeep.updates_held()))
-        return session, served
+                new.session.upkeep.catch_up_with(held.enter_context(upkeep.updates_held()))
+        return new
 
-    def _load(self) -> tuple[InferenceSession, tuple[FileEntry, ...]]:
+    def _load(self) -> ModelVersion:
         """Open the directory, and make sure that its content did not change meanwhile."""
         before = manifest.file_states(self._directory)
-        served = manifest.read_manifest(self._directory)
+        files = manifest.read_manifest(self._directory)
         session = self._open_session()
         with closed_on_error(session):
             if manifest.file_states(self._directory) != before:
                 raise UnavailableError(f"{self._directory}: changed while it was opened")
-        return session, served
+        return ModelVersion(session, files)
 
     def _activate(self, new: ModelVersion) -> None:
         """Let a content take over and the old one end. Must be called while holding `_replacing`."""
