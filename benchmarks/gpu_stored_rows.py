@@ -29,7 +29,8 @@ from inference_session.model_spec import TableSpec
 from inference_session.parameter_server.base import FetchRequest
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
-from inference_session.rows import Rows, StoredRows
+from inference_session.rows.base import Rows
+from inference_session.rows.stored import StoredRows
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.testing.memory_store import MemoryStore

@@ -35,7 +35,8 @@ from inference_session.parameter_server.base import EmbeddingStore
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
-from inference_session.rows import StoredRows, look_up_keys
+from inference_session.rows.base import look_up_keys
+from inference_session.rows.stored import StoredRows
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.testing.servers import RedisServer

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inference_session.config import SessionConfig
-from inference_session.dense_engine import check_precision
+from inference_session.dense_engine.create import check_precision
 from inference_session.device.base import Device
 from inference_session.device.discovery import open_devices
 from inference_session.device.host import vectors_at_line
@@ -41,7 +41,7 @@ from inference_session.requests.caller_arrays import (
 )
 from inference_session.requests.canary import check_canary
 from inference_session.requests.outputs import Answer
-from inference_session.rows import look_up_keys
+from inference_session.rows.base import look_up_keys
 from inference_session.rows.dump import DumpReport, dump
 from inference_session.rows.stats import RowStats
 from inference_session.stats import SessionCounts, SessionStats

@@ -27,8 +27,9 @@ from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
-from inference_session.rows import Rows, StoredRows, look_up_keys
+from inference_session.rows.base import Rows, look_up_keys
 from inference_session.rows.hot_keys import read_hot_keys
+from inference_session.rows.stored import StoredRows
 from tests.testing import concat_model, small_model
 from tests.testing.memory_store import MemoryStore
 from tests.testing.server_calls import await_inserts

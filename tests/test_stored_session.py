@@ -34,7 +34,8 @@ from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
-from inference_session.rows import StoredRows, look_up_keys
+from inference_session.rows.base import look_up_keys
+from inference_session.rows.stored import StoredRows
 from tests.testing import small_model
 from tests.testing.memory_store import MemoryStore
 from tests.testing.server_calls import await_inserts

@@ -46,7 +46,7 @@ def command(
     Example:
       hotrow dump model_repository/ctr/1 --to hdfs://namenode:9870/dumps/ctr-1
     """
-    from inference_session.rows import create_rows
+    from inference_session.rows.create import create_rows
     from inference_session.rows.dump import dump
     from inference_session.version_directory.version import VersionDirectory
     from triton_backend.repository.model_config import configured_session

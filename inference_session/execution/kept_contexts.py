@@ -18,8 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.config import SessionConfig
-from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine
+from inference_session.dense_engine.base import DenseEngine
+from inference_session.dense_engine.onnx import OnnxEngine
 from inference_session.dense_engine.rewrites.context_parts import ContextParts, divide
+from inference_session.dense_engine.vectors import VectorEngine
 from inference_session.errors import ConfigurationError
 from inference_session.execution.network import Network, RunResult
 from inference_session.model_spec import RANKING_FILE, RANKING_KEYS_FILE, LookupSpec, NamedArrays

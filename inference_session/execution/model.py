@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from inference_session.config import SessionConfig
-from inference_session.dense_engine import DenseEngine, NetworkFile, OnnxEngine, VectorEngine, create_engine
+from inference_session.dense_engine.base import DenseEngine
+from inference_session.dense_engine.create import create_engine
+from inference_session.dense_engine.network_file import NetworkFile
+from inference_session.dense_engine.onnx import OnnxEngine
+from inference_session.dense_engine.vectors import VectorEngine
 from inference_session.device.base import Device
 from inference_session.device.host import HOST
 from inference_session.errors import ConfigurationError
@@ -23,7 +27,8 @@ from inference_session.requests.batch import RequestLayout
 from inference_session.requests.layouts import layout_of
 from inference_session.requests.outputs import Outputs
 from inference_session.requests.ranking_layout import RankingLayout
-from inference_session.rows import Rows, create_rows
+from inference_session.rows.base import Rows
+from inference_session.rows.create import create_rows
 from inference_session.version_directory.version import VersionDirectory
 
 if TYPE_CHECKING:

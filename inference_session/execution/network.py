@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.dense_engine import DenseEngine, OnnxEngine
+from inference_session.dense_engine.base import DenseEngine
+from inference_session.dense_engine.onnx import OnnxEngine
 from inference_session.errors import ModelFormatError, UnknownKeyError
 from inference_session.execution.lookups import ModelLookups
 from inference_session.execution.plan import BoundPlan, ExecutionPlan, FreshPlan

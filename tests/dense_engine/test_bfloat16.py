@@ -13,7 +13,10 @@ from numpy.typing import NDArray
 
 from inference_session import InferenceSession
 from inference_session.config import SessionConfig
-from inference_session.dense_engine import NetworkFile, OnnxEngine, check_precision, create_engine, openvino
+from inference_session.dense_engine import openvino
+from inference_session.dense_engine.create import check_precision, create_engine
+from inference_session.dense_engine.network_file import NetworkFile
+from inference_session.dense_engine.onnx import OnnxEngine
 from inference_session.dense_engine.openvino import OpenVinoEngine
 from inference_session.dense_engine.rewrites.layers import divide_layers
 from inference_session.device.host import HOST

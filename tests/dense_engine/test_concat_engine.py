@@ -13,8 +13,8 @@ import pytest
 from onnx import ModelProto, helper
 
 from inference_session.config import SessionConfig
-from inference_session.dense_engine import create_engine
 from inference_session.dense_engine.base import ConcatOperands
+from inference_session.dense_engine.create import create_engine
 from inference_session.device.host import HOST
 from inference_session.errors import ModelFormatError
 from inference_session.execution.concat_operands import concat_operands

@@ -9,7 +9,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from inference_session.dense_engine import OnnxEngine
+from inference_session.dense_engine.onnx import OnnxEngine
 from inference_session.dense_engine.rewrites.context_parts import divide
 
 

@@ -13,7 +13,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from inference_session import InferenceSession
 from inference_session.config import SessionConfig
-from inference_session.dense_engine import NetworkFile, OnnxEngine, create_engine
+from inference_session.dense_engine.create import create_engine
+from inference_session.dense_engine.network_file import NetworkFile
+from inference_session.dense_engine.onnx import OnnxEngine
 from inference_session.dense_engine.rewrites.float16 import in_float16
 from inference_session.device.host import HOST
 from inference_session.errors import ModelFormatError, UnsupportedModelError

@@ -11,7 +11,10 @@ import onnxruntime
 import pytest
 
 from inference_session.config import SessionConfig
-from inference_session.dense_engine import DenseEngine, NetworkFile, OnnxEngine, create_engine
+from inference_session.dense_engine.base import DenseEngine
+from inference_session.dense_engine.create import create_engine
+from inference_session.dense_engine.network_file import NetworkFile
+from inference_session.dense_engine.onnx import OnnxEngine
 from inference_session.dense_engine.trial import try_to_open
 from inference_session.device.host import HOST
 from tests.testing.dense_engine_contract import DenseEngineContract

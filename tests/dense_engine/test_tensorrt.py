@@ -12,7 +12,7 @@ import pytest
 
 from inference_session import InferenceSession
 from inference_session.config import SessionConfig
-from inference_session.dense_engine import check_precision
+from inference_session.dense_engine.create import check_precision
 from inference_session.dense_engine.network_file import NetworkFile
 from inference_session.dense_engine.tensorrt_profile import profile_shapes
 from inference_session.device.discovery import TENSORRT_PROVIDER, unusable_tensorrt

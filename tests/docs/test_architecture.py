@@ -28,8 +28,8 @@ from inference_session.parameter_server.rocksdb.store import RocksDbStore
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
 from inference_session.platform.json_records import own_fields
-from inference_session.rows import StoredRows, look_up_keys
-from inference_session.rows.base import RowWriter
+from inference_session.rows.base import RowWriter, look_up_keys
+from inference_session.rows.stored import StoredRows
 from inference_session.update_stream import Publisher
 from inference_session.update_stream.kafka_stream import KafkaUpdateStream
 from inference_session.urls.kafka_url import KafkaUrl

@@ -14,9 +14,10 @@ import pytest
 from numpy.typing import NDArray
 
 from inference_session import InferenceSession, Request
-from inference_session.dense_engine import NetworkFile, OnnxEngine
 from inference_session.dense_engine.base import BoundRun, ConcatInput, GivenColumns
 from inference_session.dense_engine.concat_engine import ConcatEngine
+from inference_session.dense_engine.network_file import NetworkFile
+from inference_session.dense_engine.onnx import OnnxEngine
 from inference_session.device.host import HostDevice
 from inference_session.errors import InvalidRequestError
 from inference_session.execution.network import Network

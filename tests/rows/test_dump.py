@@ -19,8 +19,8 @@ from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
-from inference_session.rows import changing_rows
 from inference_session.rows.dump import dump
+from inference_session.rows.files import changing_rows
 from inference_session.tables.base import RowBatch
 from inference_session.tables.table_file import TableFile
 from inference_session.version_directory import manifest

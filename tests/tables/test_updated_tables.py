@@ -16,7 +16,7 @@ from inference_session.device.discovery import unusable
 from inference_session.device.host import HOST
 from inference_session.errors import SessionClosedError, UnavailableError
 from inference_session.kernels.records import Lookup, PoolingCode
-from inference_session.rows import FileRows, changing_rows
+from inference_session.rows.files import FileRows, changing_rows
 from inference_session.rows.updated import UpdatedRowWriter
 from inference_session.tables.table_file import TableFile
 from tests.testing.full_device import full_device

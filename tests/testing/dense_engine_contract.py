@@ -11,7 +11,7 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 
-from inference_session.dense_engine import DenseEngine
+from inference_session.dense_engine.base import DenseEngine
 from inference_session.errors import InvalidRequestError, SessionClosedError
 from tests.testing.onnx_models import model_of
 

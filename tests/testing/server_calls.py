@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from inference_session.parameter_server.base import FetchRequest
 from inference_session.parameter_server.server import ParameterServer
-from inference_session.rows import Rows, StoredRows
+from inference_session.rows.base import Rows
+from inference_session.rows.stored import StoredRows
 from tests.testing.servers import PATIENCE_S
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from inference_session import session
 from inference_session.config import SessionConfig
-from inference_session.dense_engine import create_engine
+from inference_session.dense_engine.create import create_engine
 from inference_session.device.base import Device
 from inference_session.device.host import HOST, HostDevice
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache
@@ -19,7 +19,8 @@ from inference_session.errors import UnavailableError
 from inference_session.execution import model
 from inference_session.kernels.records import Lookup
 from inference_session.model_spec import ModelSpec
-from inference_session.rows import changing_rows, create
+from inference_session.rows import create
+from inference_session.rows.files import changing_rows
 from inference_session.tables.base import DeviceTables, UpdatedRows
 from inference_session.tables.table_file import TableFile
 

@@ -23,7 +23,7 @@ from inference_session.execution.upkeep import SessionUpkeep
 from inference_session.model_spec import TABLES_FOLDER
 from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
-from inference_session.rows import look_up_keys
+from inference_session.rows.base import look_up_keys
 from inference_session.update_stream import Publisher, followed_partitions, kafka_stream, store_retries, update_applier
 from inference_session.update_stream.encodings import encode_batch
 from inference_session.versions import VersionManager

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from inference_session import InferenceSession
-from inference_session.rows import look_up_keys
+from inference_session.rows.base import look_up_keys
 from inference_session.update_stream import Publisher
 from tests.testing.broker import Broker
 from tests.testing.servers import wait_until

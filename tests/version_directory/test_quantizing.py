@@ -14,7 +14,8 @@ import pytest
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, ModelFormatError
 from inference_session.model_spec import ModelSpec, TableSpec, VectorType
-from inference_session.rows import changing_rows, look_up_keys
+from inference_session.rows.base import look_up_keys
+from inference_session.rows.files import changing_rows
 from inference_session.tables.quantized_rows import dequantize_rows, quantize_rows
 from inference_session.tables.table_file import TableFile, write_table
 from inference_session.version_directory import manifest

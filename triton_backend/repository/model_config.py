@@ -118,7 +118,7 @@ def configured_cache_bytes(spec: ModelSpec, version_dir: Path, *, on_device: boo
     """
     # These import Numba, which few commands need.
     from inference_session.device.placement import bytes_on_device
-    from inference_session.rows import resolved_cache_bytes
+    from inference_session.rows.create import resolved_cache_bytes
 
     config = configured_session(spec, version_dir, **settings)
     if config.has_store:

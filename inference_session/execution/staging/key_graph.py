@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.dense_engine import OnnxEngine
 from inference_session.dense_engine.base import BoundRun
+from inference_session.dense_engine.onnx import OnnxEngine
 from inference_session.execution.staging.forms import ArrayForm, Memory, enter_results, given_inputs
 from inference_session.kernels.cpu.requests.staging import NOT_STAGED, STAGED
 

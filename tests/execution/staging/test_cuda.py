@@ -10,8 +10,10 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 
-from inference_session.dense_engine import DenseEngine, NetworkFile, OnnxEngine
+from inference_session.dense_engine.base import DenseEngine
 from inference_session.dense_engine.concat_engine import ConcatEngine
+from inference_session.dense_engine.network_file import NetworkFile
+from inference_session.dense_engine.onnx import OnnxEngine
 from inference_session.execution.concat_operands import with_concat_inputs
 from inference_session.execution.network import Network
 from inference_session.execution.staging.cuda import stage_on_gpu

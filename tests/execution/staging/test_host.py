@@ -24,7 +24,7 @@ from inference_session.execution.staging.forms import is_readable
 from inference_session.kernels import array_headers
 from inference_session.model_spec import TensorSpec
 from inference_session.requests.outputs import Outputs
-from inference_session.rows import changing_rows
+from inference_session.rows.files import changing_rows
 from inference_session.version_directory.manifest import write_manifest
 from tests.testing import staged_model
 from tests.testing.onnx_evaluation import run_network
