@@ -123,7 +123,9 @@ def _open_engines(directory: Path, network: _NetworkSpec, config: SessionConfig,
 
 
 def _create_engine(path: Path, spec: ModelSpec, config: SessionConfig, thread: DeviceThread) -> DenseEngine:
-    """The dense engine; if ONNX Runtime cannot use the GPU, and no setting requires it, it runs on the CPU."""
+    """The dense engine; if ONNX Runtime cannot use the GPU, and no setting requires it, it runs on the CPU, where the
+    thread's rows, which are opened later, are then looked up too.
+    """
     vectors = {lookup.dense_input for lookup in spec.lookups}
     # Rows of a context are fewer than those of candidates: they do not stand next to each other.
     operands = concat_operands(spec, on_gpu=thread.device is not HOST) if path.name == DENSE_FILE else None

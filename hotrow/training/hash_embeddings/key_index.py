@@ -53,6 +53,11 @@ class KeyIndex(ABC):
     def keep(self, num_rows: int) -> None:
         """Forget all rows from the given one on. Keys of lower rows may have been overwritten before."""
 
+    def _make_room(self, num_rows: int) -> None:
+        """Make room for the keys of this many rows."""
+        if num_rows > len(self.keys):
+            self.keys = longer(self.keys, max(2 * len(self.keys), num_rows), 0)
+
 
 class HashIndex(KeyIndex):
     """A hash index on the processor: that of the served tables, in compiled code."""
@@ -161,7 +166,7 @@ class DeviceIndex(KeyIndex):
         rows, places = self._claim(keys, message_size)
         with self._or_nothing_added():
             found, most_of_any = self._counted.tolist()
-            self._make_room_for_keys(found)
+            self._make_room(found)
         device_rows.publish(self._entries, self.keys, keys, places, rows, message_size)
         self.num_rows = found
         return rows, most_of_any
@@ -196,10 +201,6 @@ class DeviceIndex(KeyIndex):
             self._entries = self._free_entries(needed)
             device_rows.index_rows(self._entries, self.keys, self.num_rows)
 
-    def _make_room_for_keys(self, num_rows: int) -> None:
-        if num_rows > len(self.keys):
-            self.keys = longer(self.keys, max(2 * len(self.keys), num_rows), 0)
-
     def _free_entries(self, num_rows: int) -> Tensor:
         return torch.zeros(_num_entries(num_rows), dtype=torch.int64, device=self.keys.device)
 
@@ -221,7 +222,7 @@ class SortedIndex(KeyIndex):
         added = found[rows == 0]
         if len(added):
             first, self.num_rows = self.num_rows, self.num_rows + len(added)
-            self._make_room()
+            self._make_room(self.num_rows)
             self.keys[first : self.num_rows] = added
             rows[rows == 0] = torch.arange(first, self.num_rows, device=keys.device)
             is_merged = 8 * (self.num_rows - self._num_older) > self._num_older + 8 * _MIN_CAPACITY
@@ -231,10 +232,6 @@ class SortedIndex(KeyIndex):
     def keep(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self._set_levels(num_rows)
-
-    def _make_room(self) -> None:
-        if self.num_rows > len(self.keys):
-            self.keys = longer(self.keys, max(2 * len(self.keys), self.num_rows))
 
     def _set_levels(self, num_older: int) -> None:
         """Sort rows from 1 to num_older unless that is done, and those behind them."""

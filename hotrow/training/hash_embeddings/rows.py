@@ -48,10 +48,13 @@ class Rows:
 
     def chosen(self, which: Tensor) -> Rows:
         """Some of them, by a mask [n] or numbers."""
-        states = {name: tensor[which] for name, tensor in self.states.items()}
-        last_used = None if self.last_used is None else self.last_used[which]
-        times_used = None if self.times_used is None else self.times_used[which]
-        return Rows(self.keys[which], self.vectors[which], states, last_used, times_used)
+        states, use = ({name: tensor[which] for name, tensor in of.items()} for of in (self.states, self.use()))
+        return Rows(self.keys[which], self.vectors[which], states, **use)
+
+    def use(self) -> dict[str, Tensor]:
+        """`last_used` and `times_used`, as far as they are counted."""
+        use = {"last_used": self.last_used, "times_used": self.times_used}
+        return {name: tensor for name, tensor in use.items() if tensor is not None}
 
 
 class HashRows:

@@ -466,12 +466,11 @@ class HashTable(nn.Module):
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that a checkpoint holds of this rank, by name; live ones. `load` reads them back."""
         rows = self._rows.all()
-        optional = {"last_used": rows.last_used, "times_used": rows.times_used}
         return {
             "keys": rows.keys,
             "vectors": rows.vectors,
             **{f"{_OPTIMIZER}{name}": tensor for name, tensor in rows.states.items()},
-            **{name: tensor for name, tensor in optional.items() if tensor is not None},
+            **rows.use(),
             "steps": torch.tensor(self.steps),
             "lr": torch.tensor(self.optimizer.lr, dtype=torch.float64),
             "initial": self._rows.initial,
@@ -553,9 +552,7 @@ class HashTable(nn.Module):
         return f"{self.embedding_dim}, rows={len(self)}, optimizer={self.optimizer}, key_dtype={self.key_dtype}"
 
     def _check_rows(self, rows: Rows) -> None:
-        optional = {"last_used": rows.last_used, "times_used": rows.times_used}
-        counts = {name: tensor for name, tensor in optional.items() if tensor is not None}
-        for name, tensor in {"keys": rows.keys, **counts}.items():
+        for name, tensor in {"keys": rows.keys, **rows.use()}.items():
             if tensor.dtype is not torch.int64 or tuple(tensor.shape) != (len(rows.vectors),):
                 found = f"{tensor.dtype} of shape {list(tensor.shape)}"
                 raise ConfigurationError(f"{name} are {found}, expected torch.int64 of shape [{len(rows.vectors)}]")
