@@ -19,12 +19,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import multiprocessing
-import re
 import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
@@ -40,6 +38,7 @@ from numpy.typing import NDArray
 from serving import add_settings, serve, tensors
 from tritonclient.utils import InferenceServerException
 
+from hotrow.metrics.page import MetricsPage
 from inference_session import InferenceSession
 from inference_session.errors import HotrowError, UnavailableError
 from inference_session.model_spec import DENSE_FILE, TABLES_FOLDER, LookupSpec, ModelSpec, TableSpec, TensorSpec
@@ -259,11 +258,9 @@ class Triton:
 
     def describe(self) -> str:
         """The updates that the newest version has taken from the stream."""
-        with urllib.request.urlopen(self._server.endpoints["metrics"]) as page:  # noqa: S310  our own page
-            found = re.findall(
-                r'^hotrow_update_rows_total\{.*version="(\d+)"\} (\S+)', page.read().decode(), re.MULTILINE
-            )
-        return "{1} updated rows counted by version {0}".format(*max(found, key=lambda pair: int(pair[0])))
+        counts = MetricsPage.fetch(self._server.endpoints["metrics"]).values("hotrow_update_rows_total")
+        version, num_rows = max((int(labels["version"]), value) for labels, value in counts)
+        return f"{num_rows:.0f} updated rows counted by version {version}"
 
     def close(self) -> None:
         """End the server."""

@@ -18,14 +18,12 @@ import contextlib
 import math
 import multiprocessing
 import os
-import re
 import shutil
 import statistics
 import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.synchronize import Event
@@ -40,6 +38,7 @@ from numpy.typing import NDArray
 from serving import add_settings, serve, tensors
 from triton import FEATURES, SAMPLES, graph
 
+from hotrow.metrics.page import MetricsPage
 from inference_session import InferenceSession
 from inference_session.importers.onnx import import_onnx
 from triton_backend.launcher.server import TritonServer
@@ -172,14 +171,8 @@ def peak(url: str, contents: Contents, number: int) -> float:
 
 def hits_and_misses(metrics: str, version: int) -> NDArray[np.float64]:
     """The cache's counters of a version, all tables together."""
-    with urllib.request.urlopen(metrics) as page:  # noqa: S310  our own page
-        text = page.read().decode()
-    return np.array(
-        [
-            sum(map(float, re.findall(rf'hotrow_cache_{kind}_total{{.*version="{version}"}} (\S+)', text)))
-            for kind in ("hits", "misses")
-        ]
-    )
+    page, kinds = MetricsPage.fetch(metrics), ("hits", "misses")
+    return np.array([page.total(f"hotrow_cache_{kind}_total", version=str(version)) or 0.0 for kind in kinds])
 
 
 def rate(counts: NDArray[np.float64]) -> float:
