@@ -30,6 +30,7 @@ from inference_session.kernels.cpu.cache import CacheArrays
 from inference_session.kernels.cpu.hash_index import BUCKET_BYTES
 from inference_session.kernels.cpu.lookup import NO_POSITIONS
 from inference_session.kernels.records import MAX_MARK, TABLE, Lookup, PoolingCode, address_of, table_record
+from inference_session.platform.memory import total_bytes
 
 _AS_COMPILED: tuple[Literal["C"], Literal["A"], Literal["W"]] = ("C", "A", "W")
 """Arrays of any other kind, such as views of a message's bytes, would make Numba compile the kernels again."""
@@ -107,6 +108,7 @@ class CpuEmbeddingCache(HostCache):
         super().__init__(dims, num_threads=num_threads)
         self.cache_bytes = cache_bytes
         rows = cpu_budget.rows_per_table(dims, cache_bytes, num_rows)
+        _check_memory(cache_bytes, cpu_budget.total_bytes(dims, rows))
         try:
             self.arrays = {t: allocate(n, cpu_budget.row_bytes(dims[t])) for t, n in rows.items()}
         except MemoryError as error:
@@ -254,6 +256,16 @@ class _PooledMisses(Misses):
         self.rows.write(num_unknown)
         cpu.look_up(self.rows.records, self._segments, np.zeros_like(num_unknown), NO_POSITIONS, self._num_threads)
         self._lookup.num_unknown[self._numbers] = num_unknown
+
+
+def _check_memory(cache_bytes: int, needed: int) -> None:
+    """Linux may promise more memory than there is, and end the process when the cache fills."""
+    there_are = total_bytes()
+    if 0 < there_are < needed:
+        raise ConfigurationError(
+            f"cache_bytes is {cache_bytes}: the cache would take {needed} bytes, and this machine or its container has"
+            f" {there_are} bytes of memory"
+        )
 
 
 def count_hits(keys: NDArray[np.int64], *, capacity: int) -> int:

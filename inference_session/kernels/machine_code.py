@@ -219,6 +219,8 @@ class KeptCode(NullCache):
 class _KeptKernel(Kernel):
     """A kernel whose machine code is kept."""
 
+    _cache: KeptCode
+
     def compile(self, sig: Any) -> Any:
         try:
             return super().compile(sig)

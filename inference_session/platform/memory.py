@@ -36,6 +36,13 @@ def available_bytes(root: Path = Path("/")) -> int:
     return machine if container is None else min(machine, container)
 
 
+def total_bytes(root: Path = Path("/")) -> int:
+    """Memory of the machine, or the limit of the container; 0 where Linux does not report it. `root`: as above."""
+    machine = _fields(root / "proc/meminfo").get("MemTotal", 0) << 10
+    container = _limit_of_container(root / "sys/fs/cgroup")
+    return machine if container is None else min(machine, container)
+
+
 def map_pages(array: NDArray[Any], deadline: float) -> None:
     """Map the pages of a file that is mapped as an array: otherwise the first look-up of each page waits for it.
 
@@ -83,16 +90,20 @@ def read_ahead(file: FileIO, num_bytes: int) -> None:
 
 
 def _left_in_container(group: Path) -> int | None:
-    """The rest of the limit of the control group (version 2); None: no limit."""
-    limit, used = group / "memory.max", group / "memory.current"
-    if not (limit.exists() and used.exists()):
-        return None
-    text = limit.read_text(encoding="ascii").strip()
-    if not text.isdecimal():
+    """The rest of the limit of the control group; None: no limit."""
+    limit, used = _limit_of_container(group), group / "memory.current"
+    if limit is None or not used.exists():
         return None
     fields = _fields(group / "memory.stat")
     files = fields.get("active_file", 0) + fields.get("inactive_file", 0)
-    return max(int(text) - int(used.read_text(encoding="ascii")) + files, 0)
+    return max(limit - int(used.read_text(encoding="ascii")) + files, 0)
+
+
+def _limit_of_container(group: Path) -> int | None:
+    """The limit of the control group (version 2); None: no limit."""
+    limit = group / "memory.max"
+    text = limit.read_text(encoding="ascii").strip() if limit.exists() else ""
+    return int(text) if text.isdecimal() else None
 
 
 def _fields(path: Path) -> dict[str, int]:

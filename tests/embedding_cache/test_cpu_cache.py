@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from inference_session.embedding_cache import cpu
 from inference_session.embedding_cache.base import EmbeddingCache
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache
 from inference_session.errors import ConfigurationError, InvalidRequestError
@@ -231,10 +232,21 @@ def test_closing_waits_for_readers() -> None:
     assert repr(cache) == "<CpuEmbeddingCache closed>"
 
 
-def test_too_much_memory_is_refused_clearly() -> None:
-    """The error says how much was asked for; no machine has addresses for so much."""
-    with pytest.raises(ConfigurationError, match=r"cache_bytes is 10{18}, more memory than this process can allocate"):
-        CpuEmbeddingCache({"t": 4}, 10**18)
+def test_more_memory_than_the_machine_has_is_refused() -> None:
+    """Also where Linux would promise it, as on nodes of Kubernetes. The error says how much was asked for."""
+    with pytest.raises(ConfigurationError, match=r"cache_bytes is 10{15}: the cache would take \d+ bytes, and this"):
+        CpuEmbeddingCache({"t": 4, "u": 4}, 10**15)
+
+
+def test_memory_that_a_process_cannot_allocate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a limit is set for it."""
+
+    def allocate(num_rows: int, size: int) -> cpu_cache.CacheArrays:
+        raise MemoryError(f"{num_rows} rows of {size} bytes")
+
+    monkeypatch.setattr(cpu, "allocate", allocate)
+    with pytest.raises(ConfigurationError, match=r"cache_bytes is 10000, more memory than this process can allocate"):
+        CpuEmbeddingCache({"t": 4}, 10_000)
 
 
 def test_it_shows_what_it_holds() -> None:

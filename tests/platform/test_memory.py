@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from inference_session.platform.large_pages import LARGE_PAGE_BYTES
-from inference_session.platform.memory import available_bytes, take_large_pages
+from inference_session.platform.memory import available_bytes, take_large_pages, total_bytes
 from tests.testing.mappings import HAS_LARGE_PAGES, wants_large_pages
 
 
@@ -36,6 +36,7 @@ def test_a_machine_tells(root: Path) -> None:
 
     limit(root, "max")
     assert available_bytes(root) == 1000 << 10
+    assert total_bytes(root) == 4000 << 10
 
 
 @pytest.mark.parametrize(("most", "left"), [("500000", 300_000), ("100000", 0), (str(1 << 40), 1000 << 10)])
@@ -44,16 +45,18 @@ def test_a_container_has_less(root: Path, most: str, left: int) -> None:
     limit(root, most)
 
     assert available_bytes(root) == left
+    assert total_bytes(root) == min(int(most), 4000 << 10)
 
 
 def test_a_system_that_does_not_tell_has_none(tmp_path: Path) -> None:
     """It is 0, as documented."""
     assert available_bytes(tmp_path) == 0
+    assert total_bytes(tmp_path) == 0
 
 
 def test_this_machine_has_some() -> None:
     """The real files can be read."""
-    assert available_bytes() > 0
+    assert 0 < available_bytes() <= total_bytes()
 
 
 def test_whole_large_pages_are_asked_for() -> None:
