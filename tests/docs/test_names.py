@@ -56,6 +56,7 @@ FOREIGN = {
     ),
     *(
         "--model-control-mode",
+        "--model-namespacing",
         "--grpc-infer-allocation-pool-size",
         "--strict-readiness",
         "default_queue_policy",

@@ -22,6 +22,8 @@ STUB_NAME = "triton_python_b"
 """The name of triton_python_backend_stub, truncated as the kernel does."""
 _EXIT_CODE = 49
 """Its place among the fields of /proc/<pid>/stat that follow the name."""
+_STARTED_AT = 19
+"""The same of when a process began, in ticks of the machine's clock."""
 _WAIT4 = {"x86_64": "61", "aarch64": "260"}.get(platform.machine())
 """The number of the system call that waits for the end of a child."""
 
@@ -96,6 +98,13 @@ def state(pid: int) -> str:
         name, fields = _stat(pid)
         return fields[0] if name == STUB_NAME else ""
     return ""
+
+
+def began(pid: int) -> int:
+    """When a process began, to compare with others; 0: it is gone."""
+    with suppress(OSError):
+        return int(_stat(pid)[1][_STARTED_AT])
+    return 0
 
 
 def is_zombie(pid: int) -> bool:

@@ -133,6 +133,8 @@ class Watchdog:
         self._loaded: dict[str, LoadedVersions] = {}
         self._loading: set[str] = set()
         """Models of which a version was being loaded at the last look."""
+        self._ambiguous: set[str] = set()
+        """Names that several models of several repositories have."""
         self._missing: set[str] = set()
         """Models that have not been loaded since the server was started again."""
         self._lock = threading.Lock()  # of the next three
@@ -260,6 +262,8 @@ class Watchdog:
             self._heal(stub.model, stub)
         else:  # it was being loaded or unloaded, which has to finish first
             self._end(stub)
+            if stub.model in self._ambiguous:
+                say(f"several models are called {stub.model!r}, so none can be loaded again: restart the server")
 
     def _heal(self, model: str, *lost: Stub) -> None:
         """Load a model again, in a thread, because loads may take long; then end the processes that were lost."""
@@ -351,25 +355,37 @@ class Watchdog:
             healing = {model for model, thread in list(self._healing.items()) if thread.is_alive()}
             index = json.loads(self._server.request("POST", "v2/repository/index", timeout=timeout_s))
             self._loading = {entry["name"] for entry in index if entry.get("state") == "LOADING"}
-            self._settle(present, self._loading | healing)
             ready = ready_versions(index)
             for model in set(self._loaded) - set(ready) - missing - (self._loading & healing):
                 self._loaded.pop(model, None)
             for model, versions in ready.items():
                 path = f"v2/models/{in_url(model)}/config"
-                config = json.loads(self._server.request("GET", path, timeout=timeout_s))
-                self._loaded[model] = LoadedVersions(tuple(versions), config)
+                with suppress(HTTPError):  # it was unloaded meanwhile, or is one of several models of this name
+                    config = json.loads(self._server.request("GET", path, timeout=timeout_s))
+                    self._loaded[model] = LoadedVersions(tuple(versions), config)
+            self._ambiguous = {model for model, versions in ready.items() if len({*versions}) < len(versions)}
+            self._settle(present, self._loading | healing)
 
     def _settle(self, present: set[int], loading: set[str]) -> None:
         """Note which processes have loaded their models. The server calls a version ready also while it loads it again:
-        the new processes have loaded it when the old ones are gone.
+        the new processes have loaded it when the old ones are gone. Where these went unseen, two loads have followed
+        each other between two looks, and the processes of the second may still load it.
         """
-        known = self._stubs.copy()
-        old = {(known[pid].model, known[pid].version) for pid in (self._settled - self._lost) & present & known.keys()}
-        loaded = {
-            pid for pid, stub in known.items() if stub.model not in loading and (stub.model, stub.version) not in old
-        }
-        self._settled = (self._settled | loaded | self._lost) & present
+        known = {pid: self._stubs[pid] for pid in present & self._stubs.keys()}
+        versions: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        for pid in sorted(known.keys() - self._lost, key=stubs.began):
+            versions[known[pid].model, known[pid].version].append(pid)
+        for (model, _), pids in versions.items():
+            if model not in loading and self._settled.isdisjoint(pids):
+                self._settled.update(pids[: self._num_instances(model)])
+        self._settled = (self._settled | self._lost) & present
+
+    def _num_instances(self, model: str) -> int | None:
+        """How many processes a version of a model has; None: it is not served."""
+        if (loaded := self._loaded.get(model)) is None:
+            return None
+        groups = loaded.config.get("instance_group", [])
+        return sum(group.get("count", 1) * max(len(group.get("gpus", [])), 1) for group in groups) or None
 
     def _end_replaced(self) -> None:
         """Kill processes that the server has not ended although a load has replaced them."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from email.message import Message
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 
@@ -83,3 +86,61 @@ def test_a_process_that_is_lost_late_ends_after_a_load_of_its_own(
     wait_until(lambda: len(events) == 4, "both loads and both ends")
     assert events.index(second.memory) > len(events) - 1 - events[::-1].index("load")
     assert events[0] == "load"
+
+
+@pytest.mark.parametrize(
+    ("groups", "ended"), [([{"count": 1}], [2, 3]), ([{"count": 1, "gpus": [0, 1]}], [3]), ([], [])]
+)
+def test_of_two_loads_between_two_looks_the_second_is_watched(
+    groups: list[dict[str, Any]], ended: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server calls the version ready meanwhile, and has ended the process that was known."""
+
+    class ReadyServer(FakeServer):
+        def request(self, method: str, *_: Any, **__: Any) -> bytes:
+            index = [{"name": "ctr", "version": "1", "state": "READY"}]
+            return json.dumps(index if method == "POST" else {"instance_group": groups}).encode()
+
+    present, given_up = [9], set[int]()
+    monkeypatch.setattr(watchdog, "AWAITED_S", -1.0)
+    monkeypatch.setattr(watchdog, "OBSERVE_S", -1.0)
+    monkeypatch.setattr(stubs, "children", lambda *_, **__: list(present))
+    monkeypatch.setattr(stubs, "identify", lambda pid, _: Stub(pid, "ctr", 1, f"none-{pid}"))
+    monkeypatch.setattr(stubs, "state", lambda _: "S")
+    monkeypatch.setattr(stubs, "began", lambda pid: pid)
+    monkeypatch.setattr(stubs, "awaited", lambda _: given_up)
+    watched = Watchdog(ReadyServer(2**31, tmp_path))
+    found: list[int] = []
+    monkeypatch.setattr(watched, "_end", lambda stub: found.append(stub.pid))
+    watched.look()
+    present[:] = [3, 2, 1]
+    watched.look()
+    given_up.update(present)
+    watched.look()
+    assert sorted(found) == ended
+
+
+def test_a_model_whose_name_others_have_does_not_keep_the_rest_from_being_loaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --model-namespacing, Triton refuses to say anything of such a model by its name."""
+    loads: list[str] = []
+
+    class NamespacingServer(FakeServer):
+        def request(self, method: str, path: str, *_: Any, **__: Any) -> bytes:
+            if path == "v2/models/ctr/config":
+                raise HTTPError(path, 400, "There are 2 identifiers of model 'ctr'", Message(), None)
+            names = ("ctr", "ctr", "rank")
+            index = [{"name": name, "version": "1", "state": "READY"} for name in names]
+            return json.dumps(index if method == "POST" else {}).encode()
+
+        def load(self, model: str, _: Any) -> None:
+            loads.append(model)
+
+    watched = Watchdog(NamespacingServer(2**31, tmp_path))
+    monkeypatch.setattr(watched, "_end", lambda stub: None)
+    for number, model in enumerate(("ctr", "rank")):
+        watched._lose(Stub(2**31 + number, model, 1, f"none-{number}"), "is hung")
+    wait_until(lambda: bool(loads), "the load")
+    assert loads == ["rank"]
+    assert "several models are called 'ctr', so none can be loaded again" in capsys.readouterr().err
