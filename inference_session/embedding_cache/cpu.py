@@ -108,7 +108,7 @@ class CpuEmbeddingCache(HostCache):
         super().__init__(dims, num_threads=num_threads)
         self.cache_bytes = cache_bytes
         rows = cpu_budget.rows_per_table(dims, cache_bytes, num_rows)
-        _check_memory(cache_bytes, cpu_budget.total_bytes(dims, rows))
+        _check_memory(cpu_budget.total_bytes(dims, rows))
         try:
             self.arrays = {t: allocate(n, cpu_budget.row_bytes(dims[t])) for t, n in rows.items()}
         except MemoryError as error:
@@ -258,13 +258,13 @@ class _PooledMisses(Misses):
         self._lookup.num_unknown[self._numbers] = num_unknown
 
 
-def _check_memory(cache_bytes: int, needed: int) -> None:
+def _check_memory(needed: int) -> None:
     """Linux may promise more memory than there is, and end the process when the cache fills."""
     there_are = total_bytes()
     if 0 < there_are < needed:
         raise ConfigurationError(
-            f"cache_bytes is {cache_bytes}: the cache would take {needed} bytes, and this machine or its container has"
-            f" {there_are} bytes of memory"
+            f"the cache would take {needed} bytes, and this machine, or its container, has {there_are} bytes of memory:"
+            " set a smaller cache_bytes"
         )
 
 
