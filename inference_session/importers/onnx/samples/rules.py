@@ -41,8 +41,7 @@ def _quantized(step: Step) -> list[Kind]:
     at = step.only()
     if at is None or step.attribute("block_size", 0):
         return neither(step)
-    is_by_index = step.rank(1) > 0 and step.attribute("axis", 1) % step.rank() == at.axis
-    return [None] if is_by_index else step.outputs(at.axis, at.outer)
+    return _beside(step, at, 1) if step.rank(1) > 0 else step.outputs(at.axis, at.outer)
 
 
 def _counted_elementwise(step: Step) -> Kind:
@@ -137,16 +136,26 @@ def _arg(step: Step) -> list[Kind]:
     return _without(step, at, [step.attribute("axis", 0) % step.rank()], keep=bool(step.attribute("keepdims", 1)))
 
 
-def _along(*, from_there_on: bool = False) -> Callable[[Step], list[Kind]]:
-    """A node that computes along one axis, by default the last, or along all from one on, and keeps the shape."""
+def _beside(step: Step, at: Axis | None, default: int = 0) -> list[Kind]:
+    """Samples that stay where they are, beside the axis that the node works along."""
+    if at is None or at.axis == step.attribute("axis", default) % step.rank():
+        return neither(step)
+    return step.outputs(at.axis, at.outer)
+
+
+def _along(default: int) -> Callable[[Step], list[Kind]]:
+    """A node that works along one axis, this one unless another is named."""
+    return lambda step: _beside(step, step.only(), default)
+
+
+def _from_axis_on(default: int) -> Callable[[Step], list[Kind]]:
+    """A node that computes along all axes from one on, this one unless another is named, and keeps the shape."""
 
     def rule(step: Step) -> list[Kind]:
         at = step.only()
-        if at is None:
+        if at is None or at.axis >= step.attribute("axis", default) % step.rank():
             return neither(step)
-        axis = step.attribute("axis", -1) % step.rank()
-        looks_there = at.axis >= axis if from_there_on else at.axis == axis
-        return [None] * len(step.node.output) if looks_there else step.outputs(at.axis, at.outer)
+        return step.outputs(at.axis, at.outer)
 
     return rule
 
@@ -157,22 +166,11 @@ def _skip_normalization(step: Step) -> list[Kind]:
     return [None] * len(step.node.output) if looks_there else _elementwise(step)
 
 
-def _softmax(step: Step) -> list[Kind]:
-    """Before opset 13, it computed along all axes from one on; the stricter rule is valid for both."""
-    at = step.only()
-    if at is None:
-        return neither(step)
-    axis = step.attribute("axis", None)
-    first = (1 if axis is None else axis) % step.rank()
-    looked = {*range(first, step.rank()), step.rank() - 1}
-    return [None] if at.axis in looked else step.outputs(at.axis, at.outer)
-
-
 def _cumulative(step: Step) -> list[Kind]:
     at, axis = step.only(), step.fixed(1)
-    if at is None or not axis:
+    if at is None or not axis or at.axis == axis[0] % step.rank():
         return neither(step)
-    return [None] if at.axis == axis[0] % step.rank() else step.outputs(at.axis, at.outer)
+    return step.outputs(at.axis, at.outer)
 
 
 def _gather(step: Step) -> list[Kind]:
@@ -191,20 +189,12 @@ def _gather(step: Step) -> list[Kind]:
 def _gather_elements(step: Step) -> list[Kind]:
     if (at := step.only(1)) is not None and at.axis == step.attribute("axis", 0) % step.rank():  # of a constant
         return step.outputs(at.axis, at.outer)
-    positions = {at for _, at in step.per_sample}
-    at = positions.pop() if len(positions) == 1 and len(step.per_sample) == len(step.kinds) else None
-    if at is None or at.axis < 0 or at.axis == step.attribute("axis", 0) % step.rank():
-        return neither(step)
-    return step.outputs(at.axis, at.outer)
+    return _beside(step, step.common())
 
 
 def _scatter_elements(step: Step) -> list[Kind]:
     """Elements of each sample, written into those of the same sample."""
-    positions = {at for _, at in step.per_sample}
-    at = positions.pop() if len(positions) == 1 and len(step.per_sample) == len(step.kinds) else None
-    if at is None or at.axis < 0 or at.axis == step.attribute("axis", 0) % step.rank():
-        return neither(step)
-    return step.outputs(at.axis, at.outer)
+    return _beside(step, step.common())
 
 
 def _gather_nd(step: Step) -> list[Kind]:
@@ -213,11 +203,8 @@ def _gather_nd(step: Step) -> list[Kind]:
         return step.outputs(at.axis, at.outer)
     if (at := step.only(0)) is not None and num_batch_dims == 0 and at.axis >= step.shape(1)[-1]:
         return step.outputs(step.rank(1) - 1 + at.axis - step.shape(1)[-1], at.outer)
-    positions = {at for _, at in step.per_sample}
-    shared = positions.pop() if len(positions) == 1 and len(step.per_sample) == len(step.kinds) else None
-    if shared is not None and 0 <= shared.axis < num_batch_dims:
-        return step.outputs(shared.axis, shared.outer)
-    return neither(step)
+    at = step.common()
+    return step.outputs(at.axis, at.outer) if at and at.axis < num_batch_dims else neither(step)
 
 
 def _matmul(step: Step) -> list[Kind]:
@@ -291,22 +278,11 @@ def _concatenated_sizes(step: Step) -> Kind:
     return Free(np.concatenate([np.broadcast_to(mask, shape[0]) for mask, shape in zip(masks, shapes, strict=True)]))
 
 
-def _split(step: Step) -> list[Kind]:
-    at = step.only()
-    if at is None or at.axis == step.attribute("axis", 0) % step.rank():
-        return neither(step)
-    return step.outputs(at.axis, at.outer)
-
-
 def _slice(step: Step) -> list[Kind]:
     if step.sizes_of_samples:
         return [_sliced_sizes(step)]
-    found = step.per_sample
-    if len(found) != 1 or found[0][0] != 0 or found[0][1].axis < 0 or step.node.input[1:2] == []:
-        return [None]
-    at = found[0][1]
-    axes = step.fixed(3) if len(step.node.input) > 3 else list(range(step.rank()))
-    if axes is None or not all_constant(step.kinds[1:]):
+    at, axes = step.only(), step.fixed(3)
+    if at is None or axes is None or not step.node.input[1:] or not all_constant(step.kinds[1:]):
         return [None]
     axes = [axis % step.rank() for axis in axes or range(step.rank())]
     if at.axis in axes and not _takes_all(step, axes.index(at.axis)):
@@ -349,10 +325,6 @@ def _range(step: Step) -> list[Kind]:
     ends_there = is_size(step.kinds[1]) and limits == list(step.observed.num_samples)
     is_counted = ends_there and step.fixed(0) == [0] and step.fixed(2) == [1]
     return [Places(exact=True)] if is_counted else neither(step)
-
-
-def _constant_of_shape(step: Step) -> list[Kind]:
-    return _filled(step, step.kinds[0])
 
 
 def _filled(step: Step, sizes: Kind) -> list[Kind]:
@@ -442,9 +414,8 @@ def _recurrent(step: Step) -> list[Kind]:
     is_first = step.attribute("layout", 0) == 1
     wanted = {0: 0 if is_first else 1, 4: 0, 5: 0 if is_first else 1, 6: 0 if is_first else 1}
     positions = step.per_sample
-    if not step.rest_is_constant or not positions or positions[0][0] != 0:
-        return [None] * len(step.node.output)
-    if any(not at.is_whole or wanted.get(i) != at.axis for i, at in positions):
+    is_apart = all(at.is_whole and wanted.get(i) == at.axis for i, at in positions)
+    if not is_apart or not step.rest_is_constant or not positions or positions[0][0] != 0:
         return [None] * len(step.node.output)
     axes = [0 if is_first else (1 if position else 2) for position in range(len(step.node.output))]
     return [
@@ -519,7 +490,8 @@ RULES: dict[str, Callable[[Step], list[Kind]]] = {
     **dict.fromkeys(UNARY | BROADCASTING, _elementwise),
     **dict.fromkeys((f"Reduce{name}" for name in _REDUCTIONS), _reduction),
     **dict.fromkeys(("Reshape", "Flatten", "Squeeze", "Unsqueeze"), _reshaped),
-    **dict.fromkeys(("Softmax", "LogSoftmax", "Hardmax"), _softmax),
+    # Before opset 13, they computed along all axes from one on; the stricter rule is valid for both.
+    **dict.fromkeys(("Softmax", "LogSoftmax", "Hardmax"), _from_axis_on(1)),
     **dict.fromkeys(("ArgMax", "ArgMin"), _arg),
     **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), _quantized),
     **dict.fromkeys(("GRU", "LSTM", "RNN"), _recurrent),
@@ -527,7 +499,7 @@ RULES: dict[str, Callable[[Step], list[Kind]]] = {
     "Attention": _attention,
     "BatchNormalization": _batch_normalization,
     "Concat": _concat,
-    "ConstantOfShape": _constant_of_shape,
+    "ConstantOfShape": lambda step: _filled(step, step.kinds[0]),
     "CumSum": _cumulative,
     "Dropout": _dropout,
     "Einsum": _einsum,
@@ -537,22 +509,22 @@ RULES: dict[str, Callable[[Step], list[Kind]]] = {
     "GatherElements": _gather_elements,
     "GatherND": _gather_nd,
     "Gemm": _gemm,
-    "LayerNormalization": _along(from_there_on=True),
-    "LpNormalization": _along(),
+    "LayerNormalization": _from_axis_on(-1),
+    "LpNormalization": _along(-1),
     "MatMul": _matmul,
     "MeanVarianceNormalization": _normalized_axes,
     "OneHot": _one_hot,
     "Pad": _pad,
-    "RMSNormalization": _along(from_there_on=True),
+    "RMSNormalization": _from_axis_on(-1),
     "Range": _range,
     "RotaryEmbedding": _rotary_embedding,
     "ScatterElements": _scatter_elements,
     "Shape": _shape,
     "Size": lambda _: [Free(True)],
     "Slice": _slice,
-    "Split": _split,
+    "Split": _along(0),
     "Tile": _tile,
-    "TopK": _along(),
+    "TopK": _along(-1),
     "Transpose": _transpose,
     "Trilu": _trilu,
 }

@@ -43,6 +43,12 @@ class Step:
         alone = len(found) == 1 and found[0][0] == position and self.rest_is_constant
         return found[0][1] if alone and found[0][1].axis >= 0 else None
 
+    def common(self) -> Axis | None:
+        """Where the samples are if all operands hold them in the same place."""
+        found = {at for _, at in self.per_sample}
+        at = found.pop() if len(found) == 1 and len(self.per_sample) == len(self.kinds) else None
+        return at if at is not None and at.axis >= 0 else None
+
     def rank(self, position: int = 0) -> int:
         """Number of dimensions of an operand; ValueError where it is not known."""
         return len(self.shape(position))
