@@ -260,7 +260,7 @@ class HdfsSource(ModelSource):
         if error.exception in _PASSING or any(part in text for part in _PASSING_TEXTS):
             return UnavailableError(f"{self.name_of(path)}: {reason}")
         if "Authentication failure" in text:
-            return SourceError(f"{self.name_of(path)}: the NameNode refuses access; check {AUTHENTICATION}")
+            return SourceError(f"{self.name_of(path)}: the NameNode refuses access: {_why_refused(self.url)}")
         if error.exception is None:
             return SourceError(f"{self.name_of(path)}: {self._not_webhdfs()}")
         return SourceError(f"{self.name_of(path)}: {reason} ({error.exception})")
@@ -355,6 +355,16 @@ def _create_client(url: HdfsUrl, session: requests.Session) -> Client:
             ) from missing
         return KerberosClient(url.http_url, **settings)
     raise ConfigurationError(f"{AUTHENTICATION} cannot be {kind!r}; allowed: simple, token, kerberos")
+
+
+def _why_refused(url: HdfsUrl) -> str:
+    """What may be wrong with the way of authentication that the environment names."""
+    kind = os.environ.get(AUTHENTICATION, "simple")
+    if kind == "kerberos":
+        return f"`klist` has to show a ticket that is valid; HTTP/{url.host} has to be a principal of the NameNode"
+    if kind == "token":
+        return f"the token in the file that {TOKEN_FILE} names may be another cluster's, or expired"
+    return f"a user's name is not enough for it; set {AUTHENTICATION} to kerberos or token"
 
 
 def _token() -> str:

@@ -194,6 +194,19 @@ def test_authentication_must_be_complete(kind: str, said: str, monkeypatch: pyte
         create_source("hdfs://name/a")
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"), [("simple", "set HOTROW_HDFS_AUTH to kerberos or token"), ("token", "HOTROW_HDFS_TOKEN_FILE")]
+)
+def test_a_refused_login_says_what_to_do(kind: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a NameNode with Kerberos."""
+    (tmp_path / "token").write_text("expired\n")
+    monkeypatch.setenv("HOTROW_HDFS_AUTH", kind)
+    monkeypatch.setenv("HOTROW_HDFS_TOKEN_FILE", str(tmp_path / "token"))
+    refusal = b"HTTP/1.1 401 Authentication required\r\nWWW-Authenticate: Negotiate\r\nContent-Length: 0\r\n\r\n"
+    with answering(refusal) as port, pytest.raises(SourceError, match=f"refuses access: .*{said}"):
+        create_source(f"hdfs://127.0.0.1:{port}/a").stat("")
+
+
 def test_permissions_are_those_of_the_user(hdfs: Hdfs, monkeypatch: pytest.MonkeyPatch) -> None:
     """HADOOP_USER_NAME says who writes; a user without permission gets an error that says so."""
     monkeypatch.setenv("HADOOP_USER_NAME", "somebody")
