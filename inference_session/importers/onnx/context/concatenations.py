@@ -58,7 +58,8 @@ class _Operand(NamedTuple):
 
 def delay_concatenations(work: Work) -> None:
     """Move Concats behind the operators that can work on their parts."""
-    _Delay(work).run()
+    delay = _Delay(work)
+    work.replace_each(lambda _, node: delay.visit(node))  # in their order: a Concat can move past several nodes
 
 
 class _Delay:
@@ -66,12 +67,8 @@ class _Delay:
         self._work = work
         self._made: dict[str, Concatenation] = {}
 
-    def run(self) -> None:
-        """Visit the nodes in their order, so that a Concat can move past several nodes."""
-        replaced = {i: nodes for i, node in enumerate(self._work.graph.node) if (nodes := self._visit(node))}
-        self._work.replace(replaced)
-
-    def _visit(self, node: NodeProto) -> list[NodeProto] | None:
+    def visit(self, node: NodeProto) -> list[NodeProto] | None:
+        """What takes the place of a node; None: it stays."""
         if node.domain or not node.input or not node.output[0]:
             return None
         builder = WorkBuilder(self._work, node.output[0])

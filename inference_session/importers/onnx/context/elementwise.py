@@ -33,12 +33,8 @@ def _drop(work: Work, node: NodeProto, position: int, source: str) -> None:
     node.input[:] = inputs
 
 
-def broadcast_elementwise(work: Work) -> None:
-    """Let elementwise operators read a context's value once per block."""
-    work.replace_each(_by_blocks)
-
-
-def _by_blocks(work: Work, node: NodeProto) -> list[NodeProto] | None:
+def broadcast_elementwise(work: Work, node: NodeProto) -> list[NodeProto] | None:
+    """Let an elementwise operator read a context's value once per block."""
     if node.op_type not in BROADCASTING or node.domain or not any(work.tiled(name) for name in node.input):
         return None
     rank, whole = work.rank(node.output[0]), work.dims(node.output[0])

@@ -18,12 +18,8 @@ from inference_session.onnx_graphs import attribute, axes_of, text_attribute
 _SWAPPED = [0, 2, 1]
 
 
-def contract_sums(work: Work) -> None:
-    """Write sums of products of two values as MatMul."""
-    work.replace_each(_contract)
-
-
-def _contract(work: Work, node: NodeProto) -> list[NodeProto] | None:
+def contract_sum(work: Work, node: NodeProto) -> list[NodeProto] | None:
+    """Write a sum of products of two values as MatMul."""
     if node.op_type != "ReduceSum" or node.domain:
         return None
     product = work.made_by.get(node.input[0])
@@ -59,12 +55,8 @@ def _as_product(work: Work, node: NodeProto, source: str, other: str, axis: int)
     return builder.nodes
 
 
-def multiply_blocks(work: Work) -> None:
+def multiply_blocks(work: Work, node: NodeProto) -> list[NodeProto] | None:
     """Multiply the candidates of each block by their context's matrix."""
-    work.replace_each(_divided)
-
-
-def _divided(work: Work, node: NodeProto) -> list[NodeProto] | None:
     if node.op_type == "Einsum" and not node.domain:
         return _einsum(work, node)
     if node.op_type != "MatMul" or node.domain or not _are_batches(work, node):

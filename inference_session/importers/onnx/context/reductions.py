@@ -13,12 +13,8 @@ from inference_session.importers.onnx.context.work import Work, WorkBuilder
 from inference_session.onnx_graphs import attribute, axes_of
 
 
-def reduce_by_parts(work: Work) -> None:
+def reduce_by_parts(work: Work, node: NodeProto) -> list[NodeProto] | None:
     """Reduce the parts of a Concat one by one."""
-    work.replace_each(_divided)
-
-
-def _divided(work: Work, node: NodeProto) -> list[NodeProto] | None:
     if node.op_type not in ("ReduceSum", "ReduceMean") or node.domain:
         return None
     concat, axes = work.made_by.get(node.input[0]), axes_of(work.graph, node)

@@ -33,12 +33,8 @@ def fold_constants(work: Work) -> None:
     work.replace(gone)
 
 
-def answer_shapes(work: Work) -> None:
+def answer_shape(work: Work, node: NodeProto) -> list[NodeProto] | None:
     """Let the shape of a candidates' value follow from their number, where its other sizes are always the same."""
-    work.replace_each(_answered)
-
-
-def _answered(work: Work, node: NodeProto) -> list[NodeProto] | None:
     if node.op_type != "Shape" or node.domain or node.attribute or node.input[0] == ROW_CONTEXT:
         return None
     dims, sizes = work.dims(node.input[0]), work.sizes(node.input[0])
@@ -51,12 +47,8 @@ def _answered(work: Work, node: NodeProto) -> list[NodeProto] | None:
     return builder.nodes
 
 
-def write_plainly(work: Work) -> None:
+def write_plainly(work: Work, node: NodeProto) -> list[NodeProto] | None:
     """Leave out operators that copy, and write PRelu with one slope for all as LeakyRelu, which is much faster."""
-    work.replace_each(_plain)
-
-
-def _plain(work: Work, node: NodeProto) -> list[NodeProto] | None:
     dims = work.all_dims(node.output[0])
     if node.domain or None in dims or not node.input or dims != work.all_dims(node.input[0]):
         return None

@@ -19,19 +19,15 @@ _SUMS = frozenset({
 })  # fmt: skip
 
 
-def compute_two_rows(work: Work) -> None:
-    """Change the graph: products and sums of contexts get a copy of the first row, and drop its result.
+def compute_two_rows(work: Work, node: NodeProto) -> list[NodeProto] | None:
+    """Give products and sums of contexts a copy of the first row, and drop its result.
 
     Look-ups pool none of these sums then: they add rows one after the other, and ONNX Runtime four at a time.
     """
-    replaced = {}
-    for i, node in enumerate(work.graph.node):
-        dims = work.dims(node.input[0]) if node.input and not node.domain else None
-        if not dims or dims[0] != work.dims_of_contexts or not work.is_contexts(node.output[0]):
-            continue
-        if _multiplies_single_rows(work, node) or _sums(work, node):
-            replaced[i] = _with_copy(work, node)
-    work.replace(replaced)
+    dims = work.dims(node.input[0]) if node.input and not node.domain else None
+    if not dims or dims[0] != work.dims_of_contexts or not work.is_contexts(node.output[0]):
+        return None
+    return _with_copy(work, node) if _multiplies_single_rows(work, node) or _sums(work, node) else None
 
 
 def _multiplies_single_rows(work: Work, node: NodeProto) -> bool:

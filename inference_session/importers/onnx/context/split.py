@@ -67,7 +67,7 @@ def split_context(whole: CanonicalModel, context: Sequence[str], cut: Cut) -> Co
     _declare(copy.graph, context, division)
     work = Work(copy, dict(weights), names, tuple(context))
     if cut is Cut.NONE:
-        compute_two_rows(work)
+        work.replace_each(compute_two_rows)
     else:
         rewrite(work, sums=cut is Cut.ALL)
     drop_unused(work.graph)
