@@ -36,7 +36,7 @@ from triton_backend.repository import text_format
 ALL_BLOCKS = [block for page in PAGES for block in blocks(page)]
 LANGUAGES = {"sh", "python", "protobuf", "yaml", "json", "text", "mermaid"}
 SOURCES = ("inference_session", "triton_backend", "hotrow", "demo", "benchmarks", "client_examples", "deploy", "tests")
-WIDTH = 120
+WIDTH = 100
 SHORT_PATHS = (ROOT, ROOT / "inference_session", ROOT / "triton_backend")
 """Where the path of a file may begin in the text."""
 OUR_PARAMETERS = {"packed_input", "max_samples_per_request", "ps", "config"}
@@ -122,7 +122,7 @@ def test_every_block_names_its_language(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_prose_is_narrow(page: Path) -> None:
-    """Lines of prose are not wider than code, even where a change made them longer. Tables and blocks may be."""
+    """As CONTRIBUTING.md says, also where a change made lines longer. Tables and blocks may be wider."""
     prose = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     lines = (line for line in prose.splitlines() if not line.startswith(("|", "![")))
     assert [line for line in lines if len(line) > WIDTH] == []
