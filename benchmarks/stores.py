@@ -35,7 +35,7 @@ from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.redis import layout as redis_layout
 from inference_session.parameter_server.rocksdb.store import RocksDbStore
-from inference_session.tables.ordered_updates import OrderedUpdates, Progress
+from inference_session.tables.ordered_updates import OrderedUpdates, SourceProgress
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.testing.servers import RedisServer
@@ -110,7 +110,7 @@ def bench_updates(keys: Keys, vectors: Vectors) -> None:
 def updates_of(keys: Keys, vectors: Vectors, source: str, number: int) -> OrderedUpdates:
     """Rows as the updates of that number from a source, each of which is as long as this."""
     begin, sources = number * len(keys), np.zeros(len(keys), np.intp)
-    progress = [Progress(source, "id", 0, begin, begin + len(keys))]
+    progress = [SourceProgress(source, "id", 0, begin, begin + len(keys))]
     return OrderedUpdates(keys, vectors, keys[:0], sources, sources[:0], progress)
 
 

@@ -24,7 +24,7 @@ from inference_session.parameter_server.redis.store import RedisStore
 from inference_session.parameter_server.redis.topology import ask_one_of
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
-from inference_session.tables.ordered_updates import OrderedUpdates, Progress
+from inference_session.tables.ordered_updates import OrderedUpdates, SourceProgress
 from tests.testing import ROOT, small_model
 from tests.testing.kept_errors import no_error_is_kept
 from tests.testing.servers import PATIENCE_MS, RedisServer
@@ -52,7 +52,7 @@ def refusing() -> Iterator[RedisStore]:
 
 def _apply(store: RedisStore) -> None:
     none = np.empty(0, np.int64)
-    progress = [Progress("topic/0", "id", 0, 0, 1)]
+    progress = [SourceProgress("topic/0", "id", 0, 0, 1)]
     store.apply("user", OrderedUpdates(keys_of(1), random_vectors(1, 4), none, none, none, progress))
 
 

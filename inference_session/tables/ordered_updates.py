@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Progress(NamedTuple):
+class SourceProgress(NamedTuple):
     """How far a source, such as a partition of a topic, is applied before some of its updates, and after them."""
 
     source: str
@@ -42,7 +42,7 @@ class OrderedUpdates(NamedTuple):
     """[n]: which of `progress` each row to be inserted came from."""
     deleted_sources: NDArray[np.intp]
     """[m]: the same of rows to be erased."""
-    progress: Sequence[Progress]
+    progress: Sequence[SourceProgress]
 
     @property
     def all_keys(self) -> NDArray[np.int64]:

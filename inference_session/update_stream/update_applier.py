@@ -13,7 +13,7 @@ from inference_session.errors import UnavailableError
 from inference_session.model_spec import TableSpec
 from inference_session.platform.pacing import Rests
 from inference_session.rows.base import RowWriter
-from inference_session.tables.ordered_updates import OrderedUpdates, Progress
+from inference_session.tables.ordered_updates import OrderedUpdates, SourceProgress
 from inference_session.update_stream.encodings import KeyValue, Refusal, Updates, decode
 from inference_session.update_stream.message_batch import MessageBatch
 from inference_session.update_stream.positions import AppliedPosition, Partition
@@ -82,7 +82,7 @@ class UpdateApplier:
         for part in _by_rows(messages.contents, 8 + 4 * self._tables[table].embedding_dim):
             updates, ends = self._decode(table, topic, messages, part), messages.ends(part)
             progress = {
-                partition: Progress(
+                partition: SourceProgress(
                     f"{topic}/{partition}", topic_id, messages.epochs[partition], applied[partition], end
                 )
                 for partition, end in ends.items()
@@ -144,7 +144,7 @@ class UpdateApplier:
             self._stats.refuse(refusal.reason, f"{where}: {refusal.text}")
 
 
-def _ordered(updates: Updates, partitions: Sequence[int], progress: Mapping[int, Progress]) -> OrderedUpdates:
+def _ordered(updates: Updates, partitions: Sequence[int], progress: Mapping[int, SourceProgress]) -> OrderedUpdates:
     """Updates with the progress of their partitions, in their order; `partitions`: of each message."""
     source_of = np.searchsorted(list(progress), partitions)
     return OrderedUpdates(

@@ -25,7 +25,7 @@ from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.promotions import MAX_PENDING_PROMOTIONS, PROMOTIONS_AT_ONCE
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
-from inference_session.tables.ordered_updates import OrderedUpdates, Outcome, Progress, Status
+from inference_session.tables.ordered_updates import OrderedUpdates, Outcome, SourceProgress, Status
 from tests.testing.memory_store import MemoryStore
 from tests.testing.server_calls import await_promotions, fetch_any
 from tests.testing.servers import PATIENCE_MS, PATIENCE_S, RedisServer, wait_until
@@ -343,7 +343,7 @@ def test_promoted_rows_that_another_process_has_deleted_first_are_taken_back(
     monkeypatch.setattr(upkeep_module, "ROUND_INTERVAL_S", 3600)
     server, shared = promoted_from_files(tmp_path, ContainingStore)
     none, sources = np.empty((0, 4), np.float32), np.zeros(5, np.intp)
-    progress = [Progress("topic/0", "id", 0, 0, 5)]
+    progress = [SourceProgress("topic/0", "id", 0, 0, 5)]
 
     server.apply("user", OrderedUpdates(KEYS[:0], none, KEYS[:5], sources[:0], sources, progress))
     server.upkeep.drop_outdated(server.upkeep.promotions.take_unverified())

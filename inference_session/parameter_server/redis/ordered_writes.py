@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from inference_session.errors import HotrowError, UnavailableError, fresh
 from inference_session.parameter_server.redis import layout
 from inference_session.parameter_server.redis.connection import Deadline, PlainCommand, RedisConnection
-from inference_session.tables.ordered_updates import OrderedUpdates, Outcome, Progress, Status
+from inference_session.tables.ordered_updates import OrderedUpdates, Outcome, SourceProgress, Status
 
 _WRITTEN, _CONTAINED, _LOST = range(3)
 _NOTE = re.compile(rb"(?P<history>\S+) (?P<epoch>-?\d+) (?P<position>\d+)")
@@ -194,7 +194,7 @@ class OrderedWrites:
                 known.by_partition |= {write.partition: write.noted[source] for write in writes}
         return Outcome(inserted, erased, lost)
 
-    def _current(self, table: str, progress: Progress) -> _KnownSource:
+    def _current(self, table: str, progress: SourceProgress) -> _KnownSource:
         """What is known of a source. Nothing, where it is applied again from before."""
         known = self._known.get((table, progress.source))
         if known is None or known.history != progress.history or progress.begin < known.end:
@@ -212,14 +212,14 @@ class _KnownSource:
     by_partition: dict[int, int]
 
 
-def _result(status: int, noted: int, progress: Progress) -> Status:
+def _result(status: int, noted: int, progress: SourceProgress) -> Status:
     """What the outcome says of the rows of a source in one hash."""
     if status == _WRITTEN:
         return Status.WRITTEN
     return Status.SAME if status == _CONTAINED and noted == progress.end else Status.OTHER
 
 
-def _contained(text: bytes | None, progress: Progress) -> int:
+def _contained(text: bytes | None, progress: SourceProgress) -> int:
     """Up to where a note says that the rows contain a source; -1: less than these updates."""
     match = _NOTE.fullmatch(text or b"")
     if match is None or match["history"] != progress.history.encode() or int(match["epoch"]) < progress.epoch:

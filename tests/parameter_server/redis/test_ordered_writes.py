@@ -18,7 +18,7 @@ from inference_session.parameter_server.create import create_store
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.redis import layout
 from inference_session.parameter_server.redis.store import RedisStore
-from inference_session.tables.ordered_updates import OrderedUpdates, Outcome, Progress, Status
+from inference_session.tables.ordered_updates import OrderedUpdates, Outcome, SourceProgress, Status
 from tests.testing.moving_slot import migrate, moving_slot
 from tests.testing.servers import PATIENCE_MS, RedisClusterServers, RedisServer, valkey_binary
 from tests.testing.store_contract import keys_of
@@ -109,7 +109,7 @@ class Writer:
         rows = {key: one for key, one in newest.items() if one[0] != ABSENT}
         deleted = {key: one for key, one in newest.items() if one[0] == ABSENT}
         progress = [
-            Progress(f"topic/{source}", self.log.history, self.log.epochs.get(source, 0), begin, end)
+            SourceProgress(f"topic/{source}", self.log.history, self.log.epochs.get(source, 0), begin, end)
             for source, (begin, end) in enumerate(zip(self.reached, ends, strict=True))
         ]
         return OrderedUpdates(
@@ -382,7 +382,7 @@ def test_notes_are_dropped_with_their_rows(make_writer: MakeWriter, namespace: N
 def test_many_rows_of_one_partition_are_written_at_once(url: str, namespace: Namespace) -> None:
     """More than a script may hand over as arguments of one command, with `evict_least_used` too."""
     keys, n = np.arange(60_000), 60_000
-    progress = [Progress("topic/0", "id", 0, 0, n)]
+    progress = [SourceProgress("topic/0", "id", 0, 0, n)]
     for options in ("", "?overflow_margin=100000&overflow_policy=evict_least_used"):
         with open_store(url + options, namespace) as store:
             rows = OrderedUpdates(

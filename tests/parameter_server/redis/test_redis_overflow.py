@@ -17,7 +17,7 @@ from inference_session.parameter_server.redis import layout
 from inference_session.parameter_server.redis.store import RedisStore
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
-from inference_session.tables.ordered_updates import OrderedUpdates, Progress
+from inference_session.tables.ordered_updates import OrderedUpdates, SourceProgress
 from tests.testing.memory_store import MemoryStore
 from tests.testing.server_calls import fetch_any
 from tests.testing.servers import PATIENCE_MS, RedisClusterServers, RedisServer, wait_until
@@ -74,7 +74,7 @@ def test_an_eviction_leaves_a_row(server: RedisServer, policy: str, margin: int,
     with open_store(server.url, policy, margin=margin, target=target, partitions=1) as store:
         for begin in range(0, 400, 100):
             part = slice(begin, begin + 100)
-            progress = [Progress("topic/0", "id", 0, begin, begin + 100)]
+            progress = [SourceProgress("topic/0", "id", 0, begin, begin + 100)]
             none, sources = np.zeros(0, np.intp), np.zeros(100, np.intp)
             updates = OrderedUpdates(KEYS[part], VECTORS[part], KEYS[:0], sources, none, progress)
             assert not store.apply("user", updates).lost

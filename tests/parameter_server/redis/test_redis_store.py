@@ -26,7 +26,7 @@ from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.redis import layout, topology
 from inference_session.parameter_server.redis import store as redis_store
 from inference_session.parameter_server.redis.store import RedisStore, list_redis_tables
-from inference_session.tables.ordered_updates import OrderedUpdates, Progress, Status
+from inference_session.tables.ordered_updates import OrderedUpdates, SourceProgress, Status
 from inference_session.urls.store_url import StoreUrl
 from tests.testing.moving_slot import migrate, moving_slot, port_of
 from tests.testing.redis_contract import RedisContract, partition_in_plain_python
@@ -77,7 +77,7 @@ def open_store(url: str, namespace: Namespace | None = None, *, timeout_ms: int 
 
 def updates_of(keys: NDArray[np.int64]) -> OrderedUpdates:
     """Random rows from the only source of updates, which they are the first of."""
-    progress = [Progress("topic/0", "id", 0, 0, len(keys))]
+    progress = [SourceProgress("topic/0", "id", 0, 0, len(keys))]
     sources = np.zeros(len(keys), np.intp)
     return OrderedUpdates(keys, random_vectors(len(keys), 4), keys[:0], sources, sources[:0], progress)
 
