@@ -112,9 +112,8 @@ class InferenceSession:
         self._process_id = os.getpid()
         cpu.compile_kernels()
         self._model = model = open_model(version, config, devices)
-        # Others may read these four, but only a session calls what changes them.
-        self.layout, self.rows = model.layout, model.rows
-        self.replicas, self.kept_contexts = model.replicas, model.kept_contexts
+        # Others may read these three, but only a session calls what changes them.
+        self.layout, self.rows, self.replicas = model.layout, model.rows, model.replicas
         self.has_fast_path = self.replicas.all[0].staging_pool is not None
         """Whether `fast_path` answers any requests to this model."""
         self._writer = self.rows.writer

@@ -226,7 +226,7 @@ def test_inputs_that_change_meanwhile_change_no_other_answer(
     """As memory that is shared with a client may: what is kept for a context was computed from its inputs."""
     tables = {"users": table(ROWS, DIM, 1), "items": table(ROWS, DIM, 2)}
     with InferenceSession.open(imported.version_dir, context_cache_bytes=1 << 20) as session:
-        kept = session.kept_contexts
+        kept = session._model.kept_contexts
         assert kept is not None
         changing, batch_of = ranking_of(1, 3), kept.batch_of
 
