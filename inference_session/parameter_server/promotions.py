@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import queue
 import threading
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -89,45 +87,40 @@ class PendingPromotions:
     def __init__(self) -> None:
         self.num_dropped = 0
         """Rows."""
-        self._queue: queue.Queue[Promotion] = queue.Queue(MAX_PENDING_PROMOTIONS)
+        self._waiting: deque[Promotion] = deque()
         self._unverified: list[UnverifiedPromotion] = []
         self._num_bytes = 0  # of both
-        self._lock = threading.Lock()  # also held while the queue is added to
+        self._lock = threading.Lock()
 
     def put(self, promotion: Promotion) -> None:
         """Queue rows for promotion, unless too many wait already."""
         with self._lock:
-            if self._queue.full() or self._num_bytes > MAX_PENDING_BYTES:
+            if len(self._waiting) >= MAX_PENDING_PROMOTIONS or self._num_bytes > MAX_PENDING_BYTES:
                 self.num_dropped += len(promotion.keys)
             else:
                 self._num_bytes += promotion.vectors.nbytes
-                self._queue.put(promotion)
+                self._waiting.append(promotion)
+
+    @property
+    def any_wait(self) -> bool:
+        """Whether there are any to `take`."""
+        return bool(self._waiting)
 
     def take(self) -> list[Promotion]:
-        """Some of those that wait; the caller must call `finish` when they are done."""
+        """Some of those that wait."""
         promotions: list[Promotion] = []
         num_rows = 0
-        with contextlib.suppress(queue.Empty):
-            while len(promotions) < PROMOTIONS_AT_ONCE and num_rows < ROWS_AT_ONCE:
-                promotions.append(self._queue.get_nowait())
-                num_rows += len(promotions[-1].keys)
         with self._lock:
+            while self._waiting and len(promotions) < PROMOTIONS_AT_ONCE and num_rows < ROWS_AT_ONCE:
+                promotions.append(self._waiting.popleft())
+                num_rows += len(promotions[-1].keys)
             self._num_bytes -= sum(promotion.vectors.nbytes for promotion in promotions)
         return promotions
 
-    def finish(self, num_promotions: int) -> None:
-        """Note that this many of those taken are done, or given up."""
-        for _ in range(num_promotions):
-            self._queue.task_done()
-
-    def wait(self) -> None:
-        """Return when all queued promotions are done."""
-        self._queue.join()
-
     def discard(self) -> None:
         """Drop all that wait."""
-        while promotions := self.take():
-            self.finish(len(promotions))
+        while self.take():
+            pass
 
     def keep(self, unverified: Sequence[UnverifiedPromotion]) -> None:
         """Keep promotions that were done until `take_unverified`."""

@@ -113,9 +113,7 @@ class TierUpkeep:
 
     def _take_turn(self) -> None:
         """Do a small piece of what requests have queued, and see what others have written since."""
-        promotions = self.promotions.take()
-        self._try(lambda: self._insert(promotions))
-        self.promotions.finish(len(promotions))
+        self._try(self._promote)
         self._try(lambda: self._touch(self.touches.take()))
         for tier in self._tiers:
             if tier.health.is_returning or (tier.store.lags and tier.health.failure is None):
@@ -131,20 +129,20 @@ class TierUpkeep:
             _log.exception("background work of the parameter server failed")
             self._closing.wait(ROUND_INTERVAL_S)  # an error that comes back in each turn must not fill the log
 
-    def _insert(self, promotions: Sequence[Promotion]) -> None:
+    def _promote(self) -> None:
         """Insert rows above, except those written since they were read: by this process, as its log says, or by
         another one, as their source says by now.
         """
-        if not promotions:
+        if not self.promotions.any_wait:
             return
         with self._writes.lock:
-            unwritten = merged([part for part in map(self._not_written_since, promotions) if len(part.keys)])
-            current = self._not_changed_by_others(unwritten)
+            found = map(self._not_written_since, self.promotions.take())
+            current = self._not_changed_by_others(merged([part for part in found if len(part.keys)]))
             inserted = [(tier, part) for part in current for tier in part.tiers if self._insert_into(tier, part)]
             moment = self._writes.own.moment
-        self.promotions.keep(
-            [UnverifiedPromotion(tier, part, moment) for tier, part in inserted if part.source.store.is_shared]
-        )
+            self.promotions.keep(
+                [UnverifiedPromotion(tier, part, moment) for tier, part in inserted if part.source.store.is_shared]
+            )
 
     def _not_written_since(self, promotion: Promotion) -> Promotion:
         return promotion.rows(~self._writes.log.written(promotion.table, promotion.keys, promotion.moment))

@@ -44,11 +44,11 @@ def test_rows_beyond_the_bound_are_dropped_and_counted(
         promotions.put(promotion(tiers, 6))
 
     assert promotions.num_dropped == 12
-    promotions.finish(len(promotions.take()))
+    promotions.take()
     promotions.put(promotion(tiers, 6))
     assert promotions.num_dropped == 12
     promotions.discard()
-    promotions.wait()
+    assert not promotions.any_wait
 
 
 def test_what_is_to_be_verified_counts_as_waiting(tiers: tuple[Tier, Tier], monkeypatch: pytest.MonkeyPatch) -> None:

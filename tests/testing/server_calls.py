@@ -11,7 +11,7 @@ from inference_session.parameter_server.base import FetchRequest
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.rows.base import Rows
 from inference_session.rows.stored import StoredRows
-from tests.testing.servers import PATIENCE_S
+from tests.testing.servers import PATIENCE_S, wait_until
 
 
 def fetch_any(server: ParameterServer, requests: Sequence[FetchRequest]) -> list[NDArray[np.bool_]]:
@@ -31,7 +31,9 @@ def fetch_any(server: ParameterServer, requests: Sequence[FetchRequest]) -> list
 
 def await_promotions(server: ParameterServer) -> None:
     """Return when all promotions queued so far are done."""
-    server.upkeep.promotions.wait()
+    wait_until(lambda: not server.upkeep.promotions.any_wait, "all promotions to be taken")
+    with server.upkeep._writes.lock:  # held while those that were taken are inserted
+        pass
 
 
 def await_inserts(rows: Rows) -> None:
