@@ -85,8 +85,6 @@ class Publisher:
         self.url = KafkaUrl.parse(url) if isinstance(url, str) else url
         self.model = model
         self.encoding = encoding
-        self.num_confirmed = 0
-        """Messages that the brokers have confirmed."""
         self._timeout_s = timeout_s
         self._failure: KafkaError | None = None
         self._num_partitions: dict[str, int] = {}
@@ -172,9 +170,7 @@ class Publisher:
         return create_client(Producer, self.url, settings)
 
     def _on_delivery(self, error: KafkaError | None, _message: object) -> None:
-        if error is None:
-            self.num_confirmed += 1
-        elif self._failure is None:
+        if error is not None and self._failure is None:
             self._failure = error
 
     def _produce(self, topic: str, messages: Iterable[tuple[bytes | None, bytes | None, int]]) -> None:

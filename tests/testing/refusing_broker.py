@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,16 @@ class RefusingBroker:
         producer = confluent_kafka.Producer({"bootstrap.servers": self._address, "log_level": 0})
         producer.produce(topic, value, key, partition=0)
         assert producer.flush(PATIENCE_S) == 0
+
+    def num_messages(self, topic: str) -> int:
+        """How many messages it has of a topic."""
+        consumer = confluent_kafka.Consumer(
+            {"bootstrap.servers": self._address, "group.id": "counting", "log_level": 0}
+        )
+        with contextlib.closing(consumer):
+            partitions = consumer.list_topics(topic, PATIENCE_S).topics[topic].partitions
+            places = [confluent_kafka.TopicPartition(topic, partition) for partition in partitions]
+            return sum(int(consumer.get_watermark_offsets(place, PATIENCE_S)[1]) for place in places)
 
     def refuse(self, kind: int, error: int) -> None:
         """Answer requests of this kind with an error of confluent_kafka.KafkaError."""
