@@ -219,10 +219,6 @@ def _is_reshape(_: _Network, node: NodeProto) -> bool:
     return bool(node.input[1].endswith(_SHAPE))
 
 
-def _is_transposition(_: _Network, node: NodeProto) -> bool:
-    return bool(node.attribute) and node.attribute[0].ints[0] == 0
-
-
 def _is_choice(network: _Network, node: NodeProto) -> bool:
     """A Gather of columns that are known."""
     columns, axis = network.constant(node, 1), attribute(node, "axis", 0)
@@ -234,10 +230,6 @@ def _is_choice(network: _Network, node: NodeProto) -> bool:
         return False
     size = shape[axis - 1]
     return bool(((columns >= -size) & (columns < size)).all())  # type: ignore[operator]  # they are whole numbers
-
-
-def _is_flattening(_: _Network, node: NodeProto) -> bool:
-    return attribute(node, "axis", 1) == 1
 
 
 def _follows_axis(default: int) -> Callable[[_Network, NodeProto], bool]:
@@ -261,10 +253,6 @@ def _follows_axes(position: int) -> Callable[[_Network, NodeProto], bool]:
     return check
 
 
-def _is_normalization(network: _Network, node: NodeProto) -> bool:
-    return _reads_first_only(network, node) and not attribute(node, "training_mode", 0)
-
-
 def _reads_first_only(network: _Network, node: NodeProto) -> bool:
     """Whether all inputs but the first are constants."""
     return node.input[0] not in network.constants and len(network.variables(node)) == 1
@@ -284,9 +272,9 @@ _CHECKS: dict[str, Callable[[_Network, NodeProto], bool]] = {
     "Gemm": _is_gemm,
     "Concat": _is_concatenation,
     "Reshape": _is_reshape,
-    "Transpose": _is_transposition,
+    "Transpose": lambda _, node: bool(node.attribute) and node.attribute[0].ints[0] == 0,
     "Gather": _is_choice,
-    "Flatten": _is_flattening,
+    "Flatten": lambda _, node: attribute(node, "axis", 1) == 1,
     "Softmax": _follows_axis(-1),
     "LayerNormalization": _follows_axis(-1),
     "Split": _follows_axis(0),
@@ -295,6 +283,8 @@ _CHECKS: dict[str, Callable[[_Network, NodeProto], bool]] = {
     "Slice": _follows_axes(3),
     "ReduceSum": _follows_axes(1),
     "ReduceMean": _follows_axes(1),
-    "BatchNormalization": _is_normalization,
+    "BatchNormalization": lambda network, node: (
+        _reads_first_only(network, node) and not attribute(node, "training_mode", 0)
+    ),
 }
 """Conditions on nodes of each type, in addition to reading and computing rows."""

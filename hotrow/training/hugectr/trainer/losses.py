@@ -69,17 +69,13 @@ def _label_dim(graph: Graph, layer: Layer) -> int:
     return next(label.dim for label in graph.labels if label.name == layer.bottoms[1])
 
 
-def _binary(logits: Tensor, labels: Tensor) -> Tensor:
-    return functional.binary_cross_entropy_with_logits(logits, labels)
-
-
 def _classes(logits: Tensor, labels: Tensor) -> Tensor:
     if labels.shape[1] == 1:
         return functional.cross_entropy(logits, labels[:, 0].round().long())
     return functional.cross_entropy(logits, labels)
 
 
-_FORMULAS = {"BinaryCrossEntropyLoss": _binary, "CrossEntropyLoss": _classes}
+_FORMULAS = {"BinaryCrossEntropyLoss": functional.binary_cross_entropy_with_logits, "CrossEntropyLoss": _classes}
 
 
 def _several(layer: Layer, width: int) -> LossFunction:
