@@ -277,9 +277,11 @@ class HdfsSource(ModelSource):
         if "NameResolutionError" in repr(error):
             return f"no connection to the {what} at {node}; this machine finds no address of that name"
         if "NewConnectionError" in repr(error):
-            hint = "" if what == "DataNode" else "; PORT is that of its web page, 9870 unless it was changed"
-            return f"no connection to the {what} at {node}{hint}"
-        return f"the {what} at {node} closed the connection"
+            hint = f"; PORT is that of its web page, {self.url.default_port} unless it was changed"
+            return f"no connection to the {what} at {node}{'' if what == 'DataNode' else hint}"
+        is_plain = what == "NameNode" and self.url.scheme != "swebhdfs"
+        hint = "; if that is its port of HTTPS, write swebhdfs:// in place of the scheme" if is_plain else ""
+        return f"the {what} at {node} closed the connection{hint}"
 
     def _not_webhdfs(self) -> str:
         return f"{self.url.address} does not answer as WebHDFS; check that this is the NameNode's HTTP port"

@@ -49,6 +49,11 @@ class HdfsUrl:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
+    def default_port(self) -> int:
+        """Hadoop's own for the scheme."""
+        return _DEFAULT_PORTS[self.scheme]
+
+    @property
     def http_url(self) -> str:
         """Where WebHDFS answers."""
         return f"{'https' if self.scheme == 'swebhdfs' else 'http'}://{self.address}"

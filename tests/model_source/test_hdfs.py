@@ -103,6 +103,11 @@ def test_no_tls_is_told_apart_from_a_certificate_without_trust(impatient: None, 
             create_source(f"swebhdfs://127.0.0.1:{port}/a").stat("")
         with pytest.raises(UnavailableError, match="its certificate is of no authority that is trusted here"):
             create_source(f"swebhdfs://127.0.0.1:{tls_port}/a").stat("")
+        with pytest.raises(UnavailableError, match="if that is its port of HTTPS, write swebhdfs://"):
+            create_source(f"hdfs://127.0.0.1:{tls_port}/a").stat("")
+    for scheme, port in (("hdfs", 9870), ("swebhdfs", 9871)):
+        with pytest.raises(UnavailableError, match=f"PORT is that of its web page, {port} unless it was changed"):
+            create_source(f"{scheme}://127.0.0.1:{free_port()}/a").stat("")
 
 
 @pytest.mark.parametrize("body", [b"[]", b'{"FileStatus": 5}', b"<html>", b"", b"[" * 100_000])
