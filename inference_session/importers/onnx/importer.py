@@ -184,6 +184,9 @@ class _Source:
         for value in (*inputs, *model.graph.output):
             _check_tensor(path, value)
         _check_inputs_are_given(path, inputs, model.graph)
+        outputs = [value.name for value in model.graph.output]
+        if twice := next((name for i, name in enumerate(outputs) if name in outputs[:i]), None):
+            raise UnsupportedModelError(f"{path}: two outputs are called {twice!r}; export only one of them")
         for value in inputs:
             if value_type(value).dims is None:
                 raise UnsupportedModelError(f"{path}: input {value.name!r} has no shape; export it with one")

@@ -208,6 +208,14 @@ def test_outputs_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
         import_model(tmp_path, model)
 
 
+def test_two_outputs_of_one_name_are_named(tmp_path: Path) -> None:
+    """ONNX Runtime takes them; requests name outputs."""
+    model = two_lookups()
+    model.graph.output.append(model.graph.output[0])
+    with pytest.raises(UnsupportedModelError, match="two outputs are called 'y'; export only one"):
+        import_model(tmp_path, model)
+
+
 def test_an_input_that_is_called_like_another_value_is_named(tmp_path: Path) -> None:
     """PyTorch's exporter does that with a feature `cat`. The message spoke of values that depend on themselves."""
     model = model_of("m (int64[b] k, float[b, 4] x) => (float[b, 8] y) { v = Gather(w, k) }", {"w": table()})
