@@ -248,9 +248,9 @@ def _export_jax(tmp_path: Path, function: Callable[..., Any], shape: tuple[Any, 
     return tmp_path / "model.onnx"
 
 
-@pytest.mark.parametrize("how", ["take", "index", "clip", "sum", "scan"])
+@pytest.mark.parametrize("how", ["take", "index", "clip", "sum", "scan", "recurrent"])
 def test_jax(tmp_path: Path, how: str) -> None:
-    """jnp.take, indexing, clipping, and look-ups in lax.scan."""
+    """jnp.take, indexing, clipping, look-ups in lax.scan, and lax.scan over vectors that were looked up."""
     jax = pytest.importorskip("jax")
     jnp = jax.numpy
     weights = jnp.asarray(np.random.default_rng(0).standard_normal((NUM_ROWS, DIM)), jnp.float32)
@@ -258,12 +258,23 @@ def test_jax(tmp_path: Path, how: str) -> None:
     def scan(x: Any) -> Any:
         return jax.lax.scan(lambda state, key: (state + weights[key], weights[key].sum()), jnp.zeros(DIM), x)
 
+    square = jnp.asarray(np.random.default_rng(1).standard_normal((DIM, DIM)), jnp.float32)
+
+    def recurrent(x: Any) -> Any:
+        def step(state: Any, vectors: Any) -> Any:
+            state = jnp.tanh(state @ square + vectors)
+            return state, state[:, :2]
+
+        state, parts = jax.lax.scan(step, jnp.zeros((x.shape[0], DIM)), weights[x].transpose(1, 0, 2))
+        return state.sum(-1, keepdims=True) + parts.sum(0)
+
     functions: dict[str, Callable[[Any], Any]] = {
         "take": lambda x: jax.nn.sigmoid(jnp.take(weights, x, axis=0).sum(-1)),
         "index": lambda x: weights[x].mean(1),
         "clip": lambda x: jnp.take(weights, x, axis=0, mode="clip").sum(-1),
         "sum": lambda x: weights[x].sum(1),
         "scan": scan,
+        "recurrent": recurrent,
     }
     path = _export_jax(tmp_path, functions[how], (5,) if how == "scan" else ("B", 3))
     keys = (IDS.ravel()[:5] if how == "scan" else IDS).astype(np.int32)
@@ -272,6 +283,7 @@ def test_jax(tmp_path: Path, how: str) -> None:
 
     assert_same(report, path, {report.spec.inputs[0].name: keys})
     assert len(report.tables) == 1
+    assert report.spec.joinable == (how != "scan")
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,21 @@ samples.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from onnx import GraphProto, NodeProto
 
-from inference_session.importers.onnx.samples.kinds import CONSTANT, Axis, Free, Kind, Observations, PerSample, Placed
+from inference_session.importers.onnx.samples.kinds import (
+    CONSTANT,
+    Axis,
+    Free,
+    Kind,
+    Observations,
+    PerSample,
+    Placed,
+    Varying,
+)
+from inference_session.importers.onnx.samples.loops import follow_iterations, follow_varying
 from inference_session.importers.onnx.samples.places import follow_places
 from inference_session.importers.onnx.samples.rules import rule_of
 from inference_session.importers.onnx.samples.step import Step
@@ -52,13 +63,15 @@ class SampleAxis:
     def _follow(self, node: NodeProto) -> None:
         step = Step(node, self._observed, [self.kinds.get(name, CONSTANT) for name in node.input])
         around = [self.kinds.get(name, CONSTANT) for name in reads(node)]
-        if all(isinstance(kind, Free) and kind.is_constant for kind in around) and not is_random(node):
+        is_varying = any(isinstance(kind, Varying) for kind in around)
+        is_free = all(isinstance(kind, Free) and kind.is_constant for kind in around)
+        if is_free and not is_varying and not is_random(node):
             found: Sequence[Kind] = [CONSTANT] * len(node.output)
-        elif None in around or bodies(node) or (rule := rule_of(node)) is None:
+        elif None in around:
             found = [None] * len(node.output)
         else:
             try:
-                found = follow_places(step, rule)
+                found = self._results(step)
             except (ValueError, IndexError, TypeError, ZeroDivisionError):  # a node that violates ONNX's specification
                 found = [None] * len(node.output)
         for name, kind in zip(node.output, found, strict=False):
@@ -67,3 +80,10 @@ class SampleAxis:
             self.culprit = node
         if self.placing is None and any(isinstance(kind, Placed) for kind in found):
             self.placing = node
+
+    def _results(self, step: Step) -> Sequence[Kind]:
+        if bodies(step.node):
+            return follow_iterations(step, self.kinds, lambda *of_body: SampleAxis(*of_body).kinds)
+        if (rule := rule_of(step.node)) is None:
+            return [None] * len(step.node.output)
+        return follow_varying(step, partial(follow_places, rule=rule))

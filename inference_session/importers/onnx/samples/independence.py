@@ -7,7 +7,7 @@ over the look-ups, then over the dense network.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from inference_session.importers.onnx.probe import PRIME_SIZES
 from inference_session.importers.onnx.replay import Replay
 from inference_session.importers.onnx.samples.axis import SampleAxis
 from inference_session.importers.onnx.samples.kinds import CONSTANT, Free, Kind, Observations, PerSample
+from inference_session.importers.onnx.samples.loops import first_iterations, result_of
 from inference_session.importers.onnx.weights import Weight
 from inference_session.model_spec import LookupSpec, ModelSpec, NamedArrays
 from inference_session.onnx_graphs import Names, make_node
@@ -121,7 +122,13 @@ def _observe(network: ModelProto, weights: list[Weight], feeds: tuple[NamedArray
     for arrays in feeds:
         inputs = {name: arrays[name] for name in wanted}
         runs.append({**constants, **inputs, **dict(zip(found, session.run(outputs, inputs), strict=True))})
-    return Observations.of_runs(PRIME_SIZES, tuple(runs), {weight.name: weight.dims for weight in weights})
+    dims = {weight.name: weight.dims for weight in weights}
+    within = {
+        result_of(node): Observations.of_runs(PRIME_SIZES, tuple(begun), dims)
+        for node in network.graph.node
+        if (begun := first_iterations(model, node, runs, path)) is not None
+    }
+    return replace(Observations.of_runs(PRIME_SIZES, tuple(runs), dims), bodies=within)
 
 
 def _widen(model: ModelProto, names: list[str]) -> dict[str, str]:

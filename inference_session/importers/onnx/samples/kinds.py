@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,11 @@ class Places(Free):
 
 
 @dataclass(frozen=True)
+class Varying(Free):
+    """A constant of one iteration of a Loop or Scan, which may be another one in the next."""
+
+
+@dataclass(frozen=True)
 class Placed:
     """A value with a block for each sample, which depends on the sample and on its place in the batch."""
 
@@ -68,6 +73,7 @@ Kind = Free | PerSample | Placed | None
 """None: it may depend on several samples at once."""
 
 CONSTANT = Free()
+VARYING = Varying()
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,8 @@ class Observations:
     """The shapes of tensors by name, in each run."""
     values: tuple[Mapping[str, Any], ...]
     """By name, in each run; small ones at least, where they depend on sizes alone."""
+    bodies: Mapping[str, Observations] = field(default_factory=dict)
+    """The same of the first iteration of each Loop and Scan, by the name of its first result."""
 
     @classmethod
     def of_runs(

@@ -424,6 +424,16 @@ def _recurrent(step: Step) -> list[Kind]:
     ]
 
 
+def _reverse_sequence(step: Step) -> list[Kind]:
+    """The first elements of each sample in turn, as many as its length says."""
+    batch_axis, time_axis = step.attribute("batch_axis", 1), step.attribute("time_axis", 0)
+    positions = dict(step.per_sample)
+    is_apart = 0 in positions and positions[0].axis == batch_axis != time_axis
+    if not is_apart or not all(at.is_whole for at in positions.values()) or len(positions) < len(step.kinds):
+        return neither(step)
+    return step.outputs(batch_axis)
+
+
 def _dropout(step: Step) -> list[Kind]:
     """The rule outside training; a third operand may ask for training."""
     asks_for_training = len(step.kinds) > 2 and bool(step.node.input[2]) and step.fixed(2) not in ([0], [False])
@@ -517,6 +527,7 @@ RULES: dict[str, Callable[[Step], list[Kind]]] = {
     "Pad": _pad,
     "RMSNormalization": _from_axis_on(-1),
     "Range": _range,
+    "ReverseSequence": _reverse_sequence,
     "RotaryEmbedding": _rotary_embedding,
     "ScatterElements": _scatter_elements,
     "Shape": _shape,

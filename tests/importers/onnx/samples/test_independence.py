@@ -27,6 +27,8 @@ COMMON = "e = Gather(w, id)  h = Gather(w, ids)  both = Add(e, d)"
 PLACES = """samples = Shape<end = 1>(d) many = Squeeze(samples) nought = Constant<value = int64 {0}>()
     unit = Constant<value = int64 {1}>() places = Range(nought, many, unit)"""
 """The place of each sample in the batch."""
+TWICE = """flag = Constant<value = int32 {1}>() goes_on = Cast<to = 9>(flag) twice = Constant<value = int64 {2}>()"""
+"""What a Loop begins with."""
 
 HOSTILE = {
     "products of samples, moved": """
@@ -223,6 +225,30 @@ HOSTILE = {
         m = Constant<value = int64 {3}>() k = Mod(id, m) v = Unsqueeze(places, one) u = Unsqueeze(k, one) j =
         Concat<axis = 1>(v, u) q = CumSum(e, nought) x = ScatterND(h, j, q) z = ReduceSum<keepdims = 0>(x, one) y =
         Add(z, both)""",
+    "loop over states that are mixed": """
+        y = Loop(twice, goes_on, both) <body = b (int64 j, bool cin, float[n, 4] state) => (bool cout, float[n, 4]
+        next) { cout = Identity(cin) m = ReduceMax(state, az) next = Sub(state, m) }>""",
+    "loop whose parts grow, which seldom matters": """
+        l = Constant<value = float {90000}>() far = Greater(d, l) rare = Cast<to = 1>(far) a = Transpose<perm = [1,
+        0, 2]>(h) k = Constant<value = int64[1] {-1}>() q = Constant<value = int64[3] {-1, 1, 4}>() y = Loop(twice,
+        goes_on, both) <body = b (int64 j, bool cin, float[n, 4] state) => (bool cout, float[n, 4] next) { cout =
+        Identity(cin) i = Unsqueeze(j, az) g = Add(i, one) x = Slice(a, az, g, az) s = Shape(state) f = Slice(s, az,
+        one) o = Concat<axis = 0>(f, k) r = Reshape(x, o) z = ReduceMax(r, one) seldom = Mul(z, rare) next =
+        Add(state, seldom) }>""",
+    "loop that a sample ends": """
+        nine = Constant<value = int64 {9}>() l = Constant<value = float {30}>() y = Loop(nine, goes_on, both) <body
+        = b (int64 j, bool cin, float[n, 4] state) => (bool cout, float[n, 4] next) { next = Add(state, state) m =
+        ReduceMax<keepdims = 0>(state) cout = Less(m, l) }>""",
+    "loop that reads the sample of its number": """
+        y = Loop(twice, goes_on, both) <body = b (int64 j, bool cin, float[n, 4] state) => (bool cout, float[n, 4]
+        next) { cout = Identity(cin) zero = Sub(j, j) x = Gather(both, zero) next = Add(state, x) }>""",
+    "loop as often as there are samples": """
+        s = Size(id) y = Loop(s, goes_on, both) <body = b (int64 j, bool cin, float[n, 4] state) => (bool cout,
+        float[n, 4] next) { cout = Identity(cin) next = Add(state, d) }>""",
+    "loop that turns its state": """
+        f = Constant<value = int64[2] {4, -1}>() y = Loop(twice, goes_on, both) <body = b (int64 j, bool cin,
+        float[n, 4] state) => (bool cout, float[n, 4] next) { cout = Identity(cin) s = Shape(state) r =
+        Transpose<perm = [1, 0]>(state) next = Reshape(r, s) }>""",
     "hidden in a function of sizes": """s = Shape<end = 1>(d) l = Constant<value = int64[1] {30}>() c = Greater(s, l)
         f = Constant<value = int64[1] {4}>() r = Where(c, f, s) q = Constant<value = int64[1] {-1}>() z =
         Concat<axis = 0>(r, q)
@@ -359,6 +385,21 @@ SOUND = {
         Add(z, both)""",
     "elements put into each sample": """m = Constant<value = int64 {3}>() k = Mod(ids, m) f = Cast<to = 1>(ids)
         x = ScatterElements<axis = 1, reduction = "add">(both, k, f) y = Add(x, both)""",
+    "loop over the history": """
+        a = Transpose<perm = [1, 0, 2]>(h) nought = Constant<value = int64 {0}>() e1, e2, outs = Loop(twice,
+        goes_on, nought, both) <body = b (int64 j, bool cin, int64 k, float[n, 4] state) => (bool cout, int64 k2,
+        float[n, 4] next, float[n, 4] out) { l = Constant<value = int64 {1}>() k2 = Add(k, l) p = Less(j, k2) cout =
+        And(cin, p) x = Gather(a, k) q = MatMul(state, m44) r = Add(q, x) next = Tanh(r) out = Identity(next) }>
+        stacked = ReduceSum<keepdims = 0>(outs, az) y = Add(stacked, e2)""",
+    "scan of the history": """a = Constant<value = int64[1] {0}>()
+        e2, outs = Scan<num_scan_inputs = 2, scan_input_axes = [1, 0], body = b (float[n, 4] state, float[n, 4] x,
+        float[4] z) => (float[n, 4] next, float[n, 2] out)
+        { q = MatMul(state, m44) r = Add(q, x) u = Add(r, z) next = Tanh(u) b2 = Constant<value = int64[1] {2}>()
+        out = Slice(next, az, b2, one) }>(both, h, m34)
+        p = Transpose<perm = [1, 0, 2]>(outs) s = Constant<value = int64[2] {-1, 6}>() f = Reshape(p, s)
+        y = Concat<axis = 1>(f, e2)""",
+    "history back to front": """m = Constant<value = int64 {3}>() k = Mod(id, m) g = ReverseSequence<batch_axis = 0,
+        time_axis = 1>(h, k) i = Constant<value = int64 {0}>() x = Gather<axis = 1>(g, i) y = Add(x, both)""",
     "one of the history": """i = Constant<value = int64 {-1}>() x = Gather<axis = 1>(h, i) y = Add(x, both)""",
 }
 
@@ -390,6 +431,7 @@ SHAPES = {
     "gr": (1, 12, 4),
     "rw": (1, 4, 4),
     "rr": (1, 4, 4),
+    "m34": (3, 4),
 }
 
 
@@ -429,7 +471,7 @@ LATER = {
 def write(path: Path, body: str, opset: int = 18) -> None:
     """A model file of such a body."""
     domains = f'"" : {opset}, "ai.onnx.ml" : 3, "com.microsoft" : 1'
-    before = f"{COMMON} {PLACES}" if "places" in body else COMMON
+    before = " ".join([COMMON, *[PLACES] * ("places" in body), *[TWICE] * ("goes_on" in body)])
     text = f"<ir_version: 8, opset_import: [{domains}]> {HEAD} {{ {before} {body} }}"
     model = onnx.parser.parse_model(text)
     read = {name for node in model.graph.node for name in node.input} | {
