@@ -69,8 +69,8 @@ FOREIGN = {
         "async_exec",
     ),
     *("nv_inference_compute_infer_duration_us", "nv_inference_pending_request_count"),
-    # docker, hdfs fetchdt, mv, pip, requests, bash and click
-    *("--build-arg", "--restart", "--print", "--exchange", "--no-deps", "REQUESTS_CA_BUNDLE"),
+    # docker, hdfs fetchdt, Kerberos, mv, pip, requests, bash and click
+    *("--build-arg", "--restart", "--print", "HTTP/HOST", "--exchange", "--no-deps", "REQUESTS_CA_BUNDLE"),
     *("_HOTROW_COMPLETE", "bash_source"),
     # Keras and Kafka
     *("IntegerLookup", "StringLookup", "LogAppendTime"),
