@@ -1,7 +1,8 @@
 """Branches that constants or sizes decide on are taken at import.
 
 PyTorch's older exporter writes `squeeze` of an axis whose size it does not know as an If, which asks whether it is 1.
-Such an If goes where the condition follows from constants and from sizes that the inputs fix, whatever the open ones.
+Its `where` asks for numbers of dimensions. Such an If goes where the condition follows from constants and from sizes
+that the inputs fix, whatever the open ones.
 """
 
 from __future__ import annotations
@@ -97,6 +98,8 @@ def _sizes(node: NodeProto, types: Types, shapes: Values, known: Values) -> NDAr
         sizes = np.array([dim if isinstance(dim, int) else None for dim in dims[part]], object)
     elif node.op_type == "Gather" and node.input[0] in shapes and node.input[1] in known:
         sizes = np.asarray(shapes[node.input[0]][known[node.input[1]]], object)
+    elif node.op_type == "Size" and node.input[0] in shapes:  # the number of sizes
+        return np.array(shapes[node.input[0]].size)
     else:
         return None
     shapes[node.output[0]] = sizes

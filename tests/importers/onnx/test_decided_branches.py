@@ -84,3 +84,19 @@ def test_a_branch_within_another(tmp_path: Path) -> None:
 
     assert operators == ["Abs", "ReduceSum"]
     assert report.spec.joinable, report.notes
+
+
+def test_a_number_of_dimensions(tmp_path: Path) -> None:
+    """PyTorch's older exporter asks for it before a `where`; it is fixed, although sizes are open."""
+    graph = """m (int64[n, l] ids) => (float[n, 4] y) {
+        h = Gather(w, ids)  axis = Constant<value = int64[1] {1}>()  s = ReduceSum<keepdims = 0>(h, axis)
+        sizes = Shape(s)  rank = Size(sizes)  two = Constant<value = int64 {2}>()  more = Sub(rank, two)
+        none = Constant<value = int64 {0}>()  is_more = Greater(more, none)
+        y = If (is_more) <then_branch = t () => (float[n, 4] u) { u = Neg(s) },
+                          else_branch = f () => (float[n, 4] v) { v = Identity(s) }>
+    }"""
+
+    report, operators = imported(tmp_path, graph)
+
+    assert "If" not in operators
+    assert report.spec.joinable, report.notes

@@ -287,22 +287,22 @@ def test_jax(tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer", "options"),
+    ("layer", "options", "masked"),
     [
-        ("GlobalAveragePooling1D", {}),
-        ("GRU", {"units": DIM}),
-        ("GRU", {"units": DIM, "reset_after": False}),
-        ("LSTM", {"units": DIM}),
+        ("GlobalAveragePooling1D", {}, False),
+        ("GRU", {"units": DIM}, False),
+        ("GRU", {"units": DIM, "reset_after": False}, True),
+        ("LSTM", {"units": DIM}, True),
     ],
 )
-def test_keras(layer: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_keras(layer: str, options: dict[str, Any], masked: bool, tmp_path: Path) -> None:
     """A functional Keras model on the PyTorch backend, whose exporter unrolls recurrent layers."""
     pytest.importorskip("torch")
     os.environ["KERAS_BACKEND"] = "torch"
     keras = pytest.importorskip("keras")
     layers = keras.layers
     ids, numbers = keras.Input((3,), dtype="int32", name="ids"), keras.Input((4,), name="numbers")
-    pooled = getattr(layers, layer)(**options)(layers.Embedding(NUM_ROWS, DIM)(ids))
+    pooled = getattr(layers, layer)(**options)(layers.Embedding(NUM_ROWS, DIM, mask_zero=masked)(ids))
     click = layers.Dense(1, activation="sigmoid", name="click")(layers.Concatenate()([pooled, numbers]))
     model = keras.Model([ids, numbers], click)
     arrays = [IDS.astype(np.int32), np.ones((4, 4), np.float32)]
