@@ -63,8 +63,13 @@ def assert_answers(served: Served) -> None:
 
 
 def nginx_of(served: Served) -> list[psutil.Process]:
-    """Its processes, the first one before its workers."""
-    return [process for process in served.family() if name_of(process) == "nginx"]
+    """Its processes, the first one before its workers, which it starts a little after it listens."""
+
+    def found() -> list[psutil.Process]:
+        return [process for process in served.family() if name_of(process) == "nginx"]
+
+    wait_until(lambda: len(found()) > 1, "a worker of nginx")
+    return found()
 
 
 def tensors() -> list[Any]:
@@ -305,8 +310,8 @@ def test_nothing_is_left_of_it(serve: Serve, tmp_path: Path, number: signal.Sign
     """It ends with the launcher, though clients are connected; and if the launcher was killed, soon after."""
     write_ctr(tmp_path / "repository" / "ctr" / "1")
     served = serve(tmp_path / "repository", "--front")
+    assert nginx_of(served)
     family = served.family()
-    assert len(nginx_of(served)) >= 2
     host, port = served.http.split(":")
     with socket.create_connection((host, int(port))) as idle, served.grpc_client() as client:
         idle.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
