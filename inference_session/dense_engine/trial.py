@@ -15,7 +15,7 @@ import onnxruntime
 
 from inference_session.dense_engine.network_file import NetworkFile
 from inference_session.dense_engine.onnx import OnnxEngine
-from inference_session.errors import UnsupportedModelError
+from inference_session.errors import ModelFormatError, UnsupportedModelError
 from inference_session.platform.signal_names import signal_name
 
 _PROGRAM = (
@@ -43,8 +43,11 @@ def try_to_open(networks: Sequence[Path], source: str) -> None:
         network = networks[max(num_begun, 1) - 1]
         raise UnsupportedModelError(f"{source}: {_crash(network, -status)}")
     if status:  # an error of Python's, which this process has too
-        for path in networks:
-            OnnxEngine(NetworkFile(path), num_threads=1).close()
+        try:
+            for path in networks:
+                OnnxEngine(NetworkFile(path), num_threads=1).close()
+        except ModelFormatError as error:  # the draft's folder will be gone when somebody reads this
+            raise ModelFormatError(f"{source}: {str(error).replace(f'{path.parent}/', '')}") from error
 
 
 def _open_apart(paths: Sequence[str]) -> tuple[int, int]:

@@ -74,10 +74,11 @@ def test_without_a_program_of_its_own_python_starts_none(network: Path, monkeypa
 
 
 def test_errors_of_the_other_process_are_raised_here(network: Path) -> None:
-    """Where it ends with an error of Python's."""
+    """Where it ends with an error of Python's. They name the file that a person knows, not that of a draft."""
     network.write_bytes(b"damaged")
-    with pytest.raises(ModelFormatError, match=r"ONNX Runtime cannot load it"):
+    with pytest.raises(ModelFormatError, match=rf"^model.onnx: {network.name}: ONNX Runtime cannot load it") as caught:
         trial.try_to_open([network], "model.onnx")
+    assert str(network) not in str(caught.value)
 
 
 def test_an_import_refuses_what_would_end_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
