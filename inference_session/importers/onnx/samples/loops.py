@@ -59,9 +59,11 @@ class Iteration:
     @classmethod
     def of(cls, node: NodeProto) -> Iteration | None:
         """None: it is no Loop or Scan, or one of a form that is not followed."""
-        if node.domain or node.op_type not in ("Loop", "Scan") or len(node.attribute) == 0:
+        if node.domain or node.op_type not in ("Loop", "Scan"):
             return None
         body = next(attribute.g for attribute in node.attribute if attribute.name == "body")
+        if len(node.input) != len(body.input):  # as in the Scan of opset 8, which has lengths of sequences
+            return None
         return _of_loop(node, body) if node.op_type == "Loop" else _of_scan(node, body)
 
     def first_inputs(self, values: dict[str, Any]) -> dict[str, Any]:
