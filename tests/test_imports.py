@@ -131,9 +131,7 @@ def test_the_library_imports_neither_triton_nor_a_framework() -> None:
         for node in imports_in(path):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
             for name in names:
-                assert name.split(".")[0] not in {"triton_backend", "triton_python_backend_utils", "torch", "hotrow"}, (
-                    path
-                )
+                assert name.split(".")[0] not in FOREIGN, path
 
 
 def imports_of_tests() -> Iterator[tuple[Path, str, str]]:
