@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
@@ -112,16 +110,6 @@ def test_a_write_that_nobody_has_begun_is_wrong(model: Expectations) -> None:
     ticket = ask(model)
     with pytest.raises(WrongAnswerError, match="found: write 1 of tag 5"):
         model.check(ticket, answer_of(FIRST, ticket.question, {"user": 1}, tag=5))
-
-
-def with_row(change: Callable[[np.ndarray], None]) -> Callable[[Arrays], Arrays]:
-    """An answer whose row of `user` is changed."""
-
-    def changed(answer: Arrays) -> Arrays:
-        change(answer["user_rows"][0, 0])
-        return answer
-
-    return changed
 
 
 @pytest.mark.parametrize("value", [0.0, np.nan, np.inf, 1e30])
