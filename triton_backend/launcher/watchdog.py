@@ -31,7 +31,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.client import HTTPException
 from itertools import groupby
 from operator import itemgetter
@@ -104,6 +104,31 @@ class LoadedVersions:
     config: Mapping[str, Any]
 
 
+@dataclass(eq=False)
+class Process:
+    """What is known of a child of the server, from look to look."""
+
+    stub: Stub | None = None
+    """None: it is not known yet whose it is."""
+    state: str = ""
+    since: float = field(default_factory=time.monotonic)
+    """When it was first seen in this state."""
+    is_lost: bool = False
+    """Found dead, hung or replaced, which is handled once."""
+    has_loaded: bool = False
+    """Its model."""
+    is_suspected: bool = False
+    is_examined: bool = False
+    ends_at: float | None = None
+    """When it is to be gone, if a load has replaced it."""
+
+    def lasted_s(self, state: str) -> float:
+        """How long it has been in this state."""
+        if self.state != state:
+            self.state, self.since = state, time.monotonic()
+        return time.monotonic() - self.since
+
+
 def ready_versions(index: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
     """The versions that answer, ascending, by model, of Triton's index of its repository."""
     ready = sorted((entry["name"], int(entry["version"])) for entry in index if entry.get("state") == "READY")
@@ -115,21 +140,10 @@ class Watchdog:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._stubs: dict[int, Stub] = {}
-        self._present: list[int] = []
+        self._processes: dict[int, Process] = {}
         """The children of the server at the last look."""
-        self._lost: set[int] = set()
-        """Processes that were found dead or hung; each is handled once."""
-        self._settled: set[int] = set()
-        """Processes that have loaded their model, and `_lost` ones."""
         self._awaited: dict[int, float] = {}
         """Since when the server waits for the end of processes."""
-        self._drained_at: dict[int, float] = {}
-        """When processes are to be gone that a load has replaced."""
-        self._since: dict[int, tuple[str, float]] = {}
-        """The state of each process, and when it was first seen in that state."""
-        self._suspected: set[int] = set()
-        self._examined: set[int] = set()
         self._loaded: dict[str, LoadedVersions] = {}
         self._loading: set[str] = set()
         """Models of which a version was being loaded at the last look."""
@@ -146,28 +160,23 @@ class Watchdog:
 
     def look(self) -> None:
         """Check every backend process once, and start the necessary actions."""
-        present = stubs.children(self._server.pid, known=self._stubs)
-        # Loads start and end processes: note what they changed before the server can go down.
-        is_changing = bool(self._loading) or present != self._present
-        self._present = present
+        present = stubs.children(self._server.pid, known=self._processes)
+        is_changing = bool(self._loading) or self._processes.keys() != {*present}
+        for pid in self._processes.keys() - {*present}:
+            if self._processes.pop(pid).stub:
+                heartbeat.forget(self._server.heartbeats, pid)  # it may have been killed
         for pid in present:
-            if pid not in self._stubs and (found := stubs.identify(pid, self._server.heartbeats)):
-                self._stubs[pid] = found
+            process = self._processes.setdefault(pid, Process())
+            process.stub = process.stub or stubs.identify(pid, self._server.heartbeats)
+        # Loads start and end processes: note what they changed before the server can go down.
         if is_changing or time.monotonic() - self._observed_at > OBSERVE_S:
             self._observe()
-        for pid in set(self._stubs) - set(present):
-            heartbeat.forget(self._server.heartbeats, pid)  # it may have been killed
-            del self._stubs[pid]
-        for pid in set(self._since) - set(present):
-            del self._since[pid]
-        self._lost.intersection_update(present)
-        for pid in present:
-            if pid not in self._lost and (stub := self._stubs.get(pid)):
-                self._judge(stub, stubs.state(pid))
-            elif pid not in self._lost and self._lasted_s(pid, stubs.state(pid)) > STARTING_S:
-                self._note_unknown(pid)
+        for pid, process in self._processes.items():
+            if not process.is_lost:
+                self._judge(pid, process)
         self._end_replaced()
-        if not self._settled.issuperset(present):  # a server of many models has thousands of threads
+        # A server of many models has thousands of threads.
+        if not all(process.has_loaded or process.is_lost for process in self._processes.values()):
             self.end_given_up()
 
     def end_given_up(self) -> None:
@@ -178,10 +187,12 @@ class Watchdog:
         self._awaited_at = now
         self._awaited = {pid: self._awaited.get(pid, now) for pid in stubs.awaited(self._server.pid)}
         for pid, since in self._awaited.items():
-            if now - since <= AWAITED_S or pid in self._lost | self._settled or not stubs.state(pid):
+            process = self._processes.get(pid) or Process()
+            if now - since <= AWAITED_S or process.has_loaded or process.is_lost or not stubs.state(pid):
                 continue
             if stub := stubs.identify(pid, self._server.heartbeats):
-                self._lost.add(pid)
+                self._processes[pid] = process
+                process.is_lost = True
                 self._lost_at = now
                 say(f"{stub} has not ended, although the server gave it up {now - since:.0f} s ago, and is killed")
                 self._end(stub)
@@ -193,52 +204,49 @@ class Watchdog:
     def lose_all(self) -> None:
         """The server and its loaded models are gone: `reload_all` loads them into the next server."""
         self._missing = set(self._loaded)
-        for pid in self._stubs:
-            heartbeat.forget(self._server.heartbeats, pid)
+        for pid, process in self._processes.items():
+            if process.stub:
+                heartbeat.forget(self._server.heartbeats, pid)
 
     def reload_all(self) -> None:
         """Load the previous models into a server that has been started again."""
-        for of in (self._stubs, self._since, self._lost, self._replaced, self._drained_at, self._healing):
+        for of in (self._processes, self._replaced, self._healing):
             of.clear()
         for model in self._missing.copy():
             self._heal(model)
 
-    def _judge(self, stub: Stub, state: str) -> None:
-        lasted_s = self._lasted_s(stub.pid, state)
-        if state == "Z" and lasted_s > DEAD_S:
-            self._lose(stub, stubs.end_of(stub.pid))
+    def _judge(self, pid: int, process: Process) -> None:
+        stub, state = process.stub, stubs.state(pid)
+        lasted_s = process.lasted_s(state)
+        if stub is None:
+            if lasted_s > STARTING_S:
+                self._note_unknown(pid, process)
+        elif state == "Z" and lasted_s > DEAD_S:
+            self._lose(process, stub, stubs.end_of(pid))
         elif state == "T" and lasted_s > STOPPED_S:
-            self._lose(stub, "is stopped")
-        elif state not in ("Z", "T") and self._is_silent(stub):
-            self._examined.add(stub.pid)
-            threading.Thread(target=self._examine, args=(stub,), name="hotrow-examine", daemon=True).start()
+            self._lose(process, stub, "is stopped")
+        elif state not in ("Z", "T") and self._is_silent(process, stub):
+            process.is_examined = True
+            threading.Thread(target=self._examine, args=(process, stub), name="hotrow-examine", daemon=True).start()
 
-    def _note_unknown(self, pid: int) -> None:
+    def _note_unknown(self, pid: int, process: Process) -> None:
         """Report a process that has died before it was known. Triton, which waits for its first message, then waits
         without end.
         """
         if stubs.is_zombie(pid):
-            self._lost.add(pid)
+            process.is_lost = True
             say(f"backend process {pid} {stubs.end_of(pid)} as it began: if a load does not end, restart the server")
 
-    def _lasted_s(self, pid: int, state: str) -> float:
-        """How long a process has been in this state."""
-        if self._since.get(pid, (None, 0.0))[0] != state:
-            self._since[pid] = (state, time.monotonic())
-        return time.monotonic() - self._since[pid][1]
-
-    def _is_silent(self, stub: Stub) -> bool:
+    def _is_silent(self, process: Process, stub: Stub) -> bool:
         """Whether it has been silent long enough to be examined, and is not being examined yet."""
         beat = heartbeat.last_beat(self._server.heartbeats, stub.pid)
         silence_s = 0.0 if beat is None else time.monotonic() - beat
-        if silence_s < SUSPICIOUS_S:
-            self._suspected.discard(stub.pid)
-        elif stub.pid not in self._suspected:
-            self._suspected.add(stub.pid)
+        was_suspected, process.is_suspected = process.is_suspected, silence_s >= SUSPICIOUS_S
+        if process.is_suspected and not was_suspected:
             say(f"{stub} has been silent for {silence_s:.0f} s")
-        return silence_s > SILENT_S and stub.pid not in self._examined
+        return silence_s > SILENT_S and not process.is_examined
 
-    def _examine(self, stub: Stub) -> None:
+    def _examine(self, process: Process, stub: Stub) -> None:
         """Have a silent version answer a request. One that is being loaded is not asked."""
         path = f"v2/models/{in_url(stub.model)}/versions/{stub.version}"
         with suppress(OSError, HTTPException):
@@ -249,11 +257,11 @@ class Watchdog:
             except HTTPError:
                 pass  # an error is an answer
             except OSError:
-                self._lose(stub, "is hung")
-        self._examined.discard(stub.pid)
+                self._lose(process, stub, "is hung")
+        process.is_examined = False
 
-    def _lose(self, stub: Stub, how: str) -> None:
-        self._lost.add(stub.pid)
+    def _lose(self, process: Process, stub: Stub, how: str) -> None:
+        process.is_lost = True
         self._lost_at = time.monotonic()
         say(f"{stub} {how}")
         self._observe(PROBE_TIMEOUT_S)  # what a busy server has swapped in meanwhile must not be undone
@@ -321,9 +329,10 @@ class Watchdog:
         versions = self._versions_left(model, loaded.versions) if attempt > 1 else loaded.versions
         config = with_versions(loaded.config, versions)
         config["parameters"] = {**config.get("parameters", {}), RESTARTS_PARAMETER: {"string_value": str(number)}}
-        before = [pid for pid, stub in self._stubs.copy().items() if stub.model == model]
+        before = [one for one in self._processes.copy().values() if one.stub and one.stub.model == model]
         self._server.load(model, config)
-        self._drained_at.update(dict.fromkeys(before, time.monotonic() + DRAIN_S))
+        for process in before:
+            process.ends_at = time.monotonic() + DRAIN_S
         self._missing.discard(model)
         _let_newer_versions_be_noticed(self._server.repository / model, versions)
 
@@ -351,7 +360,7 @@ class Watchdog:
         self._observed_at = time.monotonic()
         with suppress(OSError, HTTPException):
             # Before the query: its answer lacks what is loaded meanwhile.
-            missing, present = self._missing.copy(), set(self._present)
+            missing, present = self._missing.copy(), self._processes.copy()
             healing = {model for model, thread in list(self._healing.items()) if thread.is_alive()}
             index = json.loads(self._server.request("POST", "v2/repository/index", timeout=timeout_s))
             self._loading = {entry["name"] for entry in index if entry.get("state") == "LOADING"}
@@ -366,19 +375,20 @@ class Watchdog:
             self._ambiguous = {model for model, versions in ready.items() if len({*versions}) < len(versions)}
             self._settle(present, self._loading | healing)
 
-    def _settle(self, present: set[int], loading: set[str]) -> None:
+    def _settle(self, present: Mapping[int, Process], loading: set[str]) -> None:
         """Note which processes have loaded their models. The server calls a version ready also while it loads it again:
         the new processes have loaded it when the old ones are gone. Where these went unseen, two loads have followed
         each other between two looks, and the processes of the second may still load it.
         """
-        known = {pid: self._stubs[pid] for pid in present & self._stubs.keys()}
-        versions: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
-        for pid in sorted(known.keys() - self._lost, key=stubs.began):
-            versions[known[pid].model, known[pid].version].append(pid)
-        for (model, _), pids in versions.items():
-            if model not in loading and self._settled.isdisjoint(pids):
-                self._settled.update(pids[: self._num_instances(model)])
-        self._settled = (self._settled | self._lost) & present
+        versions: defaultdict[tuple[str, int], list[Process]] = defaultdict(list)
+        for pid in sorted(present, key=stubs.began):
+            process = present[pid]
+            if process.stub and not process.is_lost:
+                versions[process.stub.model, process.stub.version].append(process)
+        for (model, _), processes in versions.items():
+            if model not in loading and not any(process.has_loaded for process in processes):
+                for process in processes[: self._num_instances(model)]:
+                    process.has_loaded = True
 
     def _num_instances(self, model: str) -> int | None:
         """How many processes a version of a model has; None: it is not served."""
@@ -389,15 +399,11 @@ class Watchdog:
 
     def _end_replaced(self) -> None:
         """Kill processes that the server has not ended although a load has replaced them."""
-        for pid, end in self._drained_at.copy().items():
-            stub = self._stubs.get(pid)
-            if stub is not None and time.monotonic() < end:
-                continue
-            del self._drained_at[pid]
-            if stub is not None and pid not in self._lost:
-                self._lost.add(pid)
-                say(f"{stub} was replaced and is killed: the server does not end it")
-                self._end(stub)
+        for process in self._processes.values():
+            if process.stub and process.ends_at and time.monotonic() >= process.ends_at and not process.is_lost:
+                process.is_lost = True
+                say(f"{process.stub} was replaced and is killed: the server does not end it")
+                self._end(process.stub)
 
     def _end(self, stub: Stub) -> None:
         """Kill it if it still lives, and remove its shared memory and heartbeat, which no other process removes."""

@@ -15,7 +15,7 @@ import pytest
 from tests.testing.servers import wait_until
 from triton_backend.launcher import stubs, watchdog
 from triton_backend.launcher.stubs import Stub
-from triton_backend.launcher.watchdog import LoadedVersions, Watchdog
+from triton_backend.launcher.watchdog import LoadedVersions, Process, Watchdog
 
 _SERVER = """
 import subprocess, time
@@ -78,11 +78,11 @@ def test_a_process_that_is_lost_late_ends_after_a_load_of_its_own(
 
     def end(stub: Stub) -> None:
         if stub is first:
-            watched._lose(second, "is hung")
+            watched._lose(Process(), second, "is hung")
         events.append(stub.memory)
 
     monkeypatch.setattr(watched, "_end", end)
-    watched._lose(first, "is hung")
+    watched._lose(Process(), first, "is hung")
     wait_until(lambda: len(events) == 4, "both loads and both ends")
     assert events.index(second.memory) > len(events) - 1 - events[::-1].index("load")
     assert events[0] == "load"
@@ -140,7 +140,7 @@ def test_a_model_whose_name_others_have_does_not_keep_the_rest_from_being_loaded
     watched = Watchdog(NamespacingServer(2**31, tmp_path))
     monkeypatch.setattr(watched, "_end", lambda stub: None)
     for number, model in enumerate(("ctr", "rank")):
-        watched._lose(Stub(2**31 + number, model, 1, f"none-{number}"), "is hung")
+        watched._lose(Process(), Stub(2**31 + number, model, 1, f"none-{number}"), "is hung")
     wait_until(lambda: bool(loads), "the load")
     assert loads == ["rank"]
     assert "several models are called 'ctr', so none can be loaded again" in capsys.readouterr().err
