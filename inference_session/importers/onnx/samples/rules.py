@@ -31,7 +31,8 @@ def _equal(step: Step) -> list[Kind]:
         compared = step.fixed(other)
         if step.sizes_of_samples and is_size(step.kinds[sizes]) and compared and max(compared) < 0:
             found = [run.get(step.node.input[sizes]) for run in step.observed.values]
-            if all(values is not None and np.all(values >= 0) for values in found):
+            counts = getattr(step.kinds[sizes], "counts", False)  # all else is constant, as -1 in `expand(-1, n)` is
+            if all(values is not None and np.all((values >= 0) | ~np.asarray(counts)) for values in found):
                 return [CONSTANT]
     return _elementwise(step)
 

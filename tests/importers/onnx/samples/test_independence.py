@@ -109,6 +109,9 @@ HOSTILE = {
     "einsum over pairs": """g = Einsum<equation = "ik,jk->ij">(e, d) y = MatMul(g, both)""",
     "einsum over the batch": """s = Einsum<equation = "ij->j">(both) y = Add(both, s)""",
     "number of samples": "s = Shape(d) f = Cast<to = 1>(s) x = ReduceSum<keepdims = 0>(f) y = Mul(both, x)",
+    "as many samples as a constant, beside -1": """n = Shape<end = 1>(d) none = Constant<value = int64[1] {-1}>()
+        s = Concat<axis = 0>(n, none) q = Constant<value = int64[2] {30, -1}>() c = Equal(s, q) f = Cast<to = 1>(c)
+        m = ReduceSum<keepdims = 0>(f) y = Add(both, m)""",
     "share of the number of samples": """s = Shape<end = 1>(d) f = Cast<to = 1>(s) y = Div(both, f)""",
     "at most a hundred samples": """s = Shape<end = 1>(d) l = Constant<value = int64[1] {60}>() t = Min(s, l)
         f = Cast<to = 1>(t) y = Add(both, f)""",
@@ -350,6 +353,10 @@ SOUND = {
         k = Shape(wide) all = ConstantOfShape<value = int64[1] {1}>(k) m = Constant<value = int64 {-1}>()
         none = Mul(all, m) c = Equal(wide, none) r = Where(c, all, wide) x = Expand(small3, r) p = Greater(both, x)
         f = Cast<to = 1>(p) y = ReduceSum<keepdims = 0>(f, az)""",
+    "a learnt vector, expanded by PyTorch": """n = Shape<end = 1>(both) none = Constant<value = int64[1] {-1}>()
+        wide = Concat<axis = 0>(n, none, none) k = Shape(wide) all = ConstantOfShape<value = int64[1] {1}>(k)
+        m = Constant<value = int64 {-1}>() nones = Mul(all, m) c = Equal(wide, nones) r = Where(c, all, wide)
+        x = Expand(query, r) g = Concat<axis = 1>(x, h) y = ReduceMax<keepdims = 0>(g, one)""",
     "columns": """p, q = Split<axis = 1, num_outputs = 2>(both) b = Constant<value = int64[2] {0, 1}>()
         t = Constant<value = int64[2] {9223372036854775807, 3}>() a = Constant<value = int64[2] {0, 1}>() r =
         Slice(both, b, t, a)
