@@ -67,6 +67,7 @@ def test_what_a_process_without_redis_writes_reaches_others(
             wait_until(lambda value=value: is_answered(reading, value), "the rows of the other session")  # type: ignore[misc]
         why = "another process wrote rows to the tier below and not to this one"
         wait_until(lambda: why in str(reading.stats()["tiers"]["volatile"]["failure"]), "the reason in the statistics")
+        wait_until(lambda: why in caplog.text, "the log")
         assert caplog.text.count(why) == 1
 
 

@@ -58,7 +58,8 @@ def create_parameter_server(version: VersionDirectory, config: SessionConfig) ->
             tier.sources = sources
         _check(tiers)
         if has_files:
-            files = TableFileStore(version, tiers[-1].store, verify_indexes=config.verify == "full")
+            verify, follows = config.verify == "full", config.update_stream is not None
+            files = TableFileStore(version, tiers[-1].store, verify_indexes=verify, follows_stream=follows)
             tiers.append(Tier("files", files))
         opened.pop_all()
     return ParameterServer(

@@ -26,14 +26,23 @@ class TableFileStore(EmbeddingStore):
     What is inserted is in the store above, which is asked first.
     """
 
-    def __init__(self, version: VersionDirectory, store: EmbeddingStore, *, verify_indexes: bool = False) -> None:
+    def __init__(
+        self,
+        version: VersionDirectory,
+        store: EmbeddingStore,
+        *,
+        verify_indexes: bool = False,
+        follows_stream: bool = False,
+    ) -> None:
         """Open the tables as VersionDirectory.open_tables.
 
         `store`: has a table `<table>~erased` of embedding_dim 1 for each of them; the caller closes it.
+        `follows_stream`: others who follow it may be the first to erase a row that this process has answered, and its
+        row of before, in the files, must not come back until this process has followed.
         """
         self._files = {file.spec.folder: file for file in version.open_tables(verify_indexes=verify_indexes)}
         super().__init__({table: file.spec.embedding_dim for table, file in self._files.items()})
-        self._store = store
+        self._store, self._follows_stream = store, follows_stream
         self._any_erased = dict.fromkeys(self._files, False)
         self.refresh()
 
@@ -59,7 +68,8 @@ class TableFileStore(EmbeddingStore):
     def fetch(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
         """See EmbeddingStore. While the store is down, rows erased from the files reappear."""
         found = self._file(table).fetch(keys, out)
-        if self._any_erased[table] and found.any():
+        may_be_erased = self._any_erased[table] or (self._follows_stream and self._store.is_shared)
+        if may_be_erased and found.any():
             with contextlib.suppress(UnavailableError, StoreError):
                 found[found] = ~self._erased(table, keys[found])
         return found

@@ -93,8 +93,9 @@ class Operator:
             self._target.update_in_place(new.number)
 
         is_stream = self._plan.writer is Writer.STREAM
-        if is_stream and self._plan.has_rocksdb:
+        if is_stream and (self._plan.has_rocksdb or self._plan.cache_bytes):
             # update-rows.md, "Run several servers": others than its writer see what is in a RocksDB a second later.
+            # consistency.md, "What is not promised": what a process has cached, after it has applied the message.
             self._expectations.permit("stream behind", Permit.OLD_ROWS)
         self._replace(new, replace)
         shutil.rmtree(beside)

@@ -23,3 +23,19 @@ def test_rows_erased_while_others_look_for_erased_ones_stay_erased(tmp_path: Pat
     store.refresh()
 
     assert store.fetch("t", KEYS, np.empty((3, 2), np.float32)).tolist() == [True, False, True]
+
+
+class SharedStore(MemoryStore):
+    """That others write to."""
+
+    is_shared = True
+
+
+def test_a_row_that_another_follower_of_a_stream_erased_first_stays_erased(tmp_path: Path) -> None:
+    """Before this process has applied the message, and has learned that any row of the table is erased."""
+    memory = SharedStore({"t": 2, "t" + ERASED_SUFFIX: 1})
+    store = table_files(tmp_path, {"t": (KEYS, np.ones((3, 2), np.float32))}, memory, follows_stream=True)
+
+    memory.insert("t" + ERASED_SUFFIX, KEYS[1:2], np.ones((1, 1), np.float32))
+
+    assert store.fetch("t", KEYS, np.empty((3, 2), np.float32)).tolist() == [True, False, True]

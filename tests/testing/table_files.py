@@ -17,11 +17,16 @@ from inference_session.version_directory.version import VersionDirectory
 
 
 def table_files(
-    folder: Path, rows: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float32]]], store: EmbeddingStore
+    folder: Path,
+    rows: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float32]]],
+    store: EmbeddingStore,
+    *,
+    follows_stream: bool = False,
 ) -> TableFileStore:
     """The tables, keys and vectors by name, written to a folder; `store` remembers which rows were erased."""
     for table, (keys, vectors) in rows.items():
         write_table(folder / TABLES_FOLDER / table, [vectors], keys=[keys])
     specs = tuple(TableSpec(table, table, *vectors.shape) for table, (_, vectors) in rows.items())
     manifest.write_manifest(folder)
-    return TableFileStore(VersionDirectory(folder, ModelSpec((), (), specs, ())), store)
+    version = VersionDirectory(folder, ModelSpec((), (), specs, ()))
+    return TableFileStore(version, store, follows_stream=follows_stream)
