@@ -75,7 +75,9 @@ class Iteration:
         }
 
 
-def _of_loop(node: NodeProto, body: GraphProto) -> Iteration:
+def _of_loop(node: NodeProto, body: GraphProto) -> Iteration | None:
+    if any(value.type.tensor_type.shape.dim for value in body.input[:2]):  # ONNX Runtime gives what is declared
+        return None
     inputs, outputs = [value.name for value in body.input], [value.name for value in body.output]
     num_states = len(node.input) - 2
     given = [*node.output, *[""] * (len(outputs) - 1 - len(node.output))]

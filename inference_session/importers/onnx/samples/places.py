@@ -8,11 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from onnx import TensorProto
+
 from inference_session.importers.onnx.samples.kinds import Axis, Free, Kind, PerSample, Placed, Places
 from inference_session.importers.onnx.samples.step import Step
 
 _MOVING = ("Cast", "Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Tile", "Transpose", "Unsqueeze")
-"""Operators whose results have no other elements than their first operand. A Cast may round, and only large numbers."""
+"""Operators whose results have no other elements than their first operand, if a Cast keeps them (`_is_exact`)."""
+_EXACT = (TensorProto.INT32, TensorProto.INT64, TensorProto.FLOAT, TensorProto.DOUBLE)
+"""Types that have all places of a batch; those of fewer bits wrap, or round, from some place on."""
 
 
 def follow_places(step: Step, rule: Callable[[Step], list[Kind]]) -> list[Kind]:
@@ -23,11 +27,15 @@ def follow_places(step: Step, rule: Callable[[Step], list[Kind]]) -> list[Kind]:
     if step.node.op_type == "Shape" and found != [None]:
         return found
     if all(isinstance(kind, Free) for kind in step.kinds):
-        is_moved = step.node.op_type in _MOVING and isinstance(places := step.kinds[0], Places) and places.exact
+        is_moved = _is_exact(step) and isinstance(places := step.kinds[0], Places) and places.exact
         blocks = [kind.before for kind in found if isinstance(kind, PerSample)]
         is_placed = len(blocks) == len(found)
         return [Places(before=before, exact=is_moved) for before in blocks] if is_placed else rule(step)
     return _at_own_places(step) or [_placed(step, kind) for kind in found]
+
+
+def _is_exact(step: Step) -> bool:
+    return step.node.op_type in _MOVING and (step.node.op_type != "Cast" or step.attribute("to", 0) in _EXACT)
 
 
 def _as_sample(kind: Kind) -> Kind:
@@ -41,7 +49,7 @@ def _placed(step: Step, kind: Kind) -> Kind:
 def _column(step: Step) -> int | None:
     """Where a list of indices, such as GatherND reads, has the places of samples."""
     if step.node.op_type in ("Cast", "Identity") and isinstance(kind := step.kinds[0], Placed):
-        return kind.column
+        return kind.column if _is_exact(step) else None
     if step.node.op_type != "Concat" or step.attribute("axis", 0) % step.rank() != step.rank() - 1:
         return None
     places = [(i, kind) for i, kind in enumerate(step.kinds) if isinstance(kind, Places | Placed)]

@@ -37,6 +37,18 @@ HOSTILE = {
     "products of samples, transposed": "g = com.microsoft.FusedMatMul<transA = 1>(both, both) y = MatMul(both, g)",
     "sums over samples, transposed": """t = Transpose<perm = [1, 0]>(both)
         g = com.microsoft.FusedMatMul<transB = 1>(t, t) y = MatMul(both, g)""",
+    "places that wrap": """b = Cast<to = 3>(places) p = Cast<to = 7>(b) m = Constant<value = int64 {3}>()
+        k = Mod(id, m) v = Unsqueeze(p, one) u = Unsqueeze(k, one) j = Concat<axis = 1>(v, u) x = GatherND(h, j)
+        y = Add(x, both)""",
+    "places that wrap, in a list": """m = Constant<value = int64 {3}>() k = Mod(id, m) v = Unsqueeze(places, one)
+        u = Unsqueeze(k, one) i = Concat<axis = 1>(v, u) b = Cast<to = 2>(i) j = Cast<to = 7>(b) x = GatherND(h, j)
+        y = Add(x, both)""",
+    "loop that counts in a list": """l9 = Constant<value = float {1000}>() far = Greater(d, l9)
+        rare = Cast<to = 1>(far) a1 = Unsqueeze(rare, az) a = Concat<axis = 0>(a1, a1)
+        f = Constant<value = int64[2] {-1, 4}>()
+        y = Loop(twice, goes_on, both) <body = b (int64[1] j, bool cin, float[n, 4] state) => (bool cout,
+        float[n, 4] next) { cout = Identity(cin) x = Gather(a, j) p = CumSum(x, one) r = Reshape(p, f)
+        next = Add(state, r) }>""",
     "maximum of the batch": "a = Constant<value = int64[1] {0}>() m = ReduceMax(d, a) y = Sub(both, m)",
     "branch on the maximum": """a = Constant<value = int64[1] {0, 1}>() m = ReduceMax<keepdims = 0>(d)
         l = Constant<value = float {3}>() c = Greater(m, l)
