@@ -58,8 +58,14 @@ def create_parameter_server(version: VersionDirectory, config: SessionConfig) ->
             tier.sources = sources
         _check(tiers)
         if has_files:
-            verify, follows = config.verify == "full", config.update_stream is not None
-            files = TableFileStore(version, tiers[-1].store, verify_indexes=verify, follows_stream=follows)
+            above = tiers[-1]
+            files = TableFileStore(
+                version,
+                above.store,
+                verify_indexes=config.verify == "full",
+                follows_stream=config.update_stream is not None,
+                is_out=lambda: above.health.failure is not None,
+            )
             tiers.append(Tier("files", files))
         opened.pop_all()
     return ParameterServer(

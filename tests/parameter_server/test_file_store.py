@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from inference_session.parameter_server.base import ERASED_SUFFIX
 from tests.testing.memory_store import MemoryStore
@@ -39,3 +40,13 @@ def test_a_row_that_another_follower_of_a_stream_erased_first_stays_erased(tmp_p
     memory.insert("t" + ERASED_SUFFIX, KEYS[1:2], np.ones((1, 1), np.float32))
 
     assert store.fetch("t", KEYS, np.empty((3, 2), np.float32)).tolist() == [True, False, True]
+
+
+def test_a_store_that_is_out_is_not_asked(tmp_path: Path) -> None:
+    """Each look-up would wait for it."""
+    asked = HookedStore(SharedStore({"t": 2, "t" + ERASED_SUFFIX: 1}))
+    asked.hooks["fetch"] = lambda: pytest.fail("asked")
+    rows = {"t": (KEYS, np.ones((3, 2), np.float32))}
+    store = table_files(tmp_path, rows, asked, follows_stream=True, is_out=lambda: True)
+
+    assert store.fetch("t", KEYS, np.empty((3, 2), np.float32)).all()

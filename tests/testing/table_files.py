@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ def table_files(
     store: EmbeddingStore,
     *,
     follows_stream: bool = False,
+    is_out: Callable[[], bool] = bool,
 ) -> TableFileStore:
     """The tables, keys and vectors by name, written to a folder; `store` remembers which rows were erased."""
     for table, (keys, vectors) in rows.items():
@@ -29,4 +30,4 @@ def table_files(
     specs = tuple(TableSpec(table, table, *vectors.shape) for table, (_, vectors) in rows.items())
     manifest.write_manifest(folder)
     version = VersionDirectory(folder, ModelSpec((), (), specs, ()))
-    return TableFileStore(version, store, follows_stream=follows_stream)
+    return TableFileStore(version, store, follows_stream=follows_stream, is_out=is_out)
