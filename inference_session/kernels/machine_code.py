@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import numba
 from llvmlite import binding as llvm
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile, NullCache
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 
@@ -222,11 +223,12 @@ class _KeptKernel(Kernel):
     _cache: KeptCode
 
     def compile(self, sig: Any) -> Any:
-        try:
-            return super().compile(sig)
-        except BaseException:
-            self._cache.give_up()
-            raise
+        with global_compiler_lock:  # else another thread could begin its turn before this one gives up
+            try:
+                return super().compile(sig)
+            except BaseException:
+                self._cache.give_up()
+                raise
 
 
 def compiled(function: Callable[..., Any], signature: str | None = None, **options: Any) -> Any:
