@@ -26,7 +26,6 @@ from triton_backend.launcher.installation import (
 )
 from triton_backend.launcher.ports import reserved_ports, served_ports
 from triton_backend.launcher.reaper import SHARED_MEMORY
-from triton_backend.repository.view import has_gpu
 
 LEAST_SHARED_BYTES = 64 << 20
 """A container's default, enough for a few models and small requests."""
@@ -34,6 +33,8 @@ LEAST_OPEN_FILES = 1024
 _NEWEST_PYTHON, _OLDEST_PYTHON = (3, 13), (3, 10)
 _START_TIMEOUT_S = 30
 _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+_NONE_VISIBLE = ("", "-1", "none", "void", "NoDevFiles")
+"""What people write to hide all GPUs."""
 
 
 def check_python() -> Iterator[Finding]:
@@ -113,9 +114,8 @@ def check_gpu() -> Iterator[Finding]:
             fix = "give the container its GPUs: docker run --gpus all, or nvidia.com/gpu in Kubernetes"
             yield Finding("GPU", "warning", "the machine has an NVIDIA driver, but this process sees no GPU", fix)
         return
-    hidden = os.environ.get(_VISIBLE_GPUS)
-    if hidden is not None and not has_gpu():
-        yield Finding("GPU", "ok", f"none, as {_VISIBLE_GPUS} is {hidden!r}; models are served on the CPU")
+    if (visible := os.environ.get(_VISIBLE_GPUS)) is not None and visible.strip() in _NONE_VISIBLE:
+        yield Finding("GPU", "ok", f"none, as {_VISIBLE_GPUS} is {visible!r}; models are served on the CPU")
         return
     text = driver.read_text(encoding="utf-8").splitlines()[0] if driver.exists() else "NVIDIA, driver unknown"
     yield Finding("GPU", "ok", text)
