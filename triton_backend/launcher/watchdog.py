@@ -148,7 +148,7 @@ class Watchdog:
         self._loading: set[str] = set()
         """Models of which a version was being loaded at the last look."""
         self._ambiguous: set[str] = set()
-        """Names that several models of several repositories have."""
+        """Names of ready models whose configuration was refused: several models of several repositories have them."""
         self._missing: set[str] = set()
         """Models that have not been loaded since the server was started again."""
         self._lock = threading.Lock()  # of the next three
@@ -367,13 +367,20 @@ class Watchdog:
             ready = ready_versions(index)
             for model in set(self._loaded) - set(ready) - missing - (self._loading & healing):
                 self._loaded.pop(model, None)
-            for model, versions in ready.items():
-                path = f"v2/models/{in_url(model)}/config"
-                with suppress(HTTPError):  # it was unloaded meanwhile, or is one of several models of this name
-                    config = json.loads(self._server.request("GET", path, timeout=timeout_s))
-                    self._loaded[model] = LoadedVersions(tuple(versions), config)
-            self._ambiguous = {model for model, versions in ready.items() if len({*versions}) < len(versions)}
-            self._settle(present, self._loading | healing)
+            try:
+                self._read_configs(ready, timeout_s)
+            finally:
+                self._settle(present, self._loading | healing)
+
+    def _read_configs(self, ready: Mapping[str, Sequence[int]], timeout_s: float) -> None:
+        refused = {*ready}
+        for model, versions in ready.items():
+            path = f"v2/models/{in_url(model)}/config"
+            with suppress(HTTPError):  # it was unloaded meanwhile, or is one of several models of this name
+                config = json.loads(self._server.request("GET", path, timeout=timeout_s))
+                self._loaded[model] = LoadedVersions(tuple(versions), config)
+                refused.discard(model)
+        self._ambiguous = refused
 
     def _settle(self, present: Mapping[int, Process], loading: set[str]) -> None:
         """Note which processes have loaded their models. The server calls a version ready also while it loads it again:

@@ -130,8 +130,8 @@ def test_a_model_whose_name_others_have_does_not_keep_the_rest_from_being_loaded
         def request(self, method: str, path: str, *_: Any, **__: Any) -> bytes:
             if path == "v2/models/ctr/config":
                 raise HTTPError(path, 400, "There are 2 identifiers of model 'ctr'", Message(), None)
-            names = ("ctr", "ctr", "rank")
-            index = [{"name": name, "version": "1", "state": "READY"} for name in names]
+            models = (("ctr", "1"), ("ctr", "2"), ("rank", "1"))
+            index = [{"name": name, "version": version, "state": "READY"} for name, version in models]
             return json.dumps(index if method == "POST" else {}).encode()
 
         def load(self, model: str, _: Any) -> None:
