@@ -108,7 +108,7 @@ class CpuEmbeddingCache(HostCache):
         super().__init__(dims, num_threads=num_threads)
         self.cache_bytes = cache_bytes
         rows = cpu_budget.rows_per_table(dims, cache_bytes, num_rows)
-        _check_memory(cpu_budget.total_bytes(dims, rows))
+        _check_memory(cpu_budget.allocated_bytes(dims, rows))
         try:
             self.arrays = {t: allocate(n, cpu_budget.row_bytes(dims[t])) for t, n in rows.items()}
         except MemoryError as error:
@@ -259,7 +259,7 @@ class _PooledMisses(Misses):
 
 
 def _check_memory(needed: int) -> None:
-    """Linux may promise more memory than there is, and end the process when the cache fills."""
+    """Refuse more memory than there is: Linux may promise it, and end the process when the cache fills."""
     there_are = total_bytes()
     if 0 < there_are < needed:
         raise ConfigurationError(

@@ -21,12 +21,12 @@ _MOST_ROWS = MAX_ROWS - NUM_LISTS
 
 def bytes_to_hold(dims: Mapping[str, int], num_rows: Mapping[str, int]) -> int:
     """The cache_bytes that a cache for this many float32 rows of each table takes."""
-    return total_bytes(dims, {table: rows_to_hold(num_rows[table]) for table in dims})
+    return allocated_bytes(dims, {table: rows_to_hold(num_rows[table]) for table in dims})
 
 
-def total_bytes(dims: Mapping[str, int], rows: Mapping[str, int]) -> int:
+def allocated_bytes(dims: Mapping[str, int], rows: Mapping[str, int]) -> int:
     """The memory of tables with these many rows each, spare ones included."""
-    return sum(table_bytes(rows[table], row_bytes(dim)) for table, dim in dims.items())
+    return _total_bytes([rows[table] for table in dims], [row_bytes(dim) for dim in dims.values()])
 
 
 def rows_held(dims: Mapping[str, int], cache_bytes: int, num_rows: Mapping[str, int] | None = None) -> dict[str, int]:
