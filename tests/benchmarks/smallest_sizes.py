@@ -78,7 +78,7 @@ SMALLEST = (
         "MIN_RECORDS": 1000,
     }, needs="training"),
     Smallest("training", "T1", "4 ranks: answers differ", needs="training"),
-    Smallest("gpu_cache", "--quick --only G2", "a shape that comes for the first time", needs="gpu"),
+    Smallest("gpu_cache", "--quick --only G2,G3", "rows from there", needs="gpu"),
     Smallest("gpu_profile", "--rows 65536", "registers", needs="gpu"),
     Smallest("gpu_stored_rows", "--samples 8 --rows 1000", "10.0% missing", needs="gpu"),
     Smallest("gpu_triton", "--rows 1000 --rounds 1 --seconds 0.1", "of null, goal", needs="gpu"),
