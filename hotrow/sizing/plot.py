@@ -100,10 +100,10 @@ def _draw_plan(axes: Axes, report: SizingReport) -> None:
     axes.plot(sizes, [point.hit_rate for point in points], color=_OURS, lw=2.4, label="hotrow")
     axes.axhline(report.ours.best_hit_rate, color=_LRU, lw=0.8, ls=":")
     axes.annotate("best possible", (sizes[0], report.ours.best_hit_rate), (0, 3), textcoords="offset points", size=8)
-    _mark(axes, report.knee, "knee", _KNEE)
-    _mark(axes, report.recommended, "recommended", _CHOSEN)
+    _draw_size(axes, report.knee, "knee", _KNEE)
+    _draw_size(axes, report.recommended, "recommended", _CHOSEN)
     if report.cache_bytes >= report.ours.least_bytes:
-        _mark(axes, (report.cache_bytes, report.ours.hit_rate(report.cache_bytes)), "as asked", _ASKED)
+        _draw_size(axes, (report.cache_bytes, report.ours.hit_rate(report.cache_bytes)), "as asked", _ASKED)
     _finish(axes, "cache_bytes", lambda size, _: in_units(round(size)), base=4)
     axes.set_title(
         f"Hit rate of a cache for {report.version_dir.parent.name}, version {report.version_dir.name}",
@@ -114,7 +114,7 @@ def _draw_plan(axes: Axes, report: SizingReport) -> None:
     axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=5, fontsize=9, frameon=False)
 
 
-def _mark(axes: Axes, point: tuple[int, float], name: str, color: str) -> None:
+def _draw_size(axes: Axes, point: tuple[int, float], name: str, color: str) -> None:
     size, hit_rate = point
     axes.plot([size, size], [0, hit_rate], color=color, lw=1, ls="--")
     label = f"{name}: {in_units(size)}, {hit_rate:.3f}"

@@ -95,7 +95,7 @@ class Table:
         return self.embedding_dim * np.dtype(self.file_type).itemsize
 
     @property
-    def unknown_mark(self) -> float:
+    def unknown_value(self) -> float:
         """Each element of the default vector of a table that has an unknown vector for each of its shards."""
         return torch.finfo(getattr(torch, self.file_type)).min
 

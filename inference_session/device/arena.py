@@ -31,10 +31,10 @@ class Arena:
         self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         return self._blocks[self._current], begin
 
-    def mark(self) -> tuple[int, int]:
-        """How much has been taken, for `reset`."""
+    def position(self) -> tuple[int, int]:
+        """Up to where memory has been taken, for `reset`."""
         return self._current, self._used
 
-    def reset(self, mark: tuple[int, int] = (0, 0)) -> None:
-        """Free what was taken since the mark."""
-        self._current, self._used = mark
+    def reset(self, position: tuple[int, int] = (0, 0)) -> None:
+        """Free what was taken behind this position."""
+        self._current, self._used = position

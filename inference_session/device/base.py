@@ -20,7 +20,7 @@ class UsedMemory(NamedTuple):
     """Of the memory: requests at the same time have others."""
     pinned: tuple[int, int]
     device: tuple[int, int]
-    """See Arena.mark."""
+    """See Arena.position."""
 
 
 class Columns(ABC):

@@ -173,14 +173,14 @@ class CudaDevice(Device):
     def scratch(self) -> Iterator[None]:
         """What is taken within is free again after it: then all that was launched has ended."""
         arenas = self._memory.pinned, self._memory.device
-        marks = [arena.mark() for arena in arenas]
+        positions = [arena.position() for arena in arenas]
         yield
         self.wait()
-        for arena, mark in zip(arenas, marks, strict=True):
-            arena.reset(mark)
+        for arena, position in zip(arenas, positions, strict=True):
+            arena.reset(position)
 
     def used(self) -> UsedMemory:
-        return UsedMemory(self._memory.number, self._memory.pinned.mark(), self._memory.device.mark())
+        return UsedMemory(self._memory.number, self._memory.pinned.position(), self._memory.device.position())
 
     def skip(self, used: UsedMemory | None) -> None:
         if used is not None and used.number == self._memory.number:  # else all of this memory is another's

@@ -8,9 +8,9 @@ from typing import Literal, TypeAlias
 Stage: TypeAlias = Literal["check", "look-up", "network", "answer"]
 """`check`: requests are read and looked at. `look-up`: keys are computed, and vectors fetched. `network`: the dense
 network runs. `answer`: its outputs are split by request."""
-Mark: TypeAlias = Callable[[Stage], object]
-"""Called with each stage as it begins. A batch that fails is computed again request by request, and marked again."""
+OnStage: TypeAlias = Callable[[Stage], object]
+"""Called with each stage as it begins. A batch that fails is computed again, request by request."""
 
 
-unmarked: Mark = id
+ignore_stage: OnStage = id
 """Does nothing. It is a built-in function because each request calls it several times."""

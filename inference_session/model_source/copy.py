@@ -95,7 +95,7 @@ class Copy:
             if self._is_unchanged():
                 if failure is not None:
                     raise failure
-                self._draft.publish()
+                self._draft.move_into_place()
                 return CopyReport(len(self._inventory.files), self.num_bytes, num_resumed)
         raise UnavailableError(f"{self._origin.name_of('')}: its files changed while they were copied")
 

@@ -63,7 +63,7 @@ class DraftCopy:
                         self.tidy_up()
                 raise
 
-    def publish(self) -> None:
+    def move_into_place(self) -> None:
         """Make it the target, and remove the draft; ConfigurationError where the target exists by now."""
         self.place.rename(self.path_of(""), self._name)
         self.tidy_up()

@@ -26,7 +26,7 @@ from inference_session.tables.updated_table import UpdatedTable
 
 
 class UpdatedRowWriter(RowWriter):
-    """Keeps the updated rows of all tables, and publishes them to look-ups: on the host, then on each device."""
+    """Keeps the updated rows of all tables, and makes look-ups find them: on the host, then on each device."""
 
     def __init__(self, files: Sequence[TableFile], copies: Sequence[DeviceTables] = ()) -> None:
         """`copies`: the tables of GPUs, which get the changed rows as well; the caller closes them."""
@@ -78,7 +78,7 @@ class UpdatedRowWriter(RowWriter):
         """Change a table on the host, then its copies; `rows`: as look-ups answer them from then on."""
         with self._writing, self.log.writing(table, rows.keys):
             change()
-            self._publish(table)
+            self._renew_state(table)
             self._copy(table, rows)
 
     def _copy(self, folder: str, updated: UpdatedRows) -> None:
@@ -89,7 +89,7 @@ class UpdatedRowWriter(RowWriter):
             for tables in reversed(self._copies):
                 puts.callback(tables.put, self._numbers[folder], updated, self.tables[folder].all_rows)
 
-    def _publish(self, folder: str) -> None:
+    def _renew_state(self, folder: str) -> None:
         """Make later look-ups find the changed rows of a table. Must be called while holding `_writing`."""
         table, t, state = self.tables[folder], self._numbers[folder], self._state
         deleted_address = table.arrays.deleted.ctypes.data if table.any_deleted else 0

@@ -147,7 +147,7 @@ class FollowedPartitions:
         return self.positions.is_new(one, offset)
 
     def reach(self, ends: Mapping[Partition, int]) -> None:
-        """Count offsets between the last message and the end as read: marks of transactions, or compacted messages."""
+        """Count offsets from the last message to the end as read: of control records, or of compacted messages."""
         for one, end in ends.items():
             self.positions.reach(one, end)
         self.measure_lag()

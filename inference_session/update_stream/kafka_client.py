@@ -142,7 +142,7 @@ def received(consumer: Consumer, num_messages: int, deadline: float) -> list[Mes
 
 def read_to_end(consumer: Consumer, url: KafkaUrl, begin: TopicPartition, timeout_s: float) -> Iterator[list[Message]]:
     """Yield the messages of a partition from an offset to its end, some at a time. The end is where the brokers say so:
-    after the last message there may be marks of transactions, and offsets of messages that were compacted.
+    after the last message there may be control records of transactions, and offsets of messages that were compacted.
 
     Args:
         consumer: has `enable.partition.eof`, and reads nothing else from now on.

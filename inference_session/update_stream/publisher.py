@@ -45,7 +45,7 @@ _BATCH_BYTES = 256 << 10
 _ROWS_BETWEEN_POLLS = 1000
 _QUEUE_BYTES = 64 << 20
 _TOPIC_SETTINGS = {"cleanup.policy": "compact", "delete.retention.ms": str(10 * 365 * 24 * 3600 * 1000)}
-"""Settings of topics that we create: the last row of every key stays, and so does the mark that it was deleted."""
+"""Settings of topics that we create: the last row of every key stays, and so does the tombstone of a deleted one."""
 
 
 class Publisher:

@@ -32,7 +32,7 @@ MAX_RETRY_S = 60.0
 """The longest time between two attempts at content that could not be loaded."""
 
 _CONTENT = frozenset({"source", "ranking"})
-"""Fields of ModelSpec in which two contents of one version may differ. The marks of context inputs are among inputs."""
+"""Fields of ModelSpec in which two contents of one version may differ. Which inputs are the context is among inputs."""
 _TABLE_CONTENT = frozenset({"num_rows", "dtype", "default_vector"})
 """Fields of TableSpec in which they may."""
 

@@ -36,10 +36,10 @@ def test_what_is_taken_since_a_mark_is_free_again(sizes: list[int], more: list[i
     arena = Arena(bytearray, 1024)
     for _ in range(2):  # the second time all blocks are there
         first = [arena.take(size) for size in sizes]
-        mark = arena.mark()
+        position = arena.position()
         for size in more:
             arena.take(size)
-        arena.reset(mark)
+        arena.reset(position)
         between = [arena.take(size) for size in sizes]
         arena.reset()
     assert [arena.take(size) for size in (*sizes, *sizes)] == [*first, *between]

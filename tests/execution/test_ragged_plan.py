@@ -67,7 +67,7 @@ class RepeatingDevice(HostDevice):
         return self.stage(np.concatenate(parts, axis=None, dtype=np.int64))
 
     def used(self) -> Any:
-        return self._arena.mark()
+        return self._arena.position()
 
     def skip(self, used: Any) -> None:
         self._arena.reset(used)

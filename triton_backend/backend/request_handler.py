@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
+from functools import cache
 from itertools import repeat
 from typing import Any, TypeAlias
 
 import triton_python_backend_utils as pb_utils
+from numpy.typing import NDArray
 
 from inference_session.errors import HotrowError, InvalidRequestError, UnavailableError
-from inference_session.execution.stages import Mark, unmarked
+from inference_session.execution.stages import OnStage, ignore_stage
 from inference_session.model_spec import ModelSpec
 from inference_session.requests.batch import Request
 from inference_session.requests.outputs import Answer, JoinedAnswer
 from inference_session.session import InferenceSession
 from inference_session.versions import VersionManager
 from triton_backend.backend.errors import triton_error
-from triton_backend.backend.hugectr_responses import hugectr_array, hugectr_response, response_with_parameters
 from triton_backend.backend.output_tensors import ThreadTensors
 from triton_backend.backend.request_reader import RequestReader
 from triton_backend.backend.tensors import read_array, write_tensor
@@ -64,37 +65,37 @@ class RequestHandler:
         """Whether requests can be answered."""
         return self._versions.failure is None
 
-    def answer(self, requests: Sequence[TritonRequest], mark: Mark | None = None) -> list[TritonResponse]:
+    def answer(self, requests: Sequence[TritonRequest], on_stage: OnStage | None = None) -> list[TritonResponse]:
         """One response for each request, in order. Their tensors are views of memory that the next call in this thread
         uses again: keep the requests, and send the responses, before.
 
-        `mark`: see InferenceSession.run_many. None: `tracing` makes it.
+        `on_stage`: see InferenceSession.run_many. None: `tracing` makes it.
         """
-        if mark is None:
+        if on_stage is None:
             if self._tracing is not None:
                 with self._tracing.of(requests) as traced:
                     return self.answer(requests, traced)
-            mark = unmarked
-        mark("check")
+            on_stage = ignore_stage
+        on_stage("check")
         try:
             with self._versions.lease() as session:
                 # The fast path for most requests: a list of arrays in, tensors out.
                 if session.has_fast_path and (plain := self._reader.read(requests)) is not None:
                     arrays, outputs = plain
                     found: list[TritonResponse] | None
-                    found = session.fast_path.run(arrays, len(requests), outputs, mark, self._responses)
+                    found = session.fast_path.run(arrays, len(requests), outputs, on_stage, self._responses)
                     if found is not None:
                         return found
-                return self._answer_any(session, requests, mark)
+                return self._answer_any(session, requests, on_stage)
         except Exception as error:  # noqa: BLE001  every request must get an answer, whatever the error
             if len(requests) == 1:
                 return [self._failed(error)]
-            return [self._answer_alone(request, mark) for request in requests]
+            return [self._answer_alone(request, on_stage) for request in requests]
 
     def _responses(self, joined: JoinedAnswer) -> list[TritonResponse]:
         """The responses to plain requests, with copies of their outputs."""
         if not self._has_own_inputs:
-            joined = joined._replace(arrays=list(map(hugectr_array, joined.arrays)))
+            joined = joined._replace(arrays=list(map(_hugectr_array, joined.arrays)))
         maker = self._thread.tensors
         tensors = None if maker is None else maker.of(joined)
         if tensors is None:
@@ -106,19 +107,19 @@ class RequestHandler:
         if self._has_own_inputs:
             return list(map(pb_utils.InferenceResponse, by_request))
         # HugeCTR's: requests of HPS have no fast path.
-        return list(map(response_with_parameters, by_request, repeat(self._device_id), joined.counts.tolist()))
+        return list(map(_response_with_parameters, by_request, repeat(self._device_id), joined.counts.tolist()))
 
     def _answer_any(
-        self, session: InferenceSession, requests: Sequence[TritonRequest], mark: Mark
+        self, session: InferenceSession, requests: Sequence[TritonRequest], on_stage: OnStage
     ) -> list[TritonResponse]:
         read = [self._read(session, request) for request in requests]
-        return [self._response(answer, session.spec) for answer in session.run_many(read, mark)]
+        return [self._response(answer, session.spec) for answer in session.run_many(read, on_stage)]
 
-    def _answer_alone(self, request: TritonRequest, mark: Mark) -> TritonResponse:
+    def _answer_alone(self, request: TritonRequest, on_stage: OnStage) -> TritonResponse:
         """The answer to one of several requests, of which one failed, or all."""
         try:
             with self._versions.lease() as session:
-                return self._answer_any(session, [request], mark)[0]
+                return self._answer_any(session, [request], on_stage)[0]
         except Exception as error:  # noqa: BLE001  as above
             return self._failed(error)
 
@@ -143,7 +144,7 @@ class RequestHandler:
         if isinstance(answer, HotrowError):
             return _failure(answer)
         if not self._has_own_inputs:
-            return hugectr_response(answer, spec, self._device_id)
+            return _hugectr_response(answer, spec, self._device_id)
         # Triton has no scalars: they are sent in shape [1].
         arrays = {name: array if array.ndim else array.reshape(1) for name, array in answer.items()}
         return pb_utils.InferenceResponse([write_tensor(name, array) for name, array in arrays.items()])
@@ -153,3 +154,34 @@ def _failure(error: Exception) -> TritonResponse:
     if not isinstance(error, (InvalidRequestError, UnavailableError)):
         pb_utils.Logger.log_error("".join(traceback.format_exception(error)))
     return pb_utils.InferenceResponse(error=triton_error(error))
+
+
+def _hugectr_response(answer: Answer, spec: ModelSpec, device_id: int) -> Any:
+    """Each output as `_hugectr_array` has it; HPS's vectors as they are."""
+    tensors = [write_tensor(name, _hugectr_array(array)) for name, array in answer.items()]
+    num_samples = len(next(iter(answer.values()))) if answer and spec.takes_hugectr_requests else None
+    return _response_with_parameters(tensors, device_id, num_samples)
+
+
+def _hugectr_array(array: NDArray[Any]) -> NDArray[Any]:
+    """[num_samples] for one label, [num_samples, labels] for more."""
+    return array.reshape(-1) if array.ndim == 2 and array.shape[1] == 1 else array
+
+
+def _response_with_parameters(tensors: list[Any], device_id: int, num_samples: int | None) -> Any:
+    """A response with the parameters `DeviceID` and, if known, `NumSample`: from Triton 25.02, which supports them."""
+    if not _takes_parameters():
+        return pb_utils.InferenceResponse(tensors)
+    parameters = {"DeviceID": device_id}
+    if num_samples is not None:
+        parameters["NumSample"] = num_samples
+    return pb_utils.InferenceResponse(tensors, parameters=parameters)
+
+
+@cache
+def _takes_parameters() -> bool:
+    try:
+        pb_utils.InferenceResponse([], parameters={})
+    except TypeError:  # before Triton 25.02
+        return False
+    return True

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from inference_session.execution.stages import Mark, Stage, unmarked
+from inference_session.execution.stages import OnStage, Stage, ignore_stage
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -41,22 +41,22 @@ class RequestTracer:
         self._extract = TraceContextTextMapPropagator().extract
 
     @contextmanager
-    def of(self, requests: Sequence[Any]) -> Iterator[Mark]:
-        """Marks the stages of these requests (`pb_utils.InferenceRequest`), which are answered together.
+    def of(self, requests: Sequence[Any]) -> Iterator[OnStage]:
+        """What notes the stages of these requests (`pb_utils.InferenceRequest`), which are answered together.
 
         Each one that is traced gets a span for each stage that began in the meantime, ending where the next one begins.
         """
         parents = [json.loads(context) for request in requests if (context := request.trace().get_context())]
         if not parents:
-            yield unmarked
+            yield ignore_stage
             return
-        marks: list[tuple[Stage, int]] = []
+        stages: list[tuple[Stage, int]] = []
         try:
-            yield lambda stage: marks.append((stage, time.time_ns()))
+            yield lambda stage: stages.append((stage, time.time_ns()))
         finally:
-            ends = [begin for _, begin in marks[1:]] + [time.time_ns()]
+            ends = [begin for _, begin in stages[1:]] + [time.time_ns()]
             for parent in parents:
-                self._export(parent, marks, ends, {"hotrow.batch_requests": len(requests)})
+                self._export(parent, stages, ends, {"hotrow.batch_requests": len(requests)})
 
     def close(self) -> None:
         """Export what is left."""
@@ -65,12 +65,12 @@ class RequestTracer:
     def _export(
         self,
         parent: Mapping[str, str],
-        marks: Sequence[tuple[Stage, int]],
+        stages: Sequence[tuple[Stage, int]],
         ends: Sequence[int],
         attributes: Mapping[str, int],
     ) -> None:
         context = self._extract(parent)
-        for (stage, begin), end in zip(marks, ends, strict=True):
+        for (stage, begin), end in zip(stages, ends, strict=True):
             span = self._tracer.start_span(f"hotrow {stage}", context, start_time=begin, attributes=attributes)
             span.end(end)
 

@@ -1,8 +1,8 @@
 """Versions chosen at run time, by the version policy of the configuration that a load carries.
 
-Version 0 marks a policy as ours and not config.pbtxt's: no model has it, and Triton skips it. After it comes the policy
-that the choice replaced, encoded as numbers that no version has either. A client that cancels the choice reads it from
-there, as config.pbtxt may be on another machine.
+Version 0 says that a policy is ours and not config.pbtxt's: no model has it, and Triton skips it. After it comes the
+policy that the choice replaced, encoded as numbers that no version has either. A client that cancels the choice reads
+it from there, as config.pbtxt may be on another machine.
 
     specific { versions: [7, 0, -5] }            version 7 is chosen; before, latest { num_versions: 2 }
     specific { versions: [7, 0, -2, -6, -8] }                       before, specific { versions: [3, 5] }
@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_MARK = 0
+_POLICY_FOLLOWS = 0
+"""Is no version of a model."""
 _ALL, _SPECIFIC = -1, -2
 _OFFSET = 3
 """Offset between a number and its code, which is negative."""
@@ -26,7 +27,7 @@ _NEWEST = {"latest": {"num_versions": 1}}
 def with_versions(config: Mapping[str, Any], versions: Sequence[int]) -> dict[str, Any]:
     """A model's configuration that chooses these versions, and remembers the policy that they replace."""
     policy = without_choice(config)["version_policy"]
-    return {**config, "version_policy": {"specific": {"versions": [*versions, _MARK, *_encoded(policy)]}}}
+    return {**config, "version_policy": {"specific": {"versions": [*versions, _POLICY_FOLLOWS, *_encoded(policy)]}}}
 
 
 def without_choice(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,7 +38,7 @@ def without_choice(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_chosen(config: Mapping[str, Any]) -> bool:
     """Whether a model's configuration, as Triton's JSON, is one of `with_versions`."""
-    return _MARK in _named(config)
+    return _POLICY_FOLLOWS in _named(config)
 
 
 def _named(config: Mapping[str, Any]) -> list[int]:
@@ -56,8 +57,8 @@ def _encoded(policy: Mapping[str, Any]) -> list[int]:
 
 
 def _decoded(versions: Sequence[int]) -> dict[str, Any]:
-    """The policy behind the mark; Triton's default if an earlier hotrow has recorded none."""
-    left = versions[versions.index(_MARK) + 1 :]
+    """The policy behind the 0; Triton's default if an earlier hotrow has recorded none."""
+    left = versions[versions.index(_POLICY_FOLLOWS) + 1 :]
     if not left:
         return dict(_NEWEST)
     if left[0] == _ALL:

@@ -23,7 +23,7 @@ _TOKEN = re.compile(
     r"""(?P<space>\s+|\#[^\n]*)
       | (?P<string>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')
       | (?P<word>[\w.+-]+)
-      | (?P<mark>[{}\[\]<>:,;])""",
+      | (?P<punctuation>[{}\[\]<>:,;])""",
     re.VERBOSE,
 )
 _INTEGER = re.compile(r"-?(0[xX][0-9a-fA-F]{1,16}|[0-9]{1,20})")
@@ -89,7 +89,7 @@ def _tokens(text: str) -> Iterator[_Token]:
 
 
 def _message(tokens: list[_Token], closing: str, depth: int) -> Message:
-    """Read fields up to the closing mark (`end`: of the file), which is consumed as well."""
+    """Read fields up to the closing bracket (`end`: of the file), which is consumed as well."""
     fields: Message = {}
     while True:
         token = tokens.pop()
@@ -130,8 +130,8 @@ def _value(tokens: list[_Token], depth: int) -> Any:
     return QuotedValue(text)
 
 
-def _skip(tokens: list[_Token], mark: str) -> _Token | None:
-    return tokens.pop() if tokens[-1].kind == "mark" and tokens[-1].text == mark else None
+def _skip(tokens: list[_Token], text: str) -> _Token | None:
+    return tokens.pop() if tokens[-1].kind == "punctuation" and tokens[-1].text == text else None
 
 
 def _unquoted(literal: str) -> str:

@@ -145,7 +145,7 @@ class DeviceIndex(KeyIndex):
         before anything else here.
 
         Args:
-            initial: what new rows are made of; as of `device_rows.publish`.
+            initial: what new rows are made of; as of `device_rows.write_claimed`.
             vectors: float32 [len(keys), dim], in which they are made.
 
         Raises:
@@ -154,7 +154,7 @@ class DeviceIndex(KeyIndex):
         rows, places = self._claim(messages, message_size)
         with self._or_nothing_added():
             numbers = device_rows.numbers_on_their_way(self._counted)
-        device_rows.publish(self._entries, self.keys, messages, places, rows, message_size, initial, vectors)
+        device_rows.write_claimed(self._entries, self.keys, messages, places, rows, message_size, initial, vectors)
 
         def finish() -> int:
             self.num_rows, most = numbers()
@@ -167,7 +167,7 @@ class DeviceIndex(KeyIndex):
         with self._or_nothing_added():
             found, most_of_any = self._counted.tolist()
             self._make_room(found)
-        device_rows.publish(self._entries, self.keys, keys, places, rows, message_size)
+        device_rows.write_claimed(self._entries, self.keys, keys, places, rows, message_size)
         self.num_rows = found
         return rows, most_of_any
 

@@ -68,7 +68,7 @@ def claim(
     message_size: int = 0,
     most: Tensor | None = None,
 ) -> None:
-    """Claim an entry for each key that has none, and a row; `publish` or `number_by_owner` has to follow.
+    """Claim an entry for each key that has none, and a row; `write_claimed` or `number_by_owner` has to follow.
 
     Args:
         entries: as in `find_rows`; at least half of them stay free.
@@ -82,7 +82,7 @@ def claim(
     _run_flat("claim", keys.numel(), entries, _mask(entries), *arguments)
 
 
-def publish(
+def write_claimed(
     entries: Tensor,
     table_keys: Tensor,
     keys: Tensor,
@@ -101,7 +101,7 @@ def publish(
     """
     dim = 0 if vectors is None else vectors.shape[1]
     arguments = table_keys, keys, keys.numel(), message_size, places, rows, rows, initial, vectors, dim
-    _run_flat("publish", keys.numel(), entries, *arguments)
+    _run_flat("write_claimed", keys.numel(), entries, *arguments)
 
 
 def number_by_owner(

@@ -3,8 +3,8 @@
 //
 // The index is an array of `mask + 1` entries, a power of two, at most half of them in use. An entry is 0 where it is free;
 // else its upper half is a tag of the key, its lower half the key's row. A key stands at its hash or behind it, before the next
-// free entry. While `claim` runs, an entry of a new key names the key's place in the batch instead (PENDING); `publish` then
-// writes the row. Rows are compared by their keys, so that keys with the same tag are distinguished.
+// free entry. While `claim` runs, an entry of a new key names the key's place in the batch instead (PENDING);
+// `write_claimed` then writes the row. Rows are compared by their keys, so that keys with the same tag are distinguished.
 
 constexpr u64 PENDING = 1ull << 31, NUMBER = PENDING - 1, TAG = 0xffffffff00000000ull;
 
@@ -88,8 +88,8 @@ extern "C" __global__ void claim(u64* entries, u64 mask, const i64* table_keys, 
 
 // Writes the row of a key to rows[i], from its entry or from the thread that claimed this; what is no key of a message gets row 0.
 // The thread that claimed the entry writes row and key there, and returns the row; others return 0.
-__device__ __forceinline__ i64 publish_one(u64* entries, i64* table_keys, const i64* keys, i64 i, i64 message_size, const u32* places,
-                                           const i64* claimed, i64* rows) {
+__device__ __forceinline__ i64 write_one_claimed(u64* entries, i64* table_keys, const i64* keys, i64 i, i64 message_size,
+                                                 const u32* places, const i64* claimed, i64* rows) {
   if (!is_key(keys, i, message_size)) {
     rows[i] = 0;
     return 0;
@@ -123,11 +123,11 @@ __device__ __forceinline__ void begin_row(const float* initial, i64 key, float* 
   }
 }
 
-// Publishes what was claimed. New rows also get their first vectors, unless there are no `vectors`.
-extern "C" __global__ void publish(u64* entries, i64* table_keys, const i64* keys, i64 n, i64 message_size, const u32* places,
-                                   const i64* claimed, i64* rows, const float* initial, float* vectors, i64 dim) {
+// Writes what was claimed. New rows also get their first vectors, unless there are no `vectors`.
+extern "C" __global__ void write_claimed(u64* entries, i64* table_keys, const i64* keys, i64 n, i64 message_size, const u32* places,
+                                         const i64* claimed, i64* rows, const float* initial, float* vectors, i64 dim) {
   const i64 i = thread_number();
-  const i64 row = i < n ? publish_one(entries, table_keys, keys, i, message_size, places, claimed, rows) : 0;
+  const i64 row = i < n ? write_one_claimed(entries, table_keys, keys, i, message_size, places, claimed, rows) : 0;
   if (vectors == nullptr) return;
   const i64 key = row != 0 ? keys[i] : 0;
   for (u32 left = __ballot_sync(ALL_LANES, row != 0); left != 0; left &= left - 1) {
@@ -137,8 +137,8 @@ extern "C" __global__ void publish(u64* entries, i64* table_keys, const i64* key
   }
 }
 
-// As `publish`, for rows that were counted for each owner on its own, and for an index that is not used again. The distinct keys
-// follow each other, ordered by owners; with messages, they go to these, one for each owner: where `outputs` says, the address of
+// As `write_claimed`, for rows that were counted for each owner on its own, and for an index that is not used again. The
+// distinct keys follow each other, ordered by owners; with messages, they go to these, one for each owner: where `outputs` says, the address of
 // the messages that an owner gets from all ranks; else to `found`, by owners.
 extern "C" __global__ void number_by_owner(const u64* entries, i64* found, const u64* outputs, i64 rank, i64 message_size,
                                            const i64* keys, i64 n, const u32* places, const i64* claimed, const i64* counts,

@@ -440,4 +440,4 @@ def _read(table: Table, keys: Tensor) -> Tensor:
     if table.shards_of is None or table.unknown_vectors is None:
         return vectors
     unknown = functional.embedding(table.shards_of(keys), table.unknown_vectors)
-    return torch.where(vectors[..., :1] == table.unknown_mark, unknown, vectors)
+    return torch.where(vectors[..., :1] == table.unknown_value, unknown, vectors)

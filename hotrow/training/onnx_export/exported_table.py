@@ -59,5 +59,5 @@ class ExportedTable:
     def default_vector(self) -> tuple[float, ...]:
         """The vector for unknown ids; where each shard has its own answer, the network puts it in place."""
         if self.table.shards_of is not None:
-            return (self.table.unknown_mark,) * self.table.embedding_dim
+            return (self.table.unknown_value,) * self.table.embedding_dim
         return self.unknown_vectors[0]

@@ -172,5 +172,5 @@ def _remove_old(imports: Path, used: Path) -> None:
 
 def _served(imports: Path) -> list[Path]:
     """The imports that were opened without an error, the last one at the end."""
-    marks = sorted(imports.glob(f"*/{_SERVED}"), key=lambda mark: mark.stat().st_mtime_ns)
-    return [mark.parent for mark in marks]
+    served = sorted(imports.glob(f"*/{_SERVED}"), key=lambda path: path.stat().st_mtime_ns)
+    return [path.parent for path in served]

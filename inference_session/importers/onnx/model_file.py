@@ -33,7 +33,7 @@ _OTHER_FORMATS = (
     (4, b"ORTM", "it is in ONNX Runtime's own format; import the .onnx file that it was made of"),
     (0, _GIT_LFS, "it is a pointer of Git LFS in place of the file; `git lfs pull` fetches it"),
 )
-"""What people give instead: where a mark of it is in the file, the mark, and the way out."""
+"""What people give instead: where its magic number is in the file, that number, and the way out."""
 _GRAPH_INITIALIZER = 5
 _TENSOR_RAW_DATA = 9
 _MIN_BLOB_BYTES = 4096
@@ -70,8 +70,8 @@ def read_skeleton(path: Path) -> tuple[ModelProto, dict[int, Blob]]:
 
 
 def _model_bytes(path: Path, data: mmap.mmap, blobs: dict[int, Blob]) -> bytes:
-    for offset, mark, advice in _OTHER_FORMATS:
-        if data[offset : offset + len(mark)] == mark:
+    for offset, magic, advice in _OTHER_FORMATS:
+        if data[offset : offset + len(magic)] == magic:
             raise ValueError(advice)
     parts: list[bytes] = []
     for field in message_fields(data, 0, len(data)):

@@ -38,7 +38,7 @@ from inference_session.kernels.cpu.hash_index import (
     slot_of,
     tag_of,
 )
-from inference_session.kernels.cpu.intrinsics import kernel, load, lowest_bit, match_bytes, publish, store
+from inference_session.kernels.cpu.intrinsics import kernel, load, lowest_bit, match_bytes, release_fence, store
 from inference_session.kernels.records import MAX_MARK
 
 FREE, RETIRED, SMALL, MAIN = range(4)
@@ -228,7 +228,7 @@ def _evict_slot(cache: Any, bucket: int, slot: int) -> None:
 def _drop_row(cache: Any, bucket: int, slot: int) -> None:
     row = np.int64(load(bucket + ROWS_AT, np.uint32, slot))
     store(bucket, np.uint8, slot, np.uint8(0))
-    publish()
+    release_fence()
     _move(cache, row, RETIRED)
 
 

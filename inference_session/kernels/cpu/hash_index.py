@@ -21,7 +21,15 @@ from typing import Any
 
 import numpy as np
 
-from inference_session.kernels.cpu.intrinsics import kernel, load, lowest_bit, match_bytes, prefetch, publish, store
+from inference_session.kernels.cpu.intrinsics import (
+    kernel,
+    load,
+    lowest_bit,
+    match_bytes,
+    prefetch,
+    release_fence,
+    store,
+)
 
 BUCKET_BYTES = 64
 SLOTS = 12
@@ -111,7 +119,7 @@ def slot_of(bucket: int, tag: Any, keys_address: int, num_rows: int, key: int) -
 def fill_slot(bucket: int, slot: int, tag: Any, row: int) -> None:
     """Lead an empty slot to a row, which must be whole. The slot counts from its tag on, which comes last."""
     store(bucket + ROWS_AT, np.uint32, slot, np.uint32(row))
-    publish()
+    release_fence()
     store(bucket, np.uint8, slot, tag)
 
 
@@ -119,7 +127,7 @@ def fill_slot(bucket: int, slot: int, tag: Any, row: int) -> None:
 def replace_row(bucket: int, slot: int, row: int) -> Any:
     """Lead a slot to another row of its key, which must be whole; returns the one before, which may be read still."""
     old = np.int64(load(bucket + ROWS_AT, np.uint32, slot))
-    publish()
+    release_fence()
     store(bucket + ROWS_AT, np.uint32, slot, np.uint32(row))
     return old
 

@@ -224,8 +224,8 @@ def half_to_float(_context: Any, _bits: Any) -> Any:
 
 
 @intrinsic
-def publish(_context: Any) -> Any:
-    """publish(): a thread that sees what this one stores from here on also sees all that it stored before."""
+def release_fence(_context: Any) -> Any:
+    """release_fence(): a thread that sees what this one stores from here on also sees all that it stored before."""
 
     def build(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
         builder.fence("release")

@@ -39,10 +39,10 @@ def assign_groups(keys: Any, num_groups: int, groups: Any) -> None:
 
 
 @kernel
-def count_stack_distances(previous: Any, marks: Any, histogram: Any) -> None:
+def count_stack_distances(previous: Any, latest: Any, histogram: Any) -> None:
     """Count how many other keys were used between two uses of a key, for all of them: LRU's stack distance, exactly.
 
-    previous[i] is the position of the last use of the key at position i before it, -1: none. `marks`, zeros int32
+    previous[i] is the position of the last use of the key at position i before it, -1: none. `latest`, zeros int32
     [n + 1], is a Fenwick tree over the positions that are the latest use of their key. histogram[d] is raised for each
     use at distance d. Takes n log n steps (Bennett and Kruskal's way of computing what Mattson defined).
     """
@@ -52,24 +52,24 @@ def count_stack_distances(previous: Any, marks: Any, histogram: Any) -> None:
         if last < 0:
             num_keys += 1
         else:
-            histogram[num_keys - _marks_up_to(marks, last)] += 1
-            _add(marks, last, -1)
-        _add(marks, i, 1)
+            histogram[num_keys - _num_up_to(latest, last)] += 1
+            _add(latest, last, -1)
+        _add(latest, i, 1)
 
 
 @kernel
-def _marks_up_to(marks: Any, position: int) -> int:
+def _num_up_to(latest: Any, position: int) -> int:
     total = 0
     i = position + 1
     while i > 0:
-        total += marks[i]
+        total += latest[i]
         i &= i - 1
     return total
 
 
 @kernel
-def _add(marks: Any, position: int, amount: int) -> None:
+def _add(latest: Any, position: int, amount: int) -> None:
     i = position + 1
-    while i < len(marks):
-        marks[i] += amount
+    while i < len(latest):
+        latest[i] += amount
         i += i & -i

@@ -336,7 +336,7 @@ def write_numbers(target: NDArray[np.void], numbers_address: int, first: int) ->
 
 
 def _write(name: str, batch: NDArray[np.void], *numbers: int) -> None:
-    """Claim slots for the keys of a batch, then fill and publish them by a kernel, which is given these numbers too."""
+    """Claim slots for the keys of a batch, then fill them by a kernel, which is given these numbers too."""
     num_places, num_positions = int(batch["seen_mask"]) + 1, int(batch["num_positions"])
     scratch = cupy.empty(4 * num_places + (_CLAIM_BYTES + 4) * num_positions, np.uint8)
     seen, stream = scratch.data.ptr, cupy.cuda.get_current_stream().ptr

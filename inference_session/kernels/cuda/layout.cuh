@@ -134,7 +134,7 @@ struct VectorCopy {
 // The slot that a key takes.
 struct Claim {
   u32 slot;  // plus 1; 0: none
-  u32 old;   // plus 1; slot that gives way when the new one is published; 0: none
+  u32 old;   // plus 1; slot that gives way when the new one can be found; 0: none
 };
 
 // Rows to write into one index. The keys of all targets have positions, from 0 on.

@@ -3,11 +3,11 @@
 //
 //   note_last   of equal keys of a target, the last is the one that counts
 //   claim       each key takes a slot: a free one, or where there is none, that of the row that was hit least
-//   write_rows  fill the slots, then publish them: the tag comes last
+//   write_rows  fill the slots, then finish their claims: the tag comes last
 //
-// An update takes a free slot of its bucket if there is one, and frees the old one once the new one is published, so that
+// An update takes a free slot of its bucket if there is one, and frees the old one once the new one can be found, so that
 // the key can be found at every moment; one slot of each bucket is kept from inserts for that. In a bucket without a free
-// slot the row is away until it is published again.
+// slot the row is away until it can be found again.
 
 constexpr u8 FIRST_MARK = 1;
 
@@ -144,7 +144,7 @@ extern "C" __global__ void claim(const __grid_constant__ Batch batch) {
 }
 
 // A key that was claimed is there from now on, and no longer where it was.
-__device__ __forceinline__ void publish(const Index& index, u64* events, i64 key, Claim claim) {
+__device__ __forceinline__ void finish_claim(const Index& index, u64* events, i64 key, Claim claim) {
   const u64 slot = claim.slot - 1;
   const u32 tag = place_of(index, key).tag;
   index.tags[slot / SLOTS * BUCKET_BYTES + slot % SLOTS] = (u8)tag;
@@ -182,7 +182,7 @@ extern "C" __global__ void write_rows(const __grid_constant__ Batch batch) {
   }
   __threadfence();
   __syncwarp();
-  if (claim.slot != 0) publish(index, target.events, key, claim);
+  if (claim.slot != 0) finish_claim(index, target.events, key, claim);
 }
 
 // For one index over rows that lie elsewhere: key i is row first + i.
@@ -194,7 +194,7 @@ extern "C" __global__ void write_numbers(const __grid_constant__ Batch batch, u3
   target.index.keys[slot] = target.keys[i];
   numbers[slot] = first + i;
   __threadfence();
-  publish(target.index, target.events, target.keys[i], batch.claims[i]);
+  finish_claim(target.index, target.events, target.keys[i], batch.claims[i]);
 }
 
 extern "C" __global__ void erase(Index index, u64* events, const i64* keys, u32 n) {

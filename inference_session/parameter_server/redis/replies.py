@@ -81,9 +81,9 @@ _MAX_DIGITS = 10
 
 
 @kernel
-def _read_head(buffer: int, begin: int, end: int, mark: int) -> tuple[int, int]:
-    """`<mark><number> CRLF` at `begin` → (number, where it ends); it ends at 0 if incomplete, at -1 if malformed."""
-    if load(buffer, np.uint8, begin) != mark:
+def _read_head(buffer: int, begin: int, end: int, first_byte: int) -> tuple[int, int]:
+    """`<first byte><number> CRLF` at `begin` → (number, its end). The end is 0 if incomplete, -1 if malformed."""
+    if load(buffer, np.uint8, begin) != first_byte:
         return 0, -1
     number, i, sign = 0, begin + 1, 1
     while i < end:

@@ -53,9 +53,9 @@ def described(span: ReadableSpan) -> tuple[str, int, int]:
 def test_each_traced_request_gets_a_span_for_each_stage(tracing: RequestTracer, exporter: InMemorySpanExporter) -> None:
     """Below Triton's span of it, one where the other ends, also if the batch failed and was computed again."""
     stages = ("check", "look-up", "network", "look-up", "network", "answer")
-    with tracing.of([Request(1), Request(None), Request(3)]) as mark:
+    with tracing.of([Request(1), Request(None), Request(3)]) as on_stage:
         for stage in stages:
-            mark(stage)
+            on_stage(stage)
 
     spans = exporter.get_finished_spans()
     assert [described(span) for span in spans] == [
@@ -71,8 +71,8 @@ def test_each_traced_request_gets_a_span_for_each_stage(tracing: RequestTracer, 
 def test_what_is_not_traced_makes_no_span(tracing: RequestTracer, exporter: InMemorySpanExporter) -> None:
     """Neither requests that Triton does not trace, nor those whose client has decided against it."""
     for request in (Request(None), Request(1, sampled=False)):
-        with tracing.of([request]) as mark:
-            mark("check")
+        with tracing.of([request]) as on_stage:
+            on_stage("check")
     assert not exporter.get_finished_spans()
 
 
@@ -80,8 +80,8 @@ def test_spans_are_made_of_what_fails(tracing: RequestTracer, exporter: InMemory
     """The last stage that began is the last that is shown."""
 
     def fail() -> None:
-        with tracing.of([Request(1)]) as mark:
-            mark("check")
+        with tracing.of([Request(1)]) as on_stage:
+            on_stage("check")
             raise KeyError
 
     with pytest.raises(KeyError):

@@ -68,7 +68,7 @@ class ContextDivision:
             self._content.update(dict.fromkeys(filter(None, node.output), found))
 
     def _assign(self) -> None:
-        """Mark as much as possible as the context's: values whose samples share an axis with others cannot be tiled."""
+        """Assign as much as possible to the context: values whose samples share an axis with others cannot be tiled."""
         demoted: set[str] = set()
         while True:
             self._assign_without(demoted)

@@ -99,7 +99,7 @@ class RankingImport:
             bytes_fraction=split.costs.input_bytes,
             tiled=split.tiled,
         )
-        return replace(spec, inputs=_marked(spec, context), ranking=ranking, joinable=spec.joinable and split.proven)
+        return replace(spec, inputs=_inputs(spec, context), ranking=ranking, joinable=spec.joinable and split.proven)
 
     def _tried(self, divided: ModelSpec, recipe: Recipe) -> ModelSpec | None:
         """The description with the largest numbers that the divided network answers for as the original; None: none."""
@@ -142,9 +142,9 @@ class RankingImport:
             )
         undivided = f"{reason}, so the context is repeated for every candidate"
         ranking = RankingSpec(lookups=(), bytes_fraction=bytes_fraction, undivided=undivided)
-        return replace(spec, inputs=_marked(spec, context), ranking=ranking)
+        return replace(spec, inputs=_inputs(spec, context), ranking=ranking)
 
 
-def _marked(spec: ModelSpec, context: Sequence[str]) -> tuple[TensorSpec, ...]:
-    """The inputs, those of the context marked."""
+def _inputs(spec: ModelSpec, context: Sequence[str]) -> tuple[TensorSpec, ...]:
+    """The inputs, each with whether it is of the context."""
     return tuple(replace(tensor, context=tensor.name in context) for tensor in spec.inputs)
