@@ -6,7 +6,7 @@ import time
 
 import click
 
-from hotrow.options.paths import PATH_OR_URL
+from hotrow.options.types import PATH_OR_URL
 from hotrow.output.formatting import counted
 from hotrow.output.progress import byte_progress
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hotrow.options.paths import LocalFolder
 from hotrow.options.ports import port_options
+from hotrow.options.types import LocalFolder
 from hotrow.output.formatting import counted
 from hotrow.output.streams import print_json
 
 if TYPE_CHECKING:
     from hotrow.doctor.findings import Finding
 
-_MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "problem": ("PROBLEM", "red")}
+_LEVELS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "problem": ("PROBLEM", "red")}
 
 
 @click.command()
@@ -53,7 +53,7 @@ def command(
 
 
 def _show(finding: Finding) -> None:
-    mark, color = _MARKS[finding.level]
-    click.echo(f"{click.style(f'{mark:<8}', fg=color)} {finding.check:<16} {finding.message}")
+    level, color = _LEVELS[finding.level]
+    click.echo(f"{click.style(f'{level:<8}', fg=color)} {finding.check:<16} {finding.message}")
     if finding.fix:
         click.echo(f"{'':<25} fix: {finding.fix}")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from hotrow.options.paths import FOLDER
+from hotrow.options.types import FOLDER
 from hotrow.output.progress import row_progress
 from inference_session.errors import ConfigurationError
 from inference_session.version_directory.session_file import read_spec

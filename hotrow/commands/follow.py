@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import click
 
 from hotrow.options import completion
-from hotrow.options.paths import FOLDER, FOLDER_OR_URL
 from hotrow.options.server import ServerAddress, server_options
+from hotrow.options.types import FOLDER, FOLDER_OR_URL
 from hotrow.output.formatting import in_words
 from hotrow.output.progress import byte_progress
 from inference_session.errors import ConfigurationError, HotrowError

@@ -7,8 +7,8 @@ import time
 import click
 
 from hotrow.options import completion
-from hotrow.options.numbers import Number
 from hotrow.options.server import ServerAddress, server_options
+from hotrow.options.types import Number
 
 
 @click.command()

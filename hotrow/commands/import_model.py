@@ -9,14 +9,13 @@ from pathlib import Path
 import click
 
 from hotrow.command_group import CommandGroup
-from hotrow.options.paths import FILE, FOLDER, FileOrUrl
+from hotrow.options.types import FILE, FOLDER, FileOrUrl
 from hotrow.options.versions import name_option, repository_option, version_option
 from hotrow.output.progress import byte_progress
 from inference_session.errors import ConfigurationError
 from inference_session.model_spec import ModelSpec, VectorType
 from triton_backend.repository.config_writer import write_model_config
-from triton_backend.repository.instances import suitable_instances
-from triton_backend.repository.model_config import MAX_BATCH_SIZE
+from triton_backend.repository.model_config import MAX_BATCH_SIZE, suitable_instances
 from triton_backend.repository.view import has_gpu
 
 

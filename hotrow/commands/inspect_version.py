@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hotrow.dense_network import describe_dense_network
-from hotrow.options.paths import FOLDER, FOLDER_OR_URL
+from hotrow.options.types import FOLDER, FOLDER_OR_URL
 from hotrow.output.formatting import as_cell
 from hotrow.output.progress import verify_checksums
 from hotrow.output.streams import output_console, print_json

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from hotrow.options.paths import FOLDER
+from hotrow.options.types import FOLDER
 from hotrow.output.progress import row_progress
 from inference_session.errors import ConfigurationError
 from inference_session.model_spec import SESSION_FILE

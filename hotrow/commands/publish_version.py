@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hotrow.options.paths import FOLDER
+from hotrow.options.types import FOLDER
 from hotrow.options.versions import name_option, repository_option, version_option
 from hotrow.output.formatting import in_units
 from hotrow.output.progress import byte_progress

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hotrow.options.paths import FOLDER, FOLDER_OR_URL
+from hotrow.options.types import FOLDER, FOLDER_OR_URL
 from hotrow.output.progress import row_progress, verify_checksums
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.urls.store_url import StoreUrl

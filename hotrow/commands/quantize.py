@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from hotrow.options.numbers import Number
-from hotrow.options.paths import FILE, FOLDER
+from hotrow.options.types import FILE, FOLDER, Number
 from hotrow.output.progress import byte_progress
 from hotrow.output.streams import print_json
 from inference_session.errors import CanaryError

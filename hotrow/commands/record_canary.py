@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from hotrow.options.paths import FILE, FOLDER
+from hotrow.options.types import FILE, FOLDER
 from hotrow.output.formatting import counted
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import click
 
 from hotrow.options import completion
-from hotrow.options.paths import FILE, FOLDER_OR_URL
 from hotrow.options.ports import port_options
 from hotrow.options.server import read_key
+from hotrow.options.types import FILE, FOLDER_OR_URL
 from hotrow.output.progress import byte_progress
 from inference_session.errors import ConfigurationError
 from inference_session.model_source import is_url

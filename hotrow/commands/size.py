@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hotrow.options.numbers import Number
-from hotrow.options.paths import FOLDER
+from hotrow.options.types import FOLDER, Number
 from hotrow.output.streams import print_json
 from inference_session.errors import ConfigurationError
 from inference_session.sizing.trace_file import TRACE_FORMATS

@@ -8,9 +8,8 @@ import click
 import numpy as np
 
 from hotrow.options import completion
-from hotrow.options.numbers import Number
-from hotrow.options.paths import FILE
 from hotrow.options.server import ServerAddress, server_options
+from hotrow.options.types import FILE, Number
 from hotrow.options.versions import VERSION
 from hotrow.output.formatting import counted
 from hotrow.output.progress import waiting

@@ -14,8 +14,8 @@ from rich.live import Live
 
 from hotrow.metrics.page import MetricsPage, page_url, unreadable
 from hotrow.metrics.top_view import IndexEntry, TopView
-from hotrow.options.numbers import Number
 from hotrow.options.server import ServerAddress, access_options
+from hotrow.options.types import Number
 from inference_session.errors import HotrowError
 
 _PLAIN_WIDTH = 200

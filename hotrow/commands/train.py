@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from hotrow.options.paths import FILE
+from hotrow.options.types import FILE
 
 
 @click.command()

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from hotrow.options.paths import FILE
+from hotrow.options.types import FILE
 from inference_session.errors import ConfigurationError
 from triton_backend.client.server import RemoteServer
 from triton_backend.client.tls import ClientTls

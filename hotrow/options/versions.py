@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from hotrow.options import completion
-from hotrow.options.paths import LocalFolder
+from hotrow.options.types import LocalFolder
 from inference_session.model_spec import is_folder_name
 from inference_session.platform.drafts import MAX_VERSION
 

@@ -19,7 +19,7 @@ from inference_session.model_spec import ModelSpec, TableSpec
 from inference_session.parameter_server.redis import layout as redis_layout
 from inference_session.parameter_server.redis import replies as redis_replies
 from inference_session.parameter_server.server import ParameterServer
-from inference_session.platform.garbage_collection import without_collections
+from inference_session.platform.pacing import without_collections
 from inference_session.rows.base import look_up_keys
 from inference_session.rows.files import changing_rows
 from inference_session.rows.stored import StoredRows

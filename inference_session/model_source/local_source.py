@@ -9,8 +9,7 @@ from pathlib import Path
 
 from inference_session.errors import ConfigurationError, SourceError
 from inference_session.model_source.base import ChunksFrom, Entry, ModelSource
-from inference_session.platform.disk_space import check_space
-from inference_session.platform.drafts import flush, flush_tree, hold_folder
+from inference_session.platform.drafts import check_space, flush, flush_tree, hold_folder
 from inference_session.platform.large_pages import open_for_writing
 
 

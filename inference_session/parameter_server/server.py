@@ -30,8 +30,7 @@ from inference_session.parameter_server.tier import Tier, TierStats
 from inference_session.parameter_server.unknown_keys import UnknownKeys
 from inference_session.parameter_server.upkeep import TierUpkeep
 from inference_session.parameter_server.write_log import TierWrites
-from inference_session.tables.base import RowBatch
-from inference_session.tables.ordered_keys import contains
+from inference_session.tables.base import RowBatch, contains
 from inference_session.tables.ordered_updates import OrderedUpdates, Outcome, Status
 
 OnStoreFailure = Literal["default_vector", "error"]
@@ -383,11 +382,9 @@ class ParameterServer:
         *,
         written_below: bool,
     ) -> HotrowError | None:
-        """Write to one tier, if it takes writes. If a volatile tier refuses this one, it drops its rows of these keys,
+        """Write to one tier. If a volatile tier refuses this one, it drops its rows of these keys,
         and the error is returned. `written_below`: the tiers below have just taken the same write.
         """
-        if not tier.store.supports_writes:
-            return None
         if not tier.volatile:
             if error := tier.attempt(write):
                 self._drop_above(table, keys)

@@ -253,3 +253,12 @@ def exchange(one: Path, other: Path) -> bool:
     """Swap two files or folders atomically; False: this file system or kernel does not support it."""
     here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return bool(ctypes.CDLL(None).renameat2(here, os.fsencode(one), here, os.fsencode(other), swap) == 0)
+
+
+def check_space(folder: Path, num_bytes: int, what: str) -> None:
+    """Raise UnavailableError where a folder's disk has no room for `what`, such as `the tables need`, which so many
+    bytes follow. Others may take the room later.
+    """
+    usage = shutil.disk_usage(folder)
+    if usage.total and num_bytes > usage.free:  # some file systems do not tell
+        raise UnavailableError(f"{folder}: {what} {num_bytes} bytes, but only {usage.free} are free")

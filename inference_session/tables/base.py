@@ -121,3 +121,12 @@ class DeviceTables(RowReader):
     def placement(self) -> Placement | None:
         """Where the tables are, if on a GPU."""
         return None
+
+
+def contains(ordered: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Whether each key, int64 [n], is in a sorted array, int64 [any]: bool [n]."""
+    if not len(ordered):
+        return np.zeros(keys.shape, np.bool_)
+    positions = np.minimum(np.searchsorted(ordered, keys), len(ordered) - 1)
+    found: NDArray[np.bool_] = ordered[positions] == keys
+    return found

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from urllib.parse import unquote
 
 from inference_session.errors import ConfigurationError
-from inference_session.urls.options import as_query, url_options
-from inference_session.urls.secret_file import OPTION, url_password
+from inference_session.urls.options import PASSWORD_FILE, as_query, url_options, url_password
 
 SCHEME = "kafka"
 DEFAULT_PORT = 9092
@@ -47,11 +46,11 @@ class KafkaUrl:
         if self.user is not None:
             settings |= {"sasl.username": self.user, "sasl.password": self.password or ""}
             settings |= {"security.protocol": "sasl_plaintext", "sasl.mechanism": "PLAIN"}
-        return settings | {_OPTIONS[name]: value for name, value in self.options.items() if name != OPTION}
+        return settings | {_OPTIONS[name]: value for name, value in self.options.items() if name != PASSWORD_FILE}
 
     def __str__(self) -> str:
         """The URL with `***` for the password."""
-        login = "" if self.user is None else f"{self.user}{'' if OPTION in self.options else ':***'}@"
+        login = "" if self.user is None else f"{self.user}{'' if PASSWORD_FILE in self.options else ':***'}@"
         return f"{SCHEME}://{login}{','.join(self.brokers)}{as_query(self.options)}"
 
     @classmethod
@@ -64,10 +63,10 @@ class KafkaUrl:
         place, _, query = rest.partition("?")
         login, separator, hosts = place.rpartition("@")
         user, _, password = login.partition(":")
-        options = url_options(SCHEME, query, (*_OPTIONS, OPTION))
-        if OPTION in options and not user:
+        options = url_options(SCHEME, query, (*_OPTIONS, PASSWORD_FILE))
+        if PASSWORD_FILE in options and not user:
             raise ConfigurationError(
-                f"a kafka:// URL with {OPTION} needs a user: kafka://USER@HOST:PORT?{OPTION}=/path"
+                f"a kafka:// URL with {PASSWORD_FILE} needs a user: kafka://USER@HOST:PORT?{PASSWORD_FILE}=/path"
             )
         return cls(
             tuple(_broker(host) for host in hosts.rstrip("/").split(",")),

@@ -21,8 +21,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 from inference_session.errors import ConfigurationError
-from inference_session.urls.options import as_query, url_options
-from inference_session.urls.secret_file import OPTION, read_secret, url_password
+from inference_session.urls.options import PASSWORD_FILE, as_query, read_secret, url_options, url_password
 
 _TLS_OPTIONS = ("tls_ca_certificate", "tls_client_certificate", "tls_client_key", "tls_server_name")
 SENTINEL_USER, SENTINEL_PASSWORD_FILE = "sentinel_user", "sentinel_password_file"
@@ -30,7 +29,7 @@ _SENTINEL_OPTIONS = (SENTINEL_USER, SENTINEL_PASSWORD_FILE)
 _SENTINEL_PORT = 26379
 _REDIS_OPTIONS = (
     *("partitions", "connections", "overflow_margin", "overflow_policy", "overflow_resolution_target"),
-    OPTION,
+    PASSWORD_FILE,
 )
 OPTIONS = {
     "redis": _REDIS_OPTIONS,
@@ -75,7 +74,7 @@ class StoreUrl:
         path = self.options.get(SENTINEL_PASSWORD_FILE)
         options = {name: value for name, value in self.options.items() if name in _TLS_OPTIONS}
         password = None if path is None else read_secret(Path(path))
-        login = {} if path is None else {OPTION: path}
+        login = {} if path is None else {PASSWORD_FILE: path}
         user = self.options.get(SENTINEL_USER)
         return replace(self, user=user, password=password, db=0, options=options | login)
 
@@ -86,7 +85,7 @@ class StoreUrl:
 
     def current_password(self) -> str | None:
         """The current password: a password file may have changed since."""
-        path = self.options.get(OPTION)
+        path = self.options.get(PASSWORD_FILE)
         if path is None:
             return self.password
         with suppress(ConfigurationError):  # the file may be being replaced
@@ -106,7 +105,7 @@ class StoreUrl:
     def __str__(self) -> str:
         """The URL with `***` for the password."""
         user = "" if self.user is None else quote(self.user)
-        shown = "" if self.password is None or OPTION in self.options else ":***"
+        shown = "" if self.password is None or PASSWORD_FILE in self.options else ":***"
         login = f"{user}{shown}@" if user or shown else ""
         host = _bracketed(self.host)
         place = f"{host}:{self.port}" if host else ""

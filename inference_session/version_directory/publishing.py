@@ -26,8 +26,7 @@ from inference_session.model_spec import (
     ModelSpec,
     TableSpec,
 )
-from inference_session.platform.disk_space import check_space
-from inference_session.platform.drafts import draft_version
+from inference_session.platform.drafts import check_space, draft_version
 from inference_session.platform.large_pages import copy_file, open_for_writing
 from inference_session.platform.progress import Progress
 from inference_session.platform.user_cache import state_folder

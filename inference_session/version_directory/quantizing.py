@@ -21,8 +21,7 @@ from inference_session.model_spec import (
     VectorType,
     bytes_per_row,
 )
-from inference_session.platform.disk_space import check_space
-from inference_session.platform.drafts import draft_folder
+from inference_session.platform.drafts import check_space, draft_folder
 from inference_session.platform.large_pages import copy_file, open_for_writing
 from inference_session.platform.progress import Progress
 from inference_session.tables.quantized_rows import dequantize_rows, quantize_rows

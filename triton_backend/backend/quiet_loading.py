@@ -11,8 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import Any
 
-from inference_session.platform.garbage_collection import without_collections
-from inference_session.platform.pacing import yield_to_others
+from inference_session.platform.pacing import without_collections, yield_to_others
 
 
 def load_quietly(module: str, name: str) -> Any:

@@ -40,8 +40,7 @@ from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError
 from inference_session.model_source import local_folder
 from inference_session.model_spec import KEY_FILE, TABLES_FOLDER, VECTOR_FILE, ModelSpec, NamedArrays, folder_names
-from inference_session.platform.disk_space import check_space
-from inference_session.platform.drafts import draft_version
+from inference_session.platform.drafts import check_space, draft_version
 from inference_session.version_directory.manifest import describe_version
 from inference_session.version_directory.publishing import check_networks, share_unchanged
 from triton_backend.repository.config_writer import write_model_config

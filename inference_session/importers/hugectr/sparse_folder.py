@@ -20,7 +20,7 @@ from inference_session.kernels.records import FLOAT_BYTES, KEY_BYTES
 from inference_session.model_spec import KEY_FILE, VECTOR_FILE, VectorType, bytes_per_row
 from inference_session.platform.large_pages import copy_file, open_for_writing
 from inference_session.platform.progress import Progress
-from inference_session.tables.ordered_keys import contains
+from inference_session.tables.base import contains
 from inference_session.tables.quantized_rows import dequantize_rows
 from inference_session.tables.table_index import build_index
 

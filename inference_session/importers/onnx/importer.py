@@ -46,8 +46,7 @@ from inference_session.model_spec import (
     VectorType,
 )
 from inference_session.onnx_graphs import all_nodes, attribute
-from inference_session.platform.disk_space import check_space
-from inference_session.platform.drafts import draft_version, numbers_in
+from inference_session.platform.drafts import check_space, draft_version, numbers_in
 from inference_session.platform.large_pages import open_for_writing
 from inference_session.platform.progress import Progress
 from inference_session.version_directory.publishing import finish_version

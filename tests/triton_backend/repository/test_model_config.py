@@ -19,8 +19,7 @@ from inference_session.model_spec import ModelSpec, TensorSpec
 from tests.testing.onnx_models import two_lookups
 from triton_backend.repository.config_checks import check_config, may_be_empty
 from triton_backend.repository.config_writer import write_model_config
-from triton_backend.repository.instances import suitable_instances
-from triton_backend.repository.model_config import ModelConfig, TensorConfig, configured_instances
+from triton_backend.repository.model_config import ModelConfig, TensorConfig, configured_instances, suitable_instances
 from triton_backend.repository.model_description import describe
 
 

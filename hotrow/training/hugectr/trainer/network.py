@@ -13,7 +13,6 @@ from onnx import numpy_helper
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hotrow.training.hugectr.trainer.batch_norm import normalised_in_common
 from hotrow.training.hugectr.trainer.operators import OPERATORS, Function, scalar
 from hotrow.training.hugectr.trainer.processes import Processes
 from inference_session.errors import UnsupportedModelError
@@ -188,7 +187,7 @@ class TrainingNetwork(nn.Module):
         def normalise(x: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
             if self.training and (self.is_batch_divided or len(x) == 1):  # torch refuses a batch of one sample
                 processes = self._processes if self.is_batch_divided else _ALONE
-                return normalised_in_common(x, mean, variance, factor, eps, processes) * gamma + beta
+                return _normalised_in_common(x, mean, variance, factor, eps, processes) * gamma + beta
             return functional.batch_norm(
                 x, mean, variance, gamma, beta, training=self.training, momentum=factor, eps=eps
             )
@@ -211,3 +210,33 @@ def _with_scalars(node: onnx.NodeProto, fixed: Mapping[int, NDArray[Any]]) -> Fu
 
 def _activation(node: onnx.NodeProto) -> tuple[str, Function]:
     return node.input[0], OPERATORS[node.op_type](attributes(node), {})
+
+
+def _normalised_in_common(
+    x: Tensor, mean: Tensor, variance: Tensor, factor: float, eps: float, processes: Processes
+) -> Tensor:
+    """Batch normalisation of the samples of this process, [samples, width], by the mean and variance of those of all.
+
+    Each process has as many samples. The running `mean` and `variance` move towards those of the batch by `factor`.
+    """
+    values, total = x.float(), len(x) * processes.count
+    found = _Total.apply(values.sum(0), processes) / total
+    centred = values - found
+    spread = _Total.apply(centred.square().sum(0), processes) / total
+    with torch.no_grad():
+        mean.lerp_(found, factor)
+        variance.lerp_(spread * (total / max(total - 1, 1)), factor)
+    return (centred * (spread + eps).rsqrt()).to(x.dtype)
+
+
+class _Total(torch.autograd.Function):
+    """The sum over all processes."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, processes: Processes) -> Tensor:
+        ctx.processes = processes
+        return processes.add_up(part.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.processes.add_up(gradient.clone()), None

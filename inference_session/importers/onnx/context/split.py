@@ -10,9 +10,21 @@ from onnx import GraphProto, ModelProto, TensorProto, helper
 
 from inference_session.errors import ConfigurationError, UnsupportedModelError
 from inference_session.importers.onnx.canonical import CanonicalModel
+from inference_session.importers.onnx.context.biases import carry_biases
+from inference_session.importers.onnx.context.columns import cut_products
+from inference_session.importers.onnx.context.concatenations import delay_concatenations, reduce_by_parts
 from inference_session.importers.onnx.context.costs import Costs, saved_costs, tiled_readers, unproven_readers
 from inference_session.importers.onnx.context.division import CONTEXT, ContextDivision
-from inference_session.importers.onnx.context.rewrites import rewrite
+from inference_session.importers.onnx.context.elementwise import broadcast_elementwise, drop_expansions
+from inference_session.importers.onnx.context.pairs import divide_pairs
+from inference_session.importers.onnx.context.products import contract_sum, multiply_blocks
+from inference_session.importers.onnx.context.siblings import multiply_siblings
+from inference_session.importers.onnx.context.simplification import (
+    answer_shape,
+    fold_constants,
+    share_equal_nodes,
+    write_plainly,
+)
 from inference_session.importers.onnx.context.single_rows import compute_two_rows
 from inference_session.importers.onnx.context.work import Work
 from inference_session.importers.onnx.samples.axis import SampleAxis
@@ -69,7 +81,7 @@ def split_context(whole: CanonicalModel, context: Sequence[str], cut: Cut) -> Co
     if cut is Cut.NONE:
         work.replace_each(compute_two_rows)
     else:
-        rewrite(work, sums=cut is Cut.ALL)
+        _rewrite(work, sums=cut is Cut.ALL)
     drop_unused(work.graph)
     tiled = (*unproven_readers(model.graph, samples), *tiled_readers(work))
     return ContextSplit(CanonicalModel(copy, work.weights, names), proven, saved_costs(model, weights, work), tiled)
@@ -117,3 +129,28 @@ def _declare(graph: GraphProto, context: Sequence[str], division: ContextDivisio
     kept = [value for value in graph.value_info if not division.is_contexts(value.name)]
     del graph.value_info[:]
     graph.value_info.extend(kept)
+
+
+def _rewrite(work: Work, *, sums: bool) -> None:
+    """Remove tiles, as many as can be: the rewrites, in the order in which they are applied.
+
+    Args:
+        sums: take sums of a context's and a candidate's value apart where their rounding allows it, and add fields in
+            another order.
+    """
+    fold_constants(work)
+    work.replace_each(answer_shape)
+    work.replace_each(write_plainly)
+    delay_concatenations(work)
+    if sums:
+        work.replace_each(reduce_by_parts)
+    divide_pairs(work)
+    delay_concatenations(work)
+    drop_expansions(work)
+    work.replace_each(contract_sum)
+    carry_biases(work)
+    cut_products(work, sums=sums)
+    work.replace_each(multiply_blocks)
+    work.replace_each(broadcast_elementwise)
+    multiply_siblings(work)
+    share_equal_nodes(work)

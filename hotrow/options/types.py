@@ -1,5 +1,6 @@
-"""Types of paths that a shell completes on the tab key."""
+"""Types of the values of options: numbers, and paths that a shell completes on the tab key."""
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,16 @@ import click
 
 from inference_session.errors import ConfigurationError
 from inference_session.model_source import local_folder
+
+
+class Number(click.FloatRange):
+    """A number within bounds, as click.FloatRange, which takes NaN as within any."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
 
 
 class LocalFolder(click.Path):
