@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 
 from inference_session import InferenceSession
+from inference_session.config import SessionConfig
 from inference_session.errors import UnavailableError
+from inference_session.parameter_server.base import ERASED_SUFFIX
+from inference_session.parameter_server.create import create_parameter_server
+from inference_session.version_directory.version import VersionDirectory
 from tests.testing import small_model
 from tests.testing.servers import RedisServer, wait_until
 from tests.testing.stored_model import push
@@ -97,3 +101,20 @@ def test_what_an_empty_redis_has_lost_is_there_again(directory: Path) -> None:
         np.testing.assert_array_equal(session.lookup("user.weight", EVERY), rows)
         session.erase("user.weight", ERASED)
         assert_erased(session, rows)
+
+
+def test_rows_of_files_that_another_follower_of_the_stream_erased_stay_erased(directory: Path) -> None:
+    """Before this process has followed; while Redis is out, the files answer, and do not wait for it."""
+    rows = small_model.write(directory)["user_weight"]
+    version, table = VersionDirectory.read(directory), "user_weight"
+    with RedisServer() as redis:
+        config = SessionConfig(volatile_store=redis.url, update_stream="kafka://127.0.0.1:1")
+        server = create_parameter_server(version, config)
+        redis_tier, files_tier = server.tiers
+        with contextlib.closing(server):
+            redis_tier.store.insert(table + ERASED_SUFFIX, ERASED, np.ones((len(ERASED), 1), np.float32))
+            found = files_tier.store.fetch(table, EVERY, np.empty_like(rows))
+            np.testing.assert_array_equal(EVERY[~found], ERASED)
+
+            redis_tier.health.begin_outage("it is tried out")
+            assert files_tier.store.fetch(table, EVERY, np.empty_like(rows)).all()

@@ -69,14 +69,9 @@ class EmbeddingStore(ABC):
         return tuple(self._embedding_dims)
 
     @property
-    @abstractmethod
-    def supports_writes(self) -> bool:
-        """Whether `insert` and `erase` work."""
-
-    @property
     def keeps_rows(self) -> bool:
         """Whether rows that are inserted are held here, and not only in a store above."""
-        return self.supports_writes
+        return True
 
     @property
     def lags(self) -> bool:

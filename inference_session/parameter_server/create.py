@@ -40,33 +40,11 @@ def create_parameter_server(version: VersionDirectory, config: SessionConfig) ->
         StoreError: a store refuses us for good, as with a wrong password, or is not there.
         UnavailableError: no store can be reached.
     """
-    namespace = Namespace(version.model, None if config.store_namespace == "shared" else version.version)
-    dims = {table.folder: table.embedding_dim for table in version.spec.tables}
-    has_files = version.tables_folder.exists()
-    if has_files:
-        dims |= {table.folder + ERASED_SUFFIX: 1 for table in version.spec.tables}
-    tiers: list[Tier] = []
     with contextlib.ExitStack() as opened:
-        for name, url in (("volatile", config.volatile_store), ("persistent", config.persistent_store)):
-            if url is not None:
-                held = dims | {NOTE_TABLE: 1} if name == "persistent" else dims
-                store = create_store(url, namespace, held, writable="later", timeout_ms=config.store_timeout_ms)
-                opened.callback(store.close)
-                tiers.append(_tier(name, store, config))
-        sources = TableSources(version) if has_files and namespace.version is not None else None
-        for tier in tiers:
-            tier.sources = sources
+        tiers = _store_tiers(version, config, opened)
         _check(tiers)
-        if has_files:
-            above = tiers[-1]
-            files = TableFileStore(
-                version,
-                above.store,
-                verify_indexes=config.verify == "full",
-                follows_stream=config.update_stream is not None,
-                is_out=lambda: above.health.failure is not None,
-            )
-            tiers.append(Tier("files", files))
+        if version.tables_folder.exists():
+            tiers.append(Tier("files", _file_store(version, tiers[-1], config)))
         opened.pop_all()
     return ParameterServer(
         tiers,
@@ -122,10 +100,44 @@ def list_tables(url: str | StoreUrl) -> list[StoredTable]:
     return list_redis_tables(url, timeout_ms=_LIST_TIMEOUT_MS)
 
 
-def _tier(name: str, store: EmbeddingStore, config: SessionConfig) -> Tier:
-    if name == "volatile":
-        return Tier(name, store, volatile=True, cache_missed_keys=config.cache_missed_keys, touches=config.touch_rows)
-    return Tier(name, store, durable=store.supports_writes)
+def _store_tiers(version: VersionDirectory, config: SessionConfig, opened: contextlib.ExitStack) -> list[Tier]:
+    """The stores that the settings name, from the top; `opened` closes them."""
+    namespace = Namespace(version.model, None if config.store_namespace == "shared" else version.version)
+    has_files = version.tables_folder.exists()
+    sources = TableSources(version) if has_files and namespace.version is not None else None
+    dims = {table.folder: table.embedding_dim for table in version.spec.tables}
+    if has_files:
+        dims |= {table.folder + ERASED_SUFFIX: 1 for table in version.spec.tables}
+
+    def open_store(url: StoreUrl, held: Mapping[str, int]) -> EmbeddingStore:
+        store = create_store(url, namespace, held, writable="later", timeout_ms=config.store_timeout_ms)
+        opened.callback(store.close)
+        return store
+
+    tiers: list[Tier] = []
+    if config.volatile_store is not None:
+        caches, touches = config.cache_missed_keys, config.touch_rows
+        store = open_store(config.volatile_store, dims)
+        tiers.append(Tier("volatile", store, sources=sources, volatile=True, cache_missed_keys=caches, touches=touches))
+    if config.persistent_store is not None:
+        store = open_store(config.persistent_store, dims | {NOTE_TABLE: 1})
+        tiers.append(Tier("persistent", store, sources=sources, durable=True))
+    return tiers
+
+
+def _file_store(version: VersionDirectory, above: Tier, config: SessionConfig) -> TableFileStore:
+    """The table files, and the tier above that knows which of their rows were erased.
+
+    Of those who follow a stream and share that tier, another one may be the first to erase a row that this process has
+    answered. Its row of before, in the files, must not come back until this process has followed.
+    """
+    follows_stream = config.update_stream is not None
+
+    def asks_for_erased() -> bool:
+        is_out = above.health.failure is not None  # each look-up would wait for it
+        return follows_stream and above.store.is_shared and not is_out
+
+    return TableFileStore(version, above.store, verify_indexes=config.verify == "full", asks_for_erased=asks_for_erased)
 
 
 def _retirement(tiers: Sequence[Tier], config: SessionConfig, version: VersionDirectory) -> Retirement | None:

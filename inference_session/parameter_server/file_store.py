@@ -32,26 +32,18 @@ class TableFileStore(EmbeddingStore):
         store: EmbeddingStore,
         *,
         verify_indexes: bool = False,
-        follows_stream: bool = False,
-        is_out: Callable[[], bool] = bool,
+        asks_for_erased: Callable[[], bool] = bool,
     ) -> None:
         """Open the tables as VersionDirectory.open_tables.
 
         `store`: has a table `<table>~erased` of embedding_dim 1 for each of them; the caller closes it.
-        `follows_stream`: others who follow it may be the first to erase a row that this process has answered, and its
-        row of before, in the files, must not come back until this process has followed.
-        `is_out`: whether the store is out of service; then it is not asked about these.
+        `asks_for_erased`: whether to ask the store which rows of a table are erased even where no erased one is known.
         """
         self._files = {file.spec.folder: file for file in version.open_tables(verify_indexes=verify_indexes)}
         super().__init__({table: file.spec.embedding_dim for table, file in self._files.items()})
-        self._store, self._follows_stream, self._is_out = store, follows_stream, is_out
+        self._store, self._asks_for_erased = store, asks_for_erased
         self._any_erased = dict.fromkeys(self._files, False)
         self.refresh()
-
-    @property
-    def supports_writes(self) -> bool:
-        """Rows can be erased."""
-        return True
 
     @property
     def keeps_rows(self) -> bool:
@@ -70,13 +62,10 @@ class TableFileStore(EmbeddingStore):
     def fetch(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
         """See EmbeddingStore. While the store is down, rows erased from the files reappear."""
         found = self._file(table).fetch(keys, out)
-        if found.any() and (self._any_erased[table] or self._may_others_have_erased()):
+        if found.any() and (self._any_erased[table] or self._asks_for_erased()):
             with contextlib.suppress(UnavailableError, StoreError):
                 found[found] = ~self._erased(table, keys[found])
         return found
-
-    def _may_others_have_erased(self) -> bool:
-        return self._follows_stream and self._store.is_shared and not self._is_out()
 
     def scan(self, table: str) -> Iterator[RowBatch]:
         """See EmbeddingStore. Of rows with equal keys the last one, each time."""

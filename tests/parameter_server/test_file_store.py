@@ -15,9 +15,13 @@ from tests.testing.wrapper_store import HookedStore
 KEYS = np.arange(3)
 
 
-def test_rows_erased_while_others_look_for_erased_ones_stay_erased(tmp_path: Path) -> None:
+@pytest.fixture
+def memory() -> HookedStore:
+    return HookedStore(MemoryStore({"t": 2, "t" + ERASED_SUFFIX: 1}))
+
+
+def test_rows_erased_while_others_look_for_erased_ones_stay_erased(tmp_path: Path, memory: HookedStore) -> None:
     """The first erasure of a table, while the background work still finds that nothing is erased in it."""
-    memory = HookedStore(MemoryStore({"t": 2, "t" + ERASED_SUFFIX: 1}))
     store = table_files(tmp_path, {"t": (KEYS, np.ones((3, 2), np.float32))}, memory)
 
     memory.hooks["num_rows"] = lambda: store.erase("t", np.array([1]))
@@ -26,27 +30,18 @@ def test_rows_erased_while_others_look_for_erased_ones_stay_erased(tmp_path: Pat
     assert store.fetch("t", KEYS, np.empty((3, 2), np.float32)).tolist() == [True, False, True]
 
 
-class SharedStore(MemoryStore):
-    """That others write to."""
-
-    is_shared = True
-
-
-def test_a_row_that_another_follower_of_a_stream_erased_first_stays_erased(tmp_path: Path) -> None:
-    """Before this process has applied the message, and has learned that any row of the table is erased."""
-    memory = SharedStore({"t": 2, "t" + ERASED_SUFFIX: 1})
-    store = table_files(tmp_path, {"t": (KEYS, np.ones((3, 2), np.float32))}, memory, follows_stream=True)
+def test_a_row_that_another_process_erased_first_stays_erased(tmp_path: Path, memory: HookedStore) -> None:
+    """Before this process has learned that any row of the table is erased."""
+    store = table_files(tmp_path, {"t": (KEYS, np.ones((3, 2), np.float32))}, memory, lambda: True)
 
     memory.insert("t" + ERASED_SUFFIX, KEYS[1:2], np.ones((1, 1), np.float32))
 
     assert store.fetch("t", KEYS, np.empty((3, 2), np.float32)).tolist() == [True, False, True]
 
 
-def test_a_store_that_is_out_is_not_asked(tmp_path: Path) -> None:
-    """Each look-up would wait for it."""
-    asked = HookedStore(SharedStore({"t": 2, "t" + ERASED_SUFFIX: 1}))
-    asked.hooks["fetch"] = lambda: pytest.fail("asked")
-    rows = {"t": (KEYS, np.ones((3, 2), np.float32))}
-    store = table_files(tmp_path, rows, asked, follows_stream=True, is_out=lambda: True)
+def test_the_store_is_not_asked_where_nothing_is_erased(tmp_path: Path, memory: HookedStore) -> None:
+    """It is only where others may be first."""
+    memory.hooks["fetch"] = lambda: pytest.fail("asked")
+    store = table_files(tmp_path, {"t": (KEYS, np.ones((3, 2), np.float32))}, memory)
 
     assert store.fetch("t", KEYS, np.empty((3, 2), np.float32)).all()

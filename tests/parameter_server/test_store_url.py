@@ -145,7 +145,6 @@ def test_a_url_opens_its_store(tmp_path: Path) -> None:
     """The scheme decides the class."""
     with create_store(f"rocksdb://{tmp_path}/db", Namespace("m", "1"), {"t": 2}, writable=True) as store:
         assert isinstance(store, RocksDbStore)
-        assert store.supports_writes
     for scheme in set(OPTIONS) - {"rocksdb", "unix"}:
         name = "/rows" if scheme.endswith("+sentinel") else ""
         with create_store(f"{scheme}://127.0.0.1:1{name}", Namespace("m", "1"), {"t": 2}) as store:

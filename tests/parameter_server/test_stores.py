@@ -64,7 +64,6 @@ class TestTableFiles(ReadContract):
         keys = self.ROWS["user"][0]
         filled.insert("user", keys_of(10**15), random_vectors(1, 4))
         filled.erase("user", np.concatenate([keys[:3], keys_of(10**15)]))
-        assert filled.supports_writes
         assert not filled.keeps_rows
         expected = [*np.isin(keys, keys[:3], invert=True).tolist(), False]
         assert fetch(filled, "user", np.concatenate([keys, keys_of(10**15)]))[0].tolist() == expected

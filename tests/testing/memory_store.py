@@ -21,11 +21,6 @@ class MemoryStore(EmbeddingStore):
         self._notes: dict[str, str] = {}
         self._lock = threading.Lock()
 
-    @property
-    def supports_writes(self) -> bool:
-        """Always."""
-        return True
-
     def num_rows(self, table: str) -> int:
         """Number of rows."""
         return len(self._open(table))

@@ -20,9 +20,7 @@ def table_files(
     folder: Path,
     rows: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float32]]],
     store: EmbeddingStore,
-    *,
-    follows_stream: bool = False,
-    is_out: Callable[[], bool] = bool,
+    asks_for_erased: Callable[[], bool] = bool,
 ) -> TableFileStore:
     """The tables, keys and vectors by name, written to a folder; `store` remembers which rows were erased."""
     for table, (keys, vectors) in rows.items():
@@ -30,4 +28,4 @@ def table_files(
     specs = tuple(TableSpec(table, table, *vectors.shape) for table, (_, vectors) in rows.items())
     manifest.write_manifest(folder)
     version = VersionDirectory(folder, ModelSpec((), (), specs, ()))
-    return TableFileStore(version, store, follows_stream=follows_stream, is_out=is_out)
+    return TableFileStore(version, store, asks_for_erased=asks_for_erased)

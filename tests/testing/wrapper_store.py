@@ -30,10 +30,6 @@ class WrapperStore(EmbeddingStore):
         return self.store.tables
 
     @property
-    def supports_writes(self) -> bool:
-        return self.store.supports_writes
-
-    @property
     def keeps_rows(self) -> bool:
         return self.store.keeps_rows
 

@@ -74,11 +74,6 @@ class RedisStore(EmbeddingStore):
         self._ordered = OrderedWrites()
 
     @property
-    def supports_writes(self) -> bool:
-        """Always, though a replica may refuse them."""
-        return True
-
-    @property
     def is_shared(self) -> bool:
         """Always: any number of processes write to a Redis."""
         return True
@@ -314,16 +309,19 @@ class RedisStore(EmbeddingStore):
         names = [layout.rows_name(tag, p) for p in range(layout.MAX_PROBED_PARTITIONS)]
         replies = self._replies([("HSCAN", name, 0, "COUNT", _PROBE_FIELDS) for name in names], lenient=True)
         samples: dict[int, list[bytes]] = {}
+        other_lengths: set[int] = set()
         for partition, (name, reply) in enumerate(zip(names, replies, strict=True)):
             if isinstance(reply, WrongTypeError):
                 self._note_no_hash(table, name)
-            elif rows := layout.scanned(reply)[1]:
-                samples[partition] = list(rows)
-        lengths = {len(key) for keys in samples.values() for key in keys}
-        if lengths and 8 not in lengths:
-            raise StoreError(f"table {tag!r} in {str(self.url)!r} has keys of {min(lengths)} bytes, expected 8 (int64)")
-        whole = {p: [key for key in keys if len(key) == 8] for p, keys in samples.items()}
-        return {p: keys for p, keys in whole.items() if keys}
+                continue
+            fields = list(layout.scanned(reply)[1])
+            other_lengths.update(len(field) for field in fields if len(field) != 8)
+            if keys := [field for field in fields if len(field) == 8]:
+                samples[partition] = keys
+        if other_lengths and not samples:
+            found = min(other_lengths)
+            raise StoreError(f"table {tag!r} in {str(self.url)!r} has keys of {found} bytes, expected 8 (int64)")
+        return samples
 
     def _note_no_hash(self, table: str, name: bytes) -> None:
         """Count the rows of a partition, whose number is unknown, as one malformed row."""

@@ -90,11 +90,6 @@ class RocksDbStore(EmbeddingStore):
                 self.database()
 
     @property
-    def supports_writes(self) -> bool:
-        """Whether this is the database's writer, or may become it."""
-        return self._may_write
-
-    @property
     def lags(self) -> bool:
         """A reader does."""
         return self._opened is None or not self._opened.is_writer

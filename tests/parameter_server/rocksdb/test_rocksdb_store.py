@@ -99,7 +99,6 @@ class TestReaders:
                     found, out = fetch(reader, "user", keys)
                     assert found.all()
                     assert_same_bits(out, vectors)
-                    assert not reader.supports_writes
 
     def test_a_reader_follows_when_it_refreshes(self, tmp_path: Path) -> None:
         """New rows, new tables, replaced, erased and cleared ones are seen after a refresh."""
@@ -136,7 +135,6 @@ class TestReaders:
         keys, vectors = random_keys(100), random_vectors(100, 4)
         with open_store(tmp_path) as writer, open_store(tmp_path, writable="later") as store:
             writer.insert("user", keys, vectors)
-            assert store.supports_writes
             assert store.lags
             with pytest.raises(UnavailableError, match="being written by another store of this process"):
                 store.erase("user", keys[:10])
