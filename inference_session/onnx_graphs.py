@@ -207,15 +207,16 @@ def sort_nodes(graph: GraphProto) -> None:
     """
     # Bodies before the graphs that hold them: set_nodes copies nodes, with their bodies.
     for scope in reversed(list(all_graphs(graph))):
-        makers = {name: i for i, node in enumerate(scope.node) for name in node.output if name}
+        makers = {name: i for i, node in enumerate(scope.node) for name in node.output}
         needs = {i: {makers[name] for name in reads(node) & makers.keys()} for i, node in enumerate(scope.node)}
-        if any(maker >= i for i, before in needs.items() for maker in before):
-            try:
-                order = list(TopologicalSorter(needs).static_order())
-            except CycleError as error:
-                names = [scope.node[i].output[0] for i in error.args[1]]
-                raise ValueError(f"values depend on themselves: {' <- '.join(map(repr, names[:8]))}") from error
-            set_nodes(scope, [scope.node[i] for i in order])
+        if all(max(before, default=-1) < i for i, before in needs.items()):
+            continue
+        try:
+            order = list(TopologicalSorter(needs).static_order())
+        except CycleError as error:
+            names = [scope.node[i].output[0] for i in error.args[1]]
+            raise ValueError(f"values depend on themselves: {' <- '.join(map(repr, names[:8]))}") from error
+        set_nodes(scope, [scope.node[i] for i in order])
 
 
 def attribute(node: NodeProto, name: str, default: int) -> int:

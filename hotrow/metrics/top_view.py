@@ -276,16 +276,24 @@ class TopView:
         return table if table.row_count else None
 
     def _note_changes(self, before: MetricsPage, after: MetricsPage) -> None:
+        self._note_loads(before, after)
+        self._note_tiers(before, after)
+        self._note_counted_events(before, after)
+
+    def _note_loads(self, before: MetricsPage, after: MetricsPage) -> None:
         for labels, value in after.values("hotrow_model_version_info", "model", "version"):
             if (before.total("hotrow_model_version_info", **labels) or 0) != value:
                 seconds = after.total("hotrow_load_seconds", **labels) or 0.0
                 what = f"loaded in {seconds:.2f} s" if value else "unloaded"
                 self._note(f"{labels['model']} version {labels['version']} {what}")
+
+    def _note_tiers(self, before: MetricsPage, after: MetricsPage) -> None:
         for labels, up in after.values("hotrow_tier_up", "model", "version", "tier"):
             if before.total("hotrow_tier_up", **labels) not in (None, up):
                 what = "answers again" if up else "is down"
                 self._note(f"{labels['model']} version {labels['version']}: tier {labels['tier']} {what}")
 
+    def _note_counted_events(self, before: MetricsPage, after: MetricsPage) -> None:
         for name, what in _COUNTED_EVENTS:
             for labels, value in after.values(name, "model"):
                 if value > (before.total(name, **labels) or 0):

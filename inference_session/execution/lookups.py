@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -186,22 +187,28 @@ class ModelLookups:
     ) -> tuple[tuple[int, ...], list[PooledApart]]:
         """Put the vectors of its look-ups side by side in one matrix; returns its shape, and what is copied there."""
         self._check_samples(vector_input, keys)
-        members, item_bytes, column = vector_input.members, vector_input.dtype.itemsize, 0
-        num_samples, apart = keys[members[0]][0], []
-        bags, dims = [self._bags(i, keys[i]) for i in members], [self._table_specs[i].embedding_dim for i in members]
-        width = vector_input.width(sum(num_bags * dim for (num_bags, _), dim in zip(bags, dims, strict=True)))
-        for i, (num_bags, bag_keys), dim in zip(members, bags, dims, strict=True):
-            rows = num_samples, num_bags * bag_keys, width * item_bytes
-            if bag_keys == 1 and self.lookups[i].weights is None:
-                segments["pooling"][i] = PoolingCode.NONE  # a bag of one key is that key's vector
-            elif num_bags > 1:
-                apart.append(PooledApart(i, vector_input.dense_input, column, num_bags * dim))
+        members, item_bytes = vector_input.members, vector_input.dtype.itemsize
+        num_samples, bags = keys[members[0]][0], [self._bags(i, keys[i]) for i in members]
+        dims = [self._table_specs[i].embedding_dim for i in members]
+        ends = list(accumulate(num_bags * dim for (num_bags, _), dim in zip(bags, dims, strict=True)))
+        width, begin, apart = vector_input.width(ends[-1]), 0, []
+        for i, (num_bags, bag_keys), dim, end in zip(members, bags, dims, ends, strict=True):
+            if num_bags > 1 and self._pools(i, bag_keys):
+                apart.append(PooledApart(i, vector_input.dense_input, begin, end - begin))
                 rows = num_samples * num_bags, bag_keys, dim * item_bytes
+            else:
+                rows = num_samples, num_bags * bag_keys, width * item_bytes
             segments["num_rows"][i], segments["keys_per_row"][i], segments["output_stride"][i] = rows
-            segments["output_address"][i] = column * item_bytes
-            column += num_bags * dim
+            segments["output_address"][i] = begin * item_bytes
+            if not self._pools(i, bag_keys):
+                segments["pooling"][i] = PoolingCode.NONE
+            begin = end
         segments["output_code"][list(members)] = _code_of(vector_input)
         return (num_samples, width), apart
+
+    def _pools(self, i: int, bag_keys: int) -> bool:
+        """Whether vectors are pooled: a bag of one key is that key's vector."""
+        return bag_keys != 1 or self.lookups[i].weights is not None
 
     def _bags(self, i: int, keys: tuple[int, ...]) -> tuple[int, int]:
         """Bags of a sample, and keys of a bag; keys that are not pooled count as bags of one."""
@@ -229,7 +236,7 @@ class ModelLookups:
         rows, keys_per_row = (shape[:-1], shape[-1]) if pooled else (shape, 1)
         segments["num_rows"][i] = math.prod(rows)
         segments["keys_per_row"][i] = keys_per_row
-        if keys_per_row == 1 and self.lookups[i].weights is None:  # a bag of one key is that key's vector
+        if not self._pools(i, keys_per_row):
             segments["pooling"][i] = PoolingCode.NONE
         segments["output_stride"][i] = table.embedding_dim * vector_input.dtype.itemsize
         segments["output_code"][i] = _code_of(vector_input)

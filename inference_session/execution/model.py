@@ -93,14 +93,24 @@ def open_model(version: VersionDirectory, config: SessionConfig, devices: Sequen
             Network(each.spec_for(own.dense), reader, *own, keys_follow_inputs=layout.keys_follow_inputs)
             for each, own in zip(specs, on_device, strict=True)
         ]
-        network, ranking = networks[0], networks[-1]
-        # A network on a GPU over rows of the processor reads a copy of each batch's vectors: it is bound to no memory.
-        is_split = reader.device is HOST and thread.device is not HOST
-        once = None if ranking is network or config.context_cache_bytes else ranking
-        pool = None if is_split else create_staging_pool(layout, network, once)
-        replicas.append(Replica(network, ranking, thread, pool))
+        replicas.append(_replica(networks, thread, layout, may_rank_at_once=not config.context_cache_bytes))
     kept_contexts = _keep_contexts(version, config, rows, layout)
     return Model(spec, layout, rows, Replicas(replicas), kept_contexts, config.unknown_keys == "reject")
+
+
+def _replica(
+    networks: Sequence[Network], thread: DeviceThread, layout: RequestLayout, *, may_rank_at_once: bool
+) -> Replica:
+    """The networks of `_network_specs` on a device, with a fast path.
+
+    `may_rank_at_once`: whether the fast path may compute a context and its candidates together.
+    """
+    network, ranking = networks[0], networks[-1]
+    # A network on a GPU over rows of the processor reads a copy of each batch's vectors: it is bound to no memory.
+    is_split = network.reader.device is HOST and thread.device is not HOST
+    once = ranking if may_rank_at_once and ranking is not network else None
+    pool = None if is_split else create_staging_pool(layout, network, once)
+    return Replica(network, ranking, thread, pool)
 
 
 def _network_specs(spec: ModelSpec) -> list[_NetworkSpec]:

@@ -138,6 +138,22 @@ def check_network(
         values: the types of what a request gives (RequestLayout.values).
         files: the names of the engines' networks.
     """
+    _check_reads(spec, directory, values, engines, files)
+    for lookup in spec.lookups:
+        for field, name, allowed in (("keys", lookup.keys, _KEY_TYPES), ("weights", lookup.weights, ("float32",))):
+            if name is not None and values.get(name, allowed[0]) not in allowed:
+                raise ModelFormatError(
+                    f"{directory / SESSION_FILE}: field '{field}' of a lookup of {lookup.table!r}: {name!r} is"
+                    f" {values[name]}, but must be {' or '.join(allowed)}"
+                )
+    for file, engine in zip(files, engines, strict=True):
+        _check_types(directory, values, file, {} if engine is None else engine.input_types)
+
+
+def _check_reads(
+    spec: ModelSpec, directory: Path, values: Mapping[str, str], engines: Engines, files: tuple[str, str]
+) -> None:
+    """Refuse a network or a look-up that reads what nothing before it provides."""
     dense, keys = engines
     inputs = values.keys() | ({ROW_CONTEXT, BLOCK_CONTEXT} if spec.ranking else set())
     known = inputs | (keys.output_names if keys else frozenset())
@@ -151,15 +167,6 @@ def check_network(
             raise ModelFormatError(
                 f"{directory / SESSION_FILE}: {reader} reads {missing[0]!r}, which no input, look-up or graph provides"
             )
-    for lookup in spec.lookups:
-        for field, name, allowed in (("keys", lookup.keys, _KEY_TYPES), ("weights", lookup.weights, ("float32",))):
-            if name is not None and values.get(name, allowed[0]) not in allowed:
-                raise ModelFormatError(
-                    f"{directory / SESSION_FILE}: field '{field}' of a lookup of {lookup.table!r}: {name!r} is"
-                    f" {values[name]}, but must be {' or '.join(allowed)}"
-                )
-    for file, engine in zip(files, engines, strict=True):
-        _check_types(directory, values, file, {} if engine is None else engine.input_types)
 
 
 def _check_types(directory: Path, values: Mapping[str, str], file: str, wanted: Mapping[str, str]) -> None:

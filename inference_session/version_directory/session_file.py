@@ -90,6 +90,23 @@ def _check(spec: ModelSpec) -> None:
             " config.pbtxt, or pass it to InferenceSession.open"
         )
     _check_names(spec)
+    _check_equal_sizes(spec)
+    for number, table in enumerate(spec.tables):
+        _check_table(table, f"tables[{number}]")
+    folders = [table.folder for table in spec.tables]
+    if repeated := _repeated(folders):
+        raise ValueError(f"field 'tables': two tables have the folder {repeated!r}")
+    for place, lookups in {
+        "lookups": spec.lookups,
+        "ranking.lookups": spec.ranking.lookups if spec.ranking else (),
+    }.items():
+        for number, lookup in enumerate(lookups):
+            _check_lookup(lookup, spec, folders, f"{place}[{number}]")
+        _check_shared(lookups, place)
+    _check_ranking(spec)
+
+
+def _check_equal_sizes(spec: ModelSpec) -> None:
     axes = {tensor.name: range(len(tensor.shape)) for tensor in spec.inputs}
     for group in spec.equal_sizes:
         if len(group) < 2:
@@ -97,19 +114,6 @@ def _check(spec: ModelSpec) -> None:
         for name, axis in group:
             if axis not in axes.get(name, ()):
                 raise ValueError(f"field 'equal_sizes': no input {name!r} has an axis {axis!r}")
-    for number, table in enumerate(spec.tables):
-        _check_table(table, f"tables[{number}]")
-    folders = [table.folder for table in spec.tables]
-    if repeated := _repeated(folders):
-        raise ValueError(f"field 'tables': two tables have the folder {repeated!r}")
-    for place, lookups in (
-        ("lookups", spec.lookups),
-        ("ranking.lookups", spec.ranking.lookups if spec.ranking else ()),
-    ):
-        for number, lookup in enumerate(lookups):
-            _check_lookup(lookup, spec, folders, f"{place}[{number}]")
-        _check_shared(lookups, place)
-    _check_ranking(spec)
 
 
 def _check_names(spec: ModelSpec) -> None:

@@ -319,16 +319,18 @@ class _Weights:
                 self.saved.check_shape(other, name, payload.shape)
                 is_found = True
             if name not in tables and (other is not None or _may_be_table(payload)):
-                values = torch.empty(payload.shape, dtype=payload.dtype)
-                for shard in self.shards(name):
-                    offsets = (shard.first_row, shard.first_column)[: values.dim()]
-                    region = tuple(
-                        slice(begin, begin + size) for begin, size in zip(offsets, shard.tensor.shape, strict=False)
-                    )
-                    values[region] = shard.tensor
+                values = self._whole(name, torch.empty(payload.shape, dtype=payload.dtype))
                 program.state_dict[name] = torch.nn.Parameter(values, requires_grad=False)
         if self.saved and not is_found:
             raise ConfigurationError(f"{self.saved.place}: contains none of the program's weights")
+
+    def _whole(self, name: str, values: Tensor) -> Tensor:
+        """`values`, filled with all shards of a weight."""
+        for shard in self.shards(name):
+            offsets = (shard.first_row, shard.first_column)[: values.dim()]
+            places = zip(offsets, shard.tensor.shape, strict=False)
+            values[tuple(slice(begin, begin + size) for begin, size in places)] = shard.tensor
+        return values
 
     def notes(self) -> tuple[str, ...]:
         """Which weights a checkpoint lacks, if there is one."""

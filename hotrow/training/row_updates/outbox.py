@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -98,14 +99,11 @@ class Outbox:
 
     def unconfirmed(self) -> dict[str, NDArray[np.int64]]:
         """Keys, int64 [n], that the brokers have not confirmed, by table; there may be duplicates."""
+        parts: defaultdict[str, list[NDArray[np.int64]]] = defaultdict(list)
         with self._changed:
-            queues = (self._pending, self._sending)
-            tables = {table for queue in queues for table in queue}
-            of_table = {name: [queue[name] for queue in queues if name in queue] for name in tables}
-        return {
-            name: np.concatenate([part for changes in parts for part in (changes.keys, changes.deleted)])
-            for name, parts in of_table.items()
-        }
+            for changes in (*self._pending.values(), *self._sending.values()):
+                parts[changes.table] += [changes.keys, changes.deleted]
+        return {table: np.concatenate(keys) for table, keys in parts.items()}
 
     def close(self) -> None:
         """End the thread, without waiting for queued rows."""

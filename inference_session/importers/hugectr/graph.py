@@ -282,19 +282,16 @@ def _no_text(read: values.Reader[Any]) -> values.Reader[Any]:
 
 
 def _check_names(graph: Graph) -> None:
-    """Every name is made once, and made before it is used."""
+    """Every name is made once, and made before it is used; layers that share a table agree on its width."""
     labels = {label.name for label in graph.labels}
     made = {graph.dense_name, *labels}
     if len(made) != 1 + len(graph.labels):
         graph.file.fail(("layers", 0), "the label and the dense input need different names")
-    tensors = {graph.dense_name}
+    dims = {table.table: table.embedding_dim for table in graph.tables}
     for position, embedding in enumerate(graph.embeddings, start=1):
         if embedding.name in made:
             graph.file.fail(("layers", position, "top"), f"the name {embedding.name!r} is used twice")
         made.add(embedding.name)
-        tensors.add(embedding.name)
-    dims = {table.table: table.embedding_dim for table in graph.tables}
-    for position, embedding in enumerate(graph.embeddings, start=1):
         if embedding.embedding_dim != dims[embedding.table]:
             graph.file.fail(
                 ("layers", position, "sparse_embedding_hparam", "embedding_vec_size"),
@@ -302,13 +299,18 @@ def _check_names(graph: Graph) -> None:
                 f"{embedding.table!r}",
             )
     for layer in graph.layers:
-        if layer.type in EMBEDDING_LAYERS:
-            layer.fail("embedding layers must follow the data layer directly", "type")
-        for name in layer.bottoms:
-            if name not in tensors and not (layer.type in LOSS_LAYERS and name in labels):
-                layer.fail(f"no layer before this one produces {name!r}", "bottom")
-        for name in layer.tops if layer.type not in LOSS_LAYERS else ():
-            if name in made:
-                layer.fail(f"the name {name!r} is used twice", "top")
-            made.add(name)
-            tensors.add(name)
+        _check_layer_names(layer, made, labels)
+
+
+def _check_layer_names(layer: Layer, made: set[str], labels: set[str]) -> None:
+    """Check what a layer reads, of what was `made` before, and add what it makes."""
+    is_loss = layer.type in LOSS_LAYERS
+    if layer.type in EMBEDDING_LAYERS:
+        layer.fail("embedding layers must follow the data layer directly", "type")
+    for name in layer.bottoms:
+        if name not in made or (name in labels and not is_loss):
+            layer.fail(f"no layer before this one produces {name!r}", "bottom")
+    for name in () if is_loss else layer.tops:
+        if name in made:
+            layer.fail(f"the name {name!r} is used twice", "top")
+        made.add(name)

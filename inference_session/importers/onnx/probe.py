@@ -149,15 +149,9 @@ class Prober:
                 mixes samples and takes inputs of different numbers of them.
         """
         recipe = self._recipe()
-        may_be_batched = self._may_be_batched()
         if recipe is None:
-            note = (
-                "the original could not be run on generated inputs, so the imported model is not verified against it; "
-                f"for two samples ONNX Runtime says: {self._refusal()}"
-            )
-            batched = may_be_batched and len(self._first_symbols()) == 1 and not self._declares_fixed_output()
-            return Findings(batched, batched, None, self._inferred_shapes(), notes=(note,))
-        batched = may_be_batched and not self._takes_unequal(recipe) and self._follows_samples(recipe)
+            return self._declared()
+        batched = self._may_be_batched() and not self._takes_unequal(recipe) and self._follows_samples(recipe)
         feeds = tuple(self._feeds(recipe))
         runs = [self._shapes_of(arrays) for arrays in feeds]
         switched = tuple(self._switched(feeds))
@@ -173,6 +167,15 @@ class Prober:
         return Findings(
             batched, joinable, shapes, (), served_shapes, num_rows, notes, feeds, primes, equal_sizes, recipe
         )
+
+    def _declared(self) -> Findings:
+        """What follows from the model's declared inputs and outputs alone."""
+        note = (
+            "the original could not be run on generated inputs, so the imported model is not verified against it; "
+            f"for two samples ONNX Runtime says: {self._refusal()}"
+        )
+        batched = self._may_be_batched() and len(self._first_symbols()) == 1 and not self._declares_fixed_output()
+        return Findings(batched, batched, None, self._inferred_shapes(), notes=(note,))
 
     def _may_be_batched(self) -> bool:
         """Whether the declared inputs may have one row for each sample, and nothing else as large as their number."""

@@ -60,14 +60,11 @@ class Shapes:
     def _infer(self, graph: GraphProto) -> None:
         for node in graph.node:
             self._infer_types(node)
-            if node.op_type == "Shape" and not node.domain:
+            if node.op_type in ("Shape", "Size") and not node.domain:
                 dims = self.dims(node.input[0])
                 if dims is not None:
-                    self.known[node.output[0]] = np.array(_part(node, dims), np.int64)
-            elif node.op_type == "Size" and not node.domain:
-                dims = self.dims(node.input[0])
-                if dims is not None:
-                    self.known[node.output[0]] = np.array(np.prod(dims, dtype=np.int64))
+                    sizes = _part(node, dims) if node.op_type == "Shape" else np.prod(dims, dtype=np.int64)
+                    self.known[node.output[0]] = np.array(sizes, np.int64)
             elif node.input and all(name in self.known for name in node.input if name):
                 self._evaluate(node)
 

@@ -201,12 +201,7 @@ def _shape(node: NodeProto, dims: tuple[int, ...]) -> int | list[int]:
 def _drop_unread(graph: GraphProto, values: set[str]) -> None:
     counts = use_counts(graph)
     for scope in all_graphs(graph):
-        dropped = True
-        while dropped:
-            kept = [n for n in scope.node if n.output[0] not in values or counts[n.output[0]]]
-            dropped = len(kept) < len(scope.node)
-            if dropped:
-                for node in scope.node:
-                    if node.output[0] in values and not counts[node.output[0]]:
-                        counts.subtract(node.input)
-                set_nodes(scope, kept)
+        while unread := {n.output[0]: n for n in scope.node if n.output[0] in values and not counts[n.output[0]]}:
+            for node in unread.values():
+                counts.subtract(node.input)
+            set_nodes(scope, [node for node in scope.node if node.output[0] not in unread])

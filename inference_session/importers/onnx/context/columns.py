@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -182,20 +183,23 @@ def _of_sum(work: Work, node: NodeProto, limit: _Limit | None) -> Sum | None:
     sign = -1.0 if node.op_type == "Sub" else 1.0
     if limit is None or not limit.bounds.may_part(node, limit.weights):
         return None
-    left, right = (work.constant(name) for name in node.input)
-    width = (work.dims(node.output[0]) or (0,))[-1]
-    if left is not None or right is not None:
-        row = _row(right if left is None else left, width)
-        if row is None or not _keeps_shape(work, node, 0 if left is None else 1):
-            return None
-        given = _apart(work, node.input[0 if left is None else 1], limit)
-        if left is None:
-            return Sum(given.terms, given.constant + sign * row)
-        return Sum(_scaled(given.terms, sign), row + sign * given.constant)
-    one, other = (_apart(work, name, limit) for name in node.input)
-    if len(one.constant) != width or len(other.constant) != width or not _same_rank(work, node):
+    left, right = (_addend(work, node, position, limit) for position in (0, 1))
+    if left is None or right is None:
         return None
-    return Sum([*one.terms, *_scaled(other.terms, sign)], one.constant + sign * other.constant)
+    return Sum([*left.terms, *_scaled(right.terms, sign)], left.constant + sign * right.constant)
+
+
+def _addend(work: Work, node: NodeProto, position: int, limit: _Limit) -> Sum | None:
+    """One input of Add or Sub, which has the output's shape, or is a constant row beside one that has it."""
+    width = (work.dims(node.output[0]) or (0,))[-1]
+    constant, other = work.constant(node.input[position]), work.constant(node.input[1 - position])
+    if constant is not None:
+        row = _row(constant, width)
+        return None if row is None else Sum([], row)
+    if not (_same_rank(work, node) if other is None else _keeps_shape(work, node, position)):
+        return None
+    found = _apart(work, node.input[position], limit)
+    return found if len(found.constant) == width else None
 
 
 def _scaled(terms: Sequence[Term], factor: float | Matrix) -> list[Term]:
@@ -331,12 +335,10 @@ class _Writer:
 
     def _contexts(self, terms: Sequence[Term]) -> str | None:
         """The sum of the context's terms and the constant row, at one row per context; None without such terms."""
-        parts = [self._multiplied(group) for group in self._groups(terms)]
-        if not parts:
+        groups = self._groups(terms)
+        if not groups:
             return None
-        total = parts[0]
-        for part in parts[1:]:
-            total = self._builder.add("Add", [total, part])
+        total = self._sum([self._multiplied(group) for group in groups])
         return self._builder.add("Add", [total, self._builder.weight(self._bias)]) if self._bias.any() else total
 
     def _groups(self, terms: Sequence[Term]) -> list[list[Term]]:
@@ -352,6 +354,9 @@ class _Writer:
     def _factors(self, terms: Sequence[Term]) -> tuple[str, str]:
         weights = np.concatenate([term.matrix for term in terms]) @ self._product.weights
         return self._beside([term.value for term in terms]), self._builder.weight(weights)
+
+    def _sum(self, parts: Sequence[str]) -> str:
+        return reduce(lambda total, part: self._builder.add("Add", [total, part]), parts)
 
     def _beside(self, values: Sequence[str]) -> str:
         axis = (self._work.rank(values[0]) or 0) - 1
@@ -385,26 +390,25 @@ class _Writer:
 
     def _matrix(self, terms: Sequence[Term], number: str, rows: Sequence[int | str]) -> str:
         """What the context multiplies one value by, [contexts, columns, rows, width]."""
-        builder, stretched = self._builder, [1] * len(rows)
-        num_columns, width = (self._work.dims(terms[0].value) or (0,))[-1], self._product.weights.shape[1]
-        shape = (num_columns, *stretched, width)
-        total = ""
-        for term in sorted(terms, key=lambda term: not term.factor):
-            if term.left is not None:
-                part = self._narrow_matrix(term, term.left, number)
-                total = builder.add("Add", [total, part]) if total else part
-                continue
-            weights = builder.weight((term.matrix @ self._product.weights).reshape(shape))
-            if not term.factor:
-                part = weights
-            else:
-                turned = builder.add("Transpose", [term.factor], perm=[0, 2, 1]) if rows else term.factor
-                apart = builder.add("Reshape", [turned, builder.list_of([number, num_columns, *rows, 1])])
-                part = builder.add("Mul", [apart, weights])
-            total = builder.add("Add", [total, part]) if total else part
-        if any(term.factor for term in terms):
+        terms = sorted(terms, key=lambda term: not term.factor)
+        total = self._sum([self._matrix_of(term, number, rows) for term in terms])
+        if terms[0].factor:
             return total
-        return builder.add("Expand", [total, builder.list_of([number, num_columns, *rows, width])])
+        shape = number, len(terms[0].matrix), *rows, self._product.weights.shape[1]
+        return self._builder.add("Expand", [total, self._builder.list_of(shape)])
+
+    def _matrix_of(self, term: Term, number: str, rows: Sequence[int | str]) -> str:
+        """What one term adds to the matrix; it is the same for all contexts and rows if it has no factor."""
+        if term.left is not None:
+            return self._narrow_matrix(term, term.left, number)
+        builder, weights = self._builder, term.matrix @ self._product.weights
+        num_columns, width = weights.shape
+        shared = builder.weight(weights.reshape(num_columns, *[1] * len(rows), width))
+        if not term.factor:
+            return shared
+        turned = builder.add("Transpose", [term.factor], perm=[0, 2, 1]) if rows else term.factor
+        apart = builder.add("Reshape", [turned, builder.list_of([number, num_columns, *rows, 1])])
+        return builder.add("Mul", [apart, shared])
 
     def _narrow_matrix(self, term: Term, left: Matrix, number: str) -> str:
         """U diag(u) W, [contexts, columns of the value, width]."""

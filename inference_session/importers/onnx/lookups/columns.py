@@ -52,23 +52,37 @@ def _keeps_order(node: NodeProto) -> bool:
 
 def columns_of(graph: GraphProto, node: NodeProto, output: str, width: int) -> Columns | None:
     """The columns that a node picks out of a matrix of that width, if they are neighbours."""
+    found = None
+    if node.op_type == "Slice":
+        found = _sliced(graph, node, width)
+    elif attribute(node, "axis", 0) in (1, -1):
+        if node.op_type == "Gather":
+            found = _gathered(graph, node, width)
+        elif node.op_type == "Split":
+            found = _split(graph, node, output, width)
+    return found if found is not None and 0 <= found[0] < found[1] <= width else None
+
+
+def _gathered(graph: GraphProto, node: NodeProto, width: int) -> Columns | None:
+    picked = [i + width if i < 0 else i for i in integers(constants(graph).get(node.input[1])) or []]
+    if not picked or picked != list(range(picked[0], picked[0] + len(picked))):
+        return None
+    return picked[0], picked[-1] + 1
+
+
+def _sliced(graph: GraphProto, node: NodeProto, width: int) -> Columns | None:
     values = constants(graph)
-    if node.op_type == "Gather" and attribute(node, "axis", 0) in (1, -1):
-        picked = integers(values.get(node.input[1])) or []
-        picked = [i + width if i < 0 else i for i in picked]
-        is_run = picked == list(range(picked[0], picked[0] + len(picked))) if picked else False
-        return _within(picked[0], picked[-1] + 1, width) if is_run else None
-    if node.op_type == "Slice" and len(node.input) > 3:
-        starts, ends, axes, steps = [integers(values.get(name)) for name in (*node.input[1:], "")[:4]]
-        if starts is None or ends is None or axes not in ([1], [-1]) or (len(node.input) > 4 and steps != [1]):
-            return None
-        begin, end = (min(i, width) if i >= 0 else max(i + width, 0) for i in (starts[0], min(ends[0], _FAR)))
-        return _within(begin, end, width)
-    if node.op_type == "Split" and attribute(node, "axis", 0) in (1, -1):
-        sizes = _split_sizes(graph, node, width)
-        at = list(node.output).index(output)
-        return _within(sum(sizes[:at]), sum(sizes[: at + 1]), width) if sizes else None
-    return None
+    starts, ends, axes, steps = ([integers(values.get(name)) for name in node.input[1:]] + [None] * 4)[:4]
+    if starts is None or ends is None or axes not in ([1], [-1]) or (len(node.input) > 4 and steps != [1]):
+        return None
+    begin, end = (min(i, width) if i >= 0 else max(i + width, 0) for i in (starts[0], min(ends[0], _FAR)))
+    return begin, end
+
+
+def _split(graph: GraphProto, node: NodeProto, output: str, width: int) -> Columns | None:
+    sizes = _split_sizes(graph, node, width)
+    at = list(node.output).index(output)
+    return (sum(sizes[:at]), sum(sizes[: at + 1])) if sizes else None
 
 
 def _split_sizes(graph: GraphProto, node: NodeProto, width: int) -> list[int]:
@@ -77,7 +91,3 @@ def _split_sizes(graph: GraphProto, node: NodeProto, width: int) -> list[int]:
         size, rest = divmod(width, len(node.output))
         return [size] * len(node.output) if not rest else []
     return given or []
-
-
-def _within(begin: int, end: int, width: int) -> Columns | None:
-    return (begin, end) if 0 <= begin < end <= width else None
