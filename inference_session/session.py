@@ -26,7 +26,7 @@ from inference_session.errors import HotrowError, SessionClosedError, Unavailabl
 from inference_session.execution.fast_path import FastPath
 from inference_session.execution.full_path import FullPath
 from inference_session.execution.model import open_model
-from inference_session.execution.stages import OnStage, ignore_stage
+from inference_session.execution.phases import OnPhase, ignore_phase
 from inference_session.execution.upkeep import SessionUpkeep
 from inference_session.execution.warm_up import WarmUp
 from inference_session.kernels.cpu import lookup as cpu
@@ -197,16 +197,16 @@ class InferenceSession:
             raise fresh(answer)
         return answer
 
-    def run_many(self, requests: Sequence[Request], on_stage: OnStage = ignore_stage) -> list[Answer | HotrowError]:
+    def run_many(self, requests: Sequence[Request], on_phase: OnPhase = ignore_phase) -> list[Answer | HotrowError]:
         """Answer several requests, with one look-up and one run of the dense network if their shapes allow that.
 
         Returns one result per request, in the same order: an answer as of `run`, or the error of that request, which
-        does not affect the others. `on_stage` is called at each stage, for traces.
+        does not affect the others. `on_phase` is called at each phase, for traces.
         """
         self._check_open()
-        if answers := self.fast_path.answer(requests, on_stage):
+        if answers := self.fast_path.answer(requests, on_phase):
             return [*answers]
-        return self._full_path.answer(requests, on_stage)
+        return self._full_path.answer(requests, on_phase)
 
     def lookup(self, table: str, keys: ArrayLike) -> NDArray[np.float32]:
         """Vectors of one table: float32 [n, embedding_dim].

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from inference_session.errors import HotrowError
 from inference_session.execution.model import Model
+from inference_session.execution.phases import OnPhase, ignore_phase
 from inference_session.execution.replicas import Replica
-from inference_session.execution.stages import OnStage, ignore_stage
 from inference_session.execution.staging.base import Arrays, StagedBatch, Staging
 from inference_session.requests.batch import Request
 from inference_session.requests.outputs import Answer, JoinedAnswer
@@ -61,7 +61,7 @@ class FastPath:
     def answer_one(self, inputs: Mapping[str, Any], outputs: Sequence[str] | None) -> Answer | None:
         """As `answer`, for one request."""
         if self._ranks:  # inputs may be given once for several candidates
-            answers = self.answer([Request(inputs, outputs)], ignore_stage)
+            answers = self.answer([Request(inputs, outputs)], ignore_phase)
             return answers[0] if answers else None
         try:
             arrays = list(map(inputs.__getitem__, self._input_names))
@@ -71,18 +71,18 @@ class FastPath:
         # Arrays on a GPU are no NumPy arrays: to be refused by compiled code, they would wait for the device.
         if not is_by_name or not arrays or type(arrays[0]) is not np.ndarray:
             return None
-        answer: Answer | None = self._run(arrays, 1, outputs, ignore_stage, JoinedAnswer.copied_answer)
+        answer: Answer | None = self._run(arrays, 1, outputs, ignore_phase, JoinedAnswer.copied_answer)
         return answer
 
-    def answer(self, requests: Sequence[Request], on_stage: OnStage) -> list[Answer] | None:
+    def answer(self, requests: Sequence[Request], on_phase: OnPhase) -> list[Answer] | None:
         """The answers to requests that all ask for the same outputs."""
         arrays, num = self.arrays_of(requests), len(requests)
         if not arrays and num == 1 and self._spec.is_divided:
-            return self._answer_by_context(requests[0], on_stage)
+            return self._answer_by_context(requests[0], on_phase)
         if not arrays or type(arrays[0]) is not np.ndarray:  # see `answer_one`
             return None
         answers: list[Answer] | None = self._run(
-            arrays, num, requests[0].outputs, on_stage, JoinedAnswer.copied_answers
+            arrays, num, requests[0].outputs, on_phase, JoinedAnswer.copied_answers
         )
         return answers
 
@@ -91,26 +91,26 @@ class FastPath:
         arrays: Arrays,
         num_requests: int,
         outputs: Collection[str] | None,
-        on_stage: OnStage,
+        on_phase: OnPhase,
         finish: Callable[[JoinedAnswer], Any],
     ) -> Any:
         """As `run`, also for arrays that have been pickled: these have dtype objects of their own, while compiled code
         knows a type by the object that NumPy keeps.
         """
-        found = self.run(arrays, num_requests, outputs, on_stage, finish)
+        found = self.run(arrays, num_requests, outputs, on_phase, finish)
         if found is None:
             known = [_with_known_type(array) for array in arrays]
             if any(new is not old for new, old in zip(known, arrays, strict=True)):
-                return self.run(known, num_requests, outputs, on_stage, finish)
+                return self.run(known, num_requests, outputs, on_phase, finish)
         return found
 
-    def _answer_by_context(self, request: Request, on_stage: OnStage) -> list[Answer] | None:
+    def _answer_by_context(self, request: Request, on_phase: OnPhase) -> list[Answer] | None:
         """The answer to a request of several contexts, as if each of them were a request."""
         arrays = split_by_context(self._spec, request.inputs, self._layout.max_elements)
         if not arrays or not isinstance(request.outputs, _NAMES):
             return None
         num_parts = len(arrays) // len(self._input_names)
-        answer = self.run(arrays, num_parts, request.outputs, on_stage, JoinedAnswer.copied_answer, num_requests=1)
+        answer = self.run(arrays, num_parts, request.outputs, on_phase, JoinedAnswer.copied_answer, num_requests=1)
         return None if answer is None else [answer]
 
     def arrays_of(self, requests: Sequence[Request]) -> Arrays | None:
@@ -137,7 +137,7 @@ class FastPath:
         arrays: Arrays,
         num_parts: int,
         outputs: Collection[str] | None = None,
-        on_stage: OnStage = ignore_stage,
+        on_phase: OnPhase = ignore_phase,
         finish: Callable[[JoinedAnswer], Any] = JoinedAnswer.copied,
         *,
         num_requests: int = 0,
@@ -146,17 +146,17 @@ class FastPath:
         """What `finish` makes of the answer to requests, whose arrays the next batch writes over; None: see the class.
 
         `arrays` has those of each part in the order of the model's inputs: a part is a request, or one context of the
-        only request. `outputs`: what each request asks for; None: all. `on_stage`: see `run_many`. `num_requests`: 0:
+        only request. `outputs`: what each request asks for; None: all. `on_phase`: see `run_many`. `num_requests`: 0:
         as many as parts. `replica`: the device; None: any.
         """
         replica = replica or self._only_replica
         if replica is None:
-            run = partial(self.run, arrays, num_parts, outputs, on_stage, num_requests=num_requests)
+            run = partial(self.run, arrays, num_parts, outputs, on_phase, num_requests=num_requests)
             return self._run_on_any(finish, run)
         pool = replica.staging_pool
         if pool is None or (num_parts > 1 and not self._joins_requests):
             return None
-        on_stage("look-up")
+        on_phase("look-up")
         try:
             staging = pool.free.pop()
         except IndexError:
@@ -165,13 +165,13 @@ class FastPath:
         held = staging.held
         try:
             if held is None:
-                joined = self._computed(staging, arrays, num_parts, outputs, num_requests, on_stage=on_stage)
+                joined = self._computed(staging, arrays, num_parts, outputs, num_requests, on_phase=on_phase)
             else:
                 with held:
-                    joined = self._computed(staging, arrays, num_parts, outputs, num_requests, on_stage=on_stage)
+                    joined = self._computed(staging, arrays, num_parts, outputs, num_requests, on_phase=on_phase)
             if joined is None:
                 return None
-            on_stage("answer")
+            on_phase("answer")
             return finish(joined)
         except HotrowError:
             return None
@@ -186,14 +186,14 @@ class FastPath:
         outputs: Collection[str] | None,
         num_requests: int,
         *,
-        on_stage: OnStage,
+        on_phase: OnPhase,
     ) -> JoinedAnswer | None:
         """The answer to a batch, which is counted, in the staging's memory."""
         batch = staging.fill(arrays, num_parts, outputs)
         if batch is None:
             return None
         batch.look_up()
-        on_stage("network")
+        on_phase("network")
         results = batch.run.run()
         if batch.output_rows is not None:
             results = [array[batch.output_rows] for array in results]

@@ -14,8 +14,8 @@ from numpy.typing import ArrayLike
 from inference_session.errors import HotrowError
 from inference_session.execution.model import Model
 from inference_session.execution.network import Network, RunResult
+from inference_session.execution.phases import OnPhase, ignore_phase
 from inference_session.execution.replicas import Replica
-from inference_session.execution.stages import OnStage, ignore_stage
 from inference_session.model_spec import CANDIDATES
 from inference_session.requests.batch import CheckedRequest, JoinedBatch, Request
 from inference_session.requests.caller_arrays import inputs_with_gpu, may_stay_on_gpu
@@ -39,10 +39,10 @@ class FullPath:
         if model.spec.ranking is not None:
             self.input_types[CANDIDATES] = np.dtype(np.int32)
 
-    def answer(self, requests: Sequence[Request], on_stage: OnStage) -> list[Answer | HotrowError]:
+    def answer(self, requests: Sequence[Request], on_phase: OnPhase) -> list[Answer | HotrowError]:
         """See InferenceSession.run_many."""
         spec, layout = self._model.spec, self._model.layout
-        return self._answer_groups(GroupedRequests(requests, layout, may_join=spec.joins_requests), on_stage)
+        return self._answer_groups(GroupedRequests(requests, layout, may_join=spec.joins_requests), on_phase)
 
     def answer_from_gpu(self, inputs: Mapping[str, ArrayLike], outputs: Sequence[str] | None) -> Answer | HotrowError:
         """The answer to a request of which some inputs are on a GPU; it is not joined with others."""
@@ -53,25 +53,25 @@ class FullPath:
             self._stats.count_requests(1, 1)
             raise
         requests = GroupedRequests([Request(arrays, outputs)], self._model.layout, may_join=False, on_gpu=True)
-        return self._answer_groups(requests, ignore_stage)[0]
+        return self._answer_groups(requests, ignore_phase)[0]
 
-    def _answer_groups(self, requests: GroupedRequests, on_stage: OnStage) -> list[Answer | HotrowError]:
+    def _answer_groups(self, requests: GroupedRequests, on_phase: OnPhase) -> list[Answer | HotrowError]:
         """Compute the groups one after the other, each on the device that has the least to do."""
         run = self._model.replicas.run
         for group in requests:
             try:
-                requests.succeed(group, run(lambda replica: self.answer_group(replica, group.requests, on_stage)))  # noqa: B023
+                requests.succeed(group, run(lambda replica: self.answer_group(replica, group.requests, on_phase)))  # noqa: B023
             except HotrowError as error:  # noqa: PERF203  no other group is affected
                 requests.fail(group, error)
         self._stats.count_requests(len(requests.answers), requests.num_failed)
         return requests.answers
 
-    def answer_group(self, replica: Replica, requests: Sequence[CheckedRequest], on_stage: OnStage) -> list[Answer]:
+    def answer_group(self, replica: Replica, requests: Sequence[CheckedRequest], on_phase: OnPhase) -> list[Answer]:
         """The answers to requests of equal shapes, computed as one batch on a device.
 
         Raises what the look-up and the network raise.
         """
-        on_stage("look-up")
+        on_phase("look-up")
         layout, kept = self._model.layout, self._model.kept_contexts
         batch = layout.join(requests)
         is_ranking, num_reused = requests[0].num_candidates is not None, 0
@@ -79,13 +79,13 @@ class FullPath:
         if kept is not None and is_ranking:
             num_reused = self._fill_in_contexts(kept, batch, requests)
             network = kept.candidates
-        outputs = self._run(network, batch, layout.computed(requests), on_stage).outputs
-        on_stage("answer")
+        outputs = self._run(network, batch, layout.computed(requests), on_phase).outputs
+        on_phase("answer")
         self._count(requests, num_reused)
         return layout.split(batch.in_order(outputs), requests)
 
     def _run(
-        self, network: Network, batch: JoinedBatch, wanted: Sequence[str], on_stage: OnStage = ignore_stage
+        self, network: Network, batch: JoinedBatch, wanted: Sequence[str], on_phase: OnPhase = ignore_phase
     ) -> RunResult:
         """Look the keys of a batch up, and run a network over their vectors."""
         plan = network.plan(batch, wanted)
@@ -94,7 +94,7 @@ class FullPath:
             network.reader.look_up(lookup)
             if self._recorder is not None:
                 self._recorder.record(lookup)
-            on_stage("network")
+            on_phase("network")
             outputs = plan.run_network(batch)
             num_unknown = plan.num_unknown(lookup)
         if self._model.rejects_unknown:

@@ -12,8 +12,8 @@ from inference_session.device.host import HOST
 from inference_session.errors import HotrowError, ModelFormatError, UnavailableError
 from inference_session.execution.fast_path import FastPath
 from inference_session.execution.full_path import FullPath
+from inference_session.execution.phases import ignore_phase
 from inference_session.execution.replicas import Replica
-from inference_session.execution.stages import ignore_stage
 from inference_session.model_spec import SESSION_FILE, ModelSpec
 from inference_session.requests.batch import Request, RequestLayout
 from inference_session.requests.outputs import Answer, JoinedAnswer
@@ -98,11 +98,11 @@ class WarmUp:
             checked = [self.layout.check(batch.request)] * batch.num_requests
             # The first runs of a shape bind it; the last one runs as requests will.
             for _ in range(2 if replica.network.reader.is_launched else 1):
-                answers = self.full_path.answer_group(replica, checked, ignore_stage)
+                answers = self.full_path.answer_group(replica, checked, ignore_phase)
             number, outputs = batch.num_requests, batch.request.outputs
             if arrays := self.fast_path.arrays_of([batch.request] * number):
                 for _ in range(2):
-                    self.fast_path.run(arrays, number, outputs, ignore_stage, JoinedAnswer.copied, replica=replica)
+                    self.fast_path.run(arrays, number, outputs, ignore_phase, JoinedAnswer.copied, replica=replica)
         if answers and self.layout.has_network:
             if difference := self.layout.outputs.difference(answers[0]):
                 raise ModelFormatError(f"{self.version.path / SESSION_FILE}: {difference}")

@@ -12,7 +12,7 @@ import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
 from inference_session.errors import HotrowError, InvalidRequestError, UnavailableError
-from inference_session.execution.stages import OnStage, ignore_stage
+from inference_session.execution.phases import OnPhase, ignore_phase
 from inference_session.model_spec import ModelSpec
 from inference_session.requests.batch import Request
 from inference_session.requests.outputs import Answer, JoinedAnswer
@@ -37,7 +37,7 @@ class RequestHandler:
     Args:
         max_samples: a request with more rows than this is refused. 0: Triton itself checks it.
         device_id: the GPU that Triton assigned to the instance; sent to clients of HugeCTR.
-        tracing: makes spans of the stages of traced requests. None: no request is traced.
+        tracing: makes spans of the phases of traced requests. None: no request is traced.
     """
 
     def __init__(
@@ -65,32 +65,32 @@ class RequestHandler:
         """Whether requests can be answered."""
         return self._versions.failure is None
 
-    def answer(self, requests: Sequence[TritonRequest], on_stage: OnStage | None = None) -> list[TritonResponse]:
+    def answer(self, requests: Sequence[TritonRequest], on_phase: OnPhase | None = None) -> list[TritonResponse]:
         """One response for each request, in order. Their tensors are views of memory that the next call in this thread
         uses again: keep the requests, and send the responses, before.
 
-        `on_stage`: see InferenceSession.run_many. None: `tracing` makes it.
+        `on_phase`: see InferenceSession.run_many. None: `tracing` makes it.
         """
-        if on_stage is None:
+        if on_phase is None:
             if self._tracing is not None:
                 with self._tracing.of(requests) as traced:
                     return self.answer(requests, traced)
-            on_stage = ignore_stage
-        on_stage("check")
+            on_phase = ignore_phase
+        on_phase("check")
         try:
             with self._versions.lease() as session:
                 # The fast path for most requests: a list of arrays in, tensors out.
                 if session.has_fast_path and (plain := self._reader.read(requests)) is not None:
                     arrays, outputs = plain
                     found: list[TritonResponse] | None
-                    found = session.fast_path.run(arrays, len(requests), outputs, on_stage, self._responses)
+                    found = session.fast_path.run(arrays, len(requests), outputs, on_phase, self._responses)
                     if found is not None:
                         return found
-                return self._answer_any(session, requests, on_stage)
+                return self._answer_any(session, requests, on_phase)
         except Exception as error:  # noqa: BLE001  every request must get an answer, whatever the error
             if len(requests) == 1:
                 return [self._failed(error)]
-            return [self._answer_alone(request, on_stage) for request in requests]
+            return [self._answer_alone(request, on_phase) for request in requests]
 
     def _responses(self, joined: JoinedAnswer) -> list[TritonResponse]:
         """The responses to plain requests, with copies of their outputs."""
@@ -110,16 +110,16 @@ class RequestHandler:
         return list(map(_response_with_parameters, by_request, repeat(self._device_id), joined.counts.tolist()))
 
     def _answer_any(
-        self, session: InferenceSession, requests: Sequence[TritonRequest], on_stage: OnStage
+        self, session: InferenceSession, requests: Sequence[TritonRequest], on_phase: OnPhase
     ) -> list[TritonResponse]:
         read = [self._read(session, request) for request in requests]
-        return [self._response(answer, session.spec) for answer in session.run_many(read, on_stage)]
+        return [self._response(answer, session.spec) for answer in session.run_many(read, on_phase)]
 
-    def _answer_alone(self, request: TritonRequest, on_stage: OnStage) -> TritonResponse:
+    def _answer_alone(self, request: TritonRequest, on_phase: OnPhase) -> TritonResponse:
         """The answer to one of several requests, of which one failed, or all."""
         try:
             with self._versions.lease() as session:
-                return self._answer_any(session, [request], on_stage)[0]
+                return self._answer_any(session, [request], on_phase)[0]
         except Exception as error:  # noqa: BLE001  as above
             return self._failed(error)
 

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans for the stages of requests, below those that Triton makes where its own tracing is on.
+"""OpenTelemetry spans for the phases of requests, below those that Triton makes where its own tracing is on.
 
 A request that Triton traces has its parent span in `request.trace().get_context()`. OpenTelemetry's environment
 variables say where to export to; if none is set, nothing is imported, and nothing is done per request.
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from inference_session.execution.stages import OnStage, Stage, ignore_stage
+from inference_session.execution.phases import OnPhase, Phase, ignore_phase
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -41,22 +41,22 @@ class RequestTracer:
         self._extract = TraceContextTextMapPropagator().extract
 
     @contextmanager
-    def of(self, requests: Sequence[Any]) -> Iterator[OnStage]:
-        """What notes the stages of these requests (`pb_utils.InferenceRequest`), which are answered together.
+    def of(self, requests: Sequence[Any]) -> Iterator[OnPhase]:
+        """What notes the phases of these requests (`pb_utils.InferenceRequest`), which are answered together.
 
-        Each one that is traced gets a span for each stage that began in the meantime, ending where the next one begins.
+        Each one that is traced gets a span for each phase that began in the meantime, ending where the next one begins.
         """
         parents = [json.loads(context) for request in requests if (context := request.trace().get_context())]
         if not parents:
-            yield ignore_stage
+            yield ignore_phase
             return
-        stages: list[tuple[Stage, int]] = []
+        phases: list[tuple[Phase, int]] = []
         try:
-            yield lambda stage: stages.append((stage, time.time_ns()))
+            yield lambda phase: phases.append((phase, time.time_ns()))
         finally:
-            ends = [begin for _, begin in stages[1:]] + [time.time_ns()]
+            ends = [begin for _, begin in phases[1:]] + [time.time_ns()]
             for parent in parents:
-                self._export(parent, stages, ends, {"hotrow.batch_requests": len(requests)})
+                self._export(parent, phases, ends, {"hotrow.batch_requests": len(requests)})
 
     def close(self) -> None:
         """Export what is left."""
@@ -65,13 +65,13 @@ class RequestTracer:
     def _export(
         self,
         parent: Mapping[str, str],
-        stages: Sequence[tuple[Stage, int]],
+        phases: Sequence[tuple[Phase, int]],
         ends: Sequence[int],
         attributes: Mapping[str, int],
     ) -> None:
         context = self._extract(parent)
-        for (stage, begin), end in zip(stages, ends, strict=True):
-            span = self._tracer.start_span(f"hotrow {stage}", context, start_time=begin, attributes=attributes)
+        for (phase, begin), end in zip(phases, ends, strict=True):
+            span = self._tracer.start_span(f"hotrow {phase}", context, start_time=begin, attributes=attributes)
             span.end(end)
 
 

@@ -1,4 +1,4 @@
-"""Spans of stages, looked at where they are exported to."""
+"""Spans of phases, looked at where they are exported to."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ def described(span: ReadableSpan) -> tuple[str, int, int]:
     return span.name, span.parent.trace_id, span.parent.span_id
 
 
-def test_each_traced_request_gets_a_span_for_each_stage(tracing: RequestTracer, exporter: InMemorySpanExporter) -> None:
+def test_each_traced_request_gets_a_span_for_each_phase(tracing: RequestTracer, exporter: InMemorySpanExporter) -> None:
     """Below Triton's span of it, one where the other ends, also if the batch failed and was computed again."""
-    stages = ("check", "look-up", "network", "look-up", "network", "answer")
-    with tracing.of([Request(1), Request(None), Request(3)]) as on_stage:
-        for stage in stages:
-            on_stage(stage)
+    phases = ("check", "look-up", "network", "look-up", "network", "answer")
+    with tracing.of([Request(1), Request(None), Request(3)]) as on_phase:
+        for phase in phases:
+            on_phase(phase)
 
     spans = exporter.get_finished_spans()
     assert [described(span) for span in spans] == [
-        (f"hotrow {stage}", TRACE_ID, span_id) for span_id in (1, 3) for stage in stages
+        (f"hotrow {phase}", TRACE_ID, span_id) for span_id in (1, 3) for phase in phases
     ]
-    for span, following in itertools.pairwise(spans[: len(stages)]):
+    for span, following in itertools.pairwise(spans[: len(phases)]):
         assert span.start_time is not None
         assert span.end_time is not None
         assert span.start_time <= span.end_time == following.start_time
@@ -71,17 +71,17 @@ def test_each_traced_request_gets_a_span_for_each_stage(tracing: RequestTracer, 
 def test_what_is_not_traced_makes_no_span(tracing: RequestTracer, exporter: InMemorySpanExporter) -> None:
     """Neither requests that Triton does not trace, nor those whose client has decided against it."""
     for request in (Request(None), Request(1, sampled=False)):
-        with tracing.of([request]) as on_stage:
-            on_stage("check")
+        with tracing.of([request]) as on_phase:
+            on_phase("check")
     assert not exporter.get_finished_spans()
 
 
 def test_spans_are_made_of_what_fails(tracing: RequestTracer, exporter: InMemorySpanExporter) -> None:
-    """The last stage that began is the last that is shown."""
+    """The last phase that began is the last that is shown."""
 
     def fail() -> None:
-        with tracing.of([Request(1)]) as on_stage:
-            on_stage("check")
+        with tracing.of([Request(1)]) as on_phase:
+            on_phase("check")
             raise KeyError
 
     with pytest.raises(KeyError):
