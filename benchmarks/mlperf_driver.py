@@ -68,7 +68,7 @@ def measure(run: Run, samples: Samples, *, batch_pairs: int, seconds: float, ser
     return _result(summary, tested.batch_times, is_server=server_qps is not None)
 
 
-class _Issued(NamedTuple):
+class _IssuedSamples(NamedTuple):
     """Samples that LoadGen has issued: what it calls each of them, and their numbers."""
 
     responses: list[int]
@@ -83,7 +83,7 @@ class _SystemUnderTest:
 
     def __init__(self, run: Run, samples: Samples, batch_pairs: int) -> None:
         self._run, self._samples, self._batch_pairs = run, samples, batch_pairs
-        self._waiting: queue.SimpleQueue[_Issued | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[_IssuedSamples | None] = queue.SimpleQueue()
         self._free = threading.Semaphore(_NUM_WORKERS)
         self._failure: BaseException | None = None
         self.batch_times: list[float] = []
@@ -108,7 +108,7 @@ class _SystemUnderTest:
             raise self._failure
 
     def _issue(self, responses: list[int], indices: list[int]) -> None:
-        self._waiting.put(_Issued(responses, indices))
+        self._waiting.put(_IssuedSamples(responses, indices))
 
     def _take_all(self) -> None:
         with ThreadPoolExecutor(_NUM_WORKERS) as workers:
@@ -122,7 +122,7 @@ class _SystemUnderTest:
                     workers.submit(self._answer, responses[begin : begin + len(batch)], batch)
                     begin += len(batch)
 
-    def _add_waiting(self, taken: _Issued) -> None:
+    def _add_waiting(self, taken: _IssuedSamples) -> None:
         """Add samples issued meanwhile that fit into the same batch."""
         most = self._batch_pairs / self._samples.counts.mean()
         while not self._waiting.empty() and len(taken.indices) < most:

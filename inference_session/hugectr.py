@@ -277,8 +277,8 @@ class CreateInferenceSession:
     def __repr__(self) -> str:
         return f"<CreateInferenceSession of model {self._ps_json.models[0].name!r}>"
 
-    def _open(self) -> _Opened:
-        return _Opened(_open(self._ps_json, self._ps_json.models[0], self._owner))
+    def _open(self) -> _SessionOwner:
+        return _SessionOwner(_open(self._ps_json, self._ps_json.models[0], self._owner))
 
 
 def _refuse_copy(opener: CreateInferenceSession | HPS) -> NoReturn:
@@ -286,8 +286,8 @@ def _refuse_copy(opener: CreateInferenceSession | HPS) -> NoReturn:
     raise TypeError(f"{opener!r} can be neither copied nor pickled: make one where it is used")
 
 
-class _Opened:
-    """A session that is closed once nothing refers to this object."""
+class _SessionOwner:
+    """Closes a session once nothing refers to this object."""
 
     def __init__(self, session: InferenceSession) -> None:
         self.session = session

@@ -83,13 +83,13 @@ class CudaDevice(Device):
     def opening(self) -> contextlib.AbstractContextManager[object]:
         return _opening
 
-    def held(self) -> _Held:
+    def held(self) -> _Hold:
         """The device for launches on `stream` that are waited for, on memory that is known: a lean `request`.
 
         Raises:
             UnavailableError: see `request`.
         """
-        return _Held(self, self._lock)
+        return _Hold(self, self._lock)
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
@@ -314,7 +314,7 @@ class CudaColumns(Columns):
             target[...] = cupy.asarray(array)
 
 
-class _Held:
+class _Hold:
     """See CudaDevice.held. A class: entering and leaving a generator takes several times as long."""
 
     def __init__(self, device: CudaDevice, lock: threading.RLock) -> None:

@@ -43,7 +43,7 @@ class VectorInput:
         return self.concat_input.width
 
 
-class PooledApart(NamedTuple):
+class SeparateOutput(NamedTuple):
     """A look-up of several bags in each sample, whose vectors are pooled bag after bag into memory of their own, and
     then copied into the columns of a matrix.
     """
@@ -68,7 +68,7 @@ class Geometry:
     """The shape of each vector input's array."""
     bare: tuple[bool, ...]
     """For each vector input, whether its keys have no first dimension. They get one for look-ups; vectors lose it."""
-    apart: tuple[PooledApart, ...]
+    separate_outputs: tuple[SeparateOutput, ...]
 
 
 class MatrixLookups(NamedTuple):
@@ -162,8 +162,8 @@ class ModelLookups:
             self._describe_packed(members, segments, keys[members.lookups[0]][0])
         num_keys = np.array([math.prod(shape) for shape in keys], np.int64)
         bare = tuple(self._is_bare(each, batch) for each in self.vector_inputs)
-        apart = tuple(each for _, found in described for each in found)
-        return Geometry(segments, num_keys, tuple(shape for shape, _ in described), bare, apart)
+        separate = tuple(each for _, found in described for each in found)
+        return Geometry(segments, num_keys, tuple(shape for shape, _ in described), bare, separate)
 
     def _is_bare(self, vector_input: VectorInput, batch: JoinedBatch) -> bool:
         """Whether its keys have no first dimension."""
@@ -184,17 +184,17 @@ class ModelLookups:
 
     def _describe_matrix(
         self, vector_input: VectorInput, segments: NDArray[np.void], keys: Sequence[tuple[int, ...]]
-    ) -> tuple[tuple[int, ...], list[PooledApart]]:
+    ) -> tuple[tuple[int, ...], list[SeparateOutput]]:
         """Put the vectors of its look-ups side by side in one matrix; returns its shape, and what is copied there."""
         self._check_samples(vector_input, keys)
         members, item_bytes = vector_input.members, vector_input.dtype.itemsize
         num_samples, bags = keys[members[0]][0], [self._bags(i, keys[i]) for i in members]
         dims = [self._table_specs[i].embedding_dim for i in members]
         ends = list(accumulate(num_bags * dim for (num_bags, _), dim in zip(bags, dims, strict=True)))
-        width, begin, apart = vector_input.width(ends[-1]), 0, []
+        width, begin, separate = vector_input.width(ends[-1]), 0, []
         for i, (num_bags, bag_keys), dim, end in zip(members, bags, dims, ends, strict=True):
             if num_bags > 1 and self._pools(i, bag_keys):
-                apart.append(PooledApart(i, vector_input.dense_input, begin, end - begin))
+                separate.append(SeparateOutput(i, vector_input.dense_input, begin, end - begin))
                 rows = num_samples * num_bags, bag_keys, dim * item_bytes
             else:
                 rows = num_samples, num_bags * bag_keys, width * item_bytes
@@ -204,7 +204,7 @@ class ModelLookups:
                 segments["pooling"][i] = PoolingCode.NONE
             begin = end
         segments["output_code"][list(members)] = _code_of(vector_input)
-        return (num_samples, width), apart
+        return (num_samples, width), separate
 
     def _pools(self, i: int, bag_keys: int) -> bool:
         """Whether vectors are pooled: a bag of one key is that key's vector."""

@@ -88,7 +88,7 @@ class FreshPlan(ExecutionPlan):
         segments, vectors = self._take_vectors()
         num_keys = self.keys.stage(segments, batch)
         _give_vectors(batch, vectors)
-        batch.copies = self._pool_apart(segments, vectors)
+        batch.copies = self._allocate_separate_outputs(segments, vectors)
         return Lookup(segments, num_keys, self._device.counts(len(segments)), self._prepared_lookup)
 
     def _take_vectors(self) -> tuple[NDArray[np.void], Vectors]:
@@ -103,14 +103,14 @@ class FreshPlan(ExecutionPlan):
         named = zip(self._lookups.vector_inputs, arrays, geometry.bare, strict=True)
         return segments, {each.dense_input: array[0] if is_bare else array for each, array, is_bare in named}
 
-    def _pool_apart(self, segments: NDArray[np.void], vectors: Vectors) -> list[Callable[[], object]]:
-        """Allocate memory for what is pooled apart; returns what copies it to its place, each time it is called."""
+    def _allocate_separate_outputs(self, segments: NDArray[np.void], vectors: Vectors) -> list[Callable[[], object]]:
+        """Allocate memory of their own for some vectors; returns what copies it to its place, whenever it is called."""
         copies = []
-        for apart in self._geometry.apart:
-            matrix = vectors[apart.vector_input]
-            pooled = self._device.empty((len(matrix), apart.width), matrix.dtype)
-            segments["output_address"][apart.lookup] = address_of(pooled)
-            copies.append(self._device.column_copy(pooled, matrix, apart.first))
+        for output in self._geometry.separate_outputs:
+            matrix = vectors[output.vector_input]
+            pooled = self._device.empty((len(matrix), output.width), matrix.dtype)
+            segments["output_address"][output.lookup] = address_of(pooled)
+            copies.append(self._device.column_copy(pooled, matrix, output.first))
         return copies
 
     def run_network(self, batch: JoinedBatch) -> Answer:
@@ -143,7 +143,7 @@ class FreshPlan(ExecutionPlan):
             network = self._dense.bind(self._network_inputs(inputs), self.outputs)
             if network is None:
                 return self
-            copies = self._pool_apart(segments, vectors)
+            copies = self._allocate_separate_outputs(segments, vectors)
             staged = [StagedValues((name,), array) for name, array in network.inputs.items()]
             lookup = Lookup(segments, self.keys.num_keys, device.counts(len(segments)), self._prepared_lookup)
             if self._lookups.is_ragged(batch):

@@ -71,7 +71,7 @@ _HOLD_TIMEOUT_S = 10.0
 _log = logging.getLogger(__name__)
 
 
-class _Consumed(NamedTuple):
+class _ConsumedMessages(NamedTuple):
     """Messages that were taken together."""
 
     by_topic: Mapping[str, MessageBatch]
@@ -250,7 +250,7 @@ class KafkaUpdateStream:
         if time.monotonic() >= self._save_at:
             self._save()
 
-    def _consume(self) -> _Consumed:
+    def _consume(self) -> _ConsumedMessages:
         by_topic: defaultdict[str, MessageBatch] = defaultdict(MessageBatch)
         ends: dict[Partition, int] = {}
         oldest_ms: list[int] = []
@@ -271,7 +271,7 @@ class KafkaUpdateStream:
                 own = list(group)
                 oldest_ms.append(own[0].timestamp()[1])
                 by_topic[topic].add(own, self._newer.among(topic or "", own))
-        return _Consumed(by_topic, min(oldest_ms, default=0), ends)
+        return _ConsumedMessages(by_topic, min(oldest_ms, default=0), ends)
 
     def _ends_among(self, failed: Iterable[Any]) -> Iterator[tuple[Partition, int]]:
         """The ends of partitions, from end events among the messages; other events report failures."""
@@ -315,7 +315,7 @@ class KafkaUpdateStream:
             self._rests.rest()
         self._has_more = True
 
-    def _apply_all(self, consumed: _Consumed) -> None:
+    def _apply_all(self, consumed: _ConsumedMessages) -> None:
         self._stats.begin(consumed.oldest_ms / 1000 if consumed.oldest_ms > 0 else time.time())
         positions = self._followed.positions
         for topic, messages in consumed.by_topic.items():

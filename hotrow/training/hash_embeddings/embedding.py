@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hotrow.training.hash_embeddings.arguments import one_of
-from hotrow.training.hash_embeddings.look_up import Bags, Pooled, Vectors
+from hotrow.training.hash_embeddings.look_up import Bags, PoolFunction, Vectors
 from hotrow.training.hash_embeddings.table import HashTable, eagerly
 from inference_session.errors import ConfigurationError
 
@@ -93,7 +93,7 @@ class HashEmbeddingBag(HashTable):
         if self.mode == "max" or (weights is not None and weights.requires_grad):
             pooled = bags.pool(look_up.places, Vectors.apply(self._anchor(), look_up.of_distinct()), weights)
         else:
-            pooled = Pooled.apply(self._anchor(), look_up, bags, weights)
+            pooled = PoolFunction.apply(self._anchor(), look_up, bags, weights)
         return pooled.to(self._dtype)
 
     def _begins(self, keys: Tensor, offsets: Tensor | None) -> tuple[Tensor | int, int]:

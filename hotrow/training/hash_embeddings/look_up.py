@@ -136,7 +136,7 @@ class Bags:
         return None if self.padding is None else (places != self.padding).to(torch.float32)
 
 
-class Pooled(torch.autograd.Function):
+class PoolFunction(torch.autograd.Function):
     """Sums or means of bags."""
 
     @staticmethod

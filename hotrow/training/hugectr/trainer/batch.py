@@ -66,7 +66,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _Transfer:
     """Some samples of a piece that is on its way to the GPU."""
 
     piece: Block
@@ -77,7 +77,7 @@ class _Sent:
     begin: int
     end: int
 
-    def part(self, begin: int, end: int) -> _Sent:
+    def part(self, begin: int, end: int) -> _Transfer:
         """Samples `begin` up to `end` of these."""
         return replace(self, begin=self.begin + begin, end=self.begin + end)
 
@@ -112,7 +112,7 @@ class Staging:
         tensors = unpacked(memory, list(_tensors(piece)))
         # Without the pinned memory, which torch gives to the next piece as soon as this one is copied.
         piece = replace(piece, staged=None)
-        return replace(piece, staged=_Sent(piece, tensors, arrival, 0, len(piece)))
+        return replace(piece, staged=_Transfer(piece, tensors, arrival, 0, len(piece)))
 
     def take(self, block: Block) -> Batch:
         """The tensors of a batch, for work on the current stream, which waits until they have arrived."""

@@ -115,7 +115,7 @@ class EmbeddingTable:
             return self._pool_all(vectors, bags, combiner)
         own = places[bags.own]
         if bags.width == 1:
-            return _Chosen.apply(vectors, own)
+            return _GatherFunction.apply(vectors, own)
         if bags.width:
             return functional.embedding_bag(own.view(-1, bags.width), vectors, mode=combiner)
         return functional.embedding_bag(own, vectors, bags.offsets, mode=combiner, include_last_offset=True)
@@ -217,7 +217,7 @@ class _TableRows(HashRows):
         return (2.0 * fractions - 1.0) * _LIMIT
 
 
-class _Chosen(torch.autograd.Function):
+class _GatherFunction(torch.autograd.Function):
     """Vectors by their numbers. torch's own embedding sorts the numbers in backward, by a dozen of kernels on a GPU."""
 
     @staticmethod

@@ -18,9 +18,9 @@ from inference_session.importers.onnx.samples.kinds import (
     Free,
     Kind,
     Observations,
+    PerIteration,
+    PerPlace,
     PerSample,
-    Placed,
-    Varying,
 )
 from inference_session.importers.onnx.samples.loops import follow_iterations, follow_varying
 from inference_session.importers.onnx.samples.places import follow_places
@@ -48,7 +48,7 @@ class SampleAxis:
         """The kind of a value; None also where its samples cannot be found, or their places in the batch matter."""
         kind = self.kinds.get(name, CONSTANT)
         is_lost = isinstance(kind, PerSample) and self.axis(name) is None
-        return None if is_lost or isinstance(kind, Placed) else kind
+        return None if is_lost or isinstance(kind, PerPlace) else kind
 
     def axis(self, name: str) -> Axis | None:
         """Where the samples of a value are; None where it holds none, or they cannot be found."""
@@ -63,7 +63,7 @@ class SampleAxis:
     def _follow(self, node: NodeProto) -> None:
         step = Step(node, self._observed, [self.kinds.get(name, CONSTANT) for name in node.input])
         around = [self.kinds.get(name, CONSTANT) for name in reads(node)]
-        is_varying = any(isinstance(kind, Varying) for kind in around)
+        is_varying = any(isinstance(kind, PerIteration) for kind in around)
         is_free = all(isinstance(kind, Free) and kind.is_constant for kind in around)
         if is_free and not is_varying and not is_random(node):
             found: Sequence[Kind] = [CONSTANT] * len(node.output)
@@ -78,7 +78,7 @@ class SampleAxis:
             self.kinds[name] = kind
         if self.culprit is None and None in found and None not in around:
             self.culprit = node
-        if self.placing is None and any(isinstance(kind, Placed) for kind in found):
+        if self.placing is None and any(isinstance(kind, PerPlace) for kind in found):
             self.placing = node
 
     def _results(self, step: Step) -> Sequence[Kind]:

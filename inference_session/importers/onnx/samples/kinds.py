@@ -56,12 +56,12 @@ class Places(Free):
 
 
 @dataclass(frozen=True)
-class Varying(Free):
+class PerIteration(Free):
     """A constant of one iteration of a Loop or Scan, which may be another one in the next."""
 
 
 @dataclass(frozen=True)
-class Placed:
+class PerPlace:
     """A value with a block for each sample, which depends on the sample and on its place in the batch."""
 
     before: int
@@ -69,11 +69,11 @@ class Placed:
     """The only index of the last axis whose elements depend on the place, and they are the place itself; None: any."""
 
 
-Kind = Free | PerSample | Placed | None
+Kind = Free | PerSample | PerPlace | None
 """None: it may depend on several samples at once."""
 
 CONSTANT = Free()
-VARYING = Varying()
+PER_ITERATION = PerIteration()
 
 
 @dataclass(frozen=True)

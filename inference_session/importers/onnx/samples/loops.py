@@ -17,12 +17,12 @@ from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto, helper, nump
 from inference_session.importers.onnx.evaluation import open_network, save_network
 from inference_session.importers.onnx.samples.kinds import (
     CONSTANT,
-    VARYING,
+    PER_ITERATION,
     Free,
     Kind,
     Observations,
+    PerIteration,
     PerSample,
-    Varying,
 )
 from inference_session.importers.onnx.samples.step import Step, is_constant
 from inference_session.model_spec import NamedArrays
@@ -163,34 +163,34 @@ def follow_iterations(step: Step, outside: dict[str, Kind], follow: Follow) -> S
     iteration, observed = Iteration.of(step.node), step.observed.bodies.get(result_of(step.node))
     if iteration is None or observed is None:
         return unknown
-    begun = _begun(iteration, step.observed, outside)
-    kinds = follow(iteration.body, observed, {**outside, **begun})
+    first = _first_kinds(iteration, step.observed, outside)
+    kinds = follow(iteration.body, observed, {**outside, **first})
     if any(not is_constant(kinds.get(name, CONSTANT)) for name in iteration.deciding):
         return unknown
     results: dict[str, Kind] = {}
     for _, inner, left, result in iteration.states:
-        if not _is_kept(begun[inner], kinds.get(left, CONSTANT)) or not _same_shapes(observed, inner, left):
+        if not _is_kept(first[inner], kinds.get(left, CONSTANT)) or not _same_shapes(observed, inner, left):
             return unknown
-        results[result] = CONSTANT if is_constant(begun[inner]) else begun[inner]
+        results[result] = CONSTANT if is_constant(first[inner]) else first[inner]
     for made, result in iteration.stacked:
         results[result] = _stacked(step.observed, observed, kinds.get(made, CONSTANT), made, result)
     return [results[name] if name else CONSTANT for name in step.node.output]
 
 
-def _begun(iteration: Iteration, observed: Observations, outside: dict[str, Kind]) -> dict[str, Kind]:
+def _first_kinds(iteration: Iteration, observed: Observations, outside: dict[str, Kind]) -> dict[str, Kind]:
     """The kinds of the body's inputs; None where they are not followed."""
-    begun: dict[str, Kind] = {name: VARYING for name, _ in iteration.counted}
+    kinds: dict[str, Kind] = {name: PER_ITERATION for name, _ in iteration.counted}
     for outer, inner, _, _ in iteration.states:
         kind = outside.get(outer, CONSTANT)
-        begun[inner] = VARYING if is_constant(kind) else kind if isinstance(kind, PerSample) else None
+        kinds[inner] = PER_ITERATION if is_constant(kind) else kind if isinstance(kind, PerSample) else None
     for outer, inner, axis in iteration.sliced:
-        begun[inner] = _slice_of(outside.get(outer, CONSTANT), observed, outer, axis)
-    return begun
+        kinds[inner] = _slice_of(outside.get(outer, CONSTANT), observed, outer, axis)
+    return kinds
 
 
 def _slice_of(kind: Kind, observed: Observations, name: str, axis: int) -> Kind:
     if is_constant(kind):
-        return VARYING
+        return PER_ITERATION
     at, shapes = observed.axis(kind, name) if isinstance(kind, PerSample) else None, observed.shapes(name)
     if at is None or shapes is None or at.axis == axis:
         return None
@@ -218,7 +218,7 @@ def _stacked(outside: Observations, inside: Observations, kind: Kind, name: str,
 
 def follow_varying(step: Step, rule: Callable[[Step], list[Kind]]) -> list[Kind]:
     """The results of a node, of which some operands may differ between iterations."""
-    varying = [i for i, kind in enumerate(step.kinds) if isinstance(kind, Varying)]
+    varying = [i for i, kind in enumerate(step.kinds) if isinstance(kind, PerIteration)]
     if not varying:
         return rule(step)
     op_type = step.node.op_type
@@ -227,5 +227,5 @@ def follow_varying(step: Step, rule: Callable[[Step], list[Kind]]) -> list[Kind]
     if step.node.domain or not keeps_shape or has_sizes:
         return [None] * len(step.node.output)
     if all(isinstance(kind, Free) and kind.is_constant for kind in step.kinds):
-        return [VARYING] * len(step.node.output)
+        return [PER_ITERATION] * len(step.node.output)
     return rule(step)

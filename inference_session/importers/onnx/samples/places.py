@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from onnx import TensorProto
 
-from inference_session.importers.onnx.samples.kinds import Axis, Free, Kind, PerSample, Placed, Places
+from inference_session.importers.onnx.samples.kinds import Axis, Free, Kind, PerPlace, PerSample, Places
 from inference_session.importers.onnx.samples.step import Step
 
 _MOVING = ("Cast", "Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Tile", "Transpose", "Unsqueeze")
@@ -21,7 +21,7 @@ _EXACT = (TensorProto.INT32, TensorProto.INT64, TensorProto.FLOAT, TensorProto.D
 
 def follow_places(step: Step, rule: Callable[[Step], list[Kind]]) -> list[Kind]:
     """The results of a node by the rule for its operator, which knows nothing of places."""
-    if not any(isinstance(kind, Places | Placed) for kind in step.kinds):
+    if not any(isinstance(kind, Places | PerPlace) for kind in step.kinds):
         return rule(step)
     found = rule(replace(step, kinds=[_as_sample(kind) for kind in step.kinds]))
     if step.node.op_type == "Shape" and found != [None]:
@@ -39,20 +39,20 @@ def _is_exact(step: Step) -> bool:
 
 
 def _as_sample(kind: Kind) -> Kind:
-    return PerSample(kind.before) if isinstance(kind, Places | Placed) else kind
+    return PerSample(kind.before) if isinstance(kind, Places | PerPlace) else kind
 
 
 def _placed(step: Step, kind: Kind) -> Kind:
-    return Placed(kind.before, _column(step)) if isinstance(kind, PerSample) else kind
+    return PerPlace(kind.before, _column(step)) if isinstance(kind, PerSample) else kind
 
 
 def _column(step: Step) -> int | None:
     """Where a list of indices, such as GatherND reads, has the places of samples."""
-    if step.node.op_type in ("Cast", "Identity") and isinstance(kind := step.kinds[0], Placed):
+    if step.node.op_type in ("Cast", "Identity") and isinstance(kind := step.kinds[0], PerPlace):
         return kind.column if _is_exact(step) else None
     if step.node.op_type != "Concat" or step.attribute("axis", 0) % step.rank() != step.rank() - 1:
         return None
-    places = [(i, kind) for i, kind in enumerate(step.kinds) if isinstance(kind, Places | Placed)]
+    places = [(i, kind) for i, kind in enumerate(step.kinds) if isinstance(kind, Places | PerPlace)]
     position, kind = places[0]
     if len(places) > 1 or not isinstance(kind, Places) or not kind.exact or step.shape(position)[-1] != 1:
         return None
@@ -63,7 +63,7 @@ def _at_own_places(step: Step) -> list[Kind] | None:
     """The results where each sample reads or writes its own elements only; None where that is not sure."""
     is_known = step.node.op_type in ("GatherND", "ScatterND") and not step.attribute("batch_dims", 0)
     indices = step.kinds[1] if is_known else None
-    if not isinstance(indices, Placed) or not _has_place(step, indices.column):
+    if not isinstance(indices, PerPlace) or not _has_place(step, indices.column):
         return None
     at = step.observed.axis(PerSample(indices.before), step.node.input[1])
     if at is None or at.axis == step.rank(1) - 1:

@@ -8,7 +8,7 @@ from typing import Any
 
 from onnx import NodeProto
 
-from inference_session.importers.onnx.samples.kinds import Axis, Free, Kind, Observations, PerSample, Varying
+from inference_session.importers.onnx.samples.kinds import Axis, Free, Kind, Observations, PerIteration, PerSample
 from inference_session.onnx_graphs import attributes, is_random
 
 
@@ -73,7 +73,7 @@ class Step:
         if position >= len(self.node.input) or not self.node.input[position]:
             return []
         kind, values = self.kinds[position], self.observed.fixed(self.node.input[position])
-        if values is None or not is_constant(kind) or isinstance(kind, Varying):
+        if values is None or not is_constant(kind) or isinstance(kind, PerIteration):
             return None
         found: list[int] = values.ravel().tolist()
         return found
