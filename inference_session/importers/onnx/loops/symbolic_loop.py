@@ -35,7 +35,7 @@ class Padding:
 
 
 @dataclass(frozen=True)
-class Rows:
+class _Rows:
     """Some rows of a value of the main graph."""
 
     rows: str
@@ -79,13 +79,13 @@ class _Question:
     """What follows from a key, or from kept positions."""
 
     kind: Literal["is negative", "moved", "from the front", "pads", "is kept", "number of", "is none"]
-    subject: Rows | _KeptPositions
+    subject: _Rows | _KeptPositions
     number: int = 0
     key: int = 0
 
 
 Value = Any
-"""NDArray, Rows, Bag, _KeptPositions, _Question, or a tuple of values: a sequence."""
+"""NDArray, _Rows, Bag, _KeptPositions, _Question, or a tuple of values: a sequence."""
 
 
 @dataclass
@@ -124,7 +124,7 @@ class SymbolicLoop:
         dims = self.shapes.dims(name)
         if not dims or name in self.weights:
             raise NotABagError
-        return Rows(name, tuple(range(dims[0])))
+        return _Rows(name, tuple(range(dims[0])))
 
     def _is_empty_sequence(self, name: str) -> bool:
         return any(node.op_type == "SequenceEmpty" and name in node.output for node in self.model.graph.node)
@@ -207,13 +207,13 @@ class SymbolicLoop:
         if isinstance(value, np.ndarray):
             return self._computed(node, [value])[0]
         dims = self.shapes.dims(node.input[0])
-        if dims is None or not isinstance(value, Rows) or value.rows != node.input[0]:
+        if dims is None or not isinstance(value, _Rows) or value.rows != node.input[0]:
             raise NotABagError
         return self._computed(node, [np.empty(dims, np.bool_)])[0]
 
     def _looked_up(self, node: NodeProto) -> Value:
         keys = self._value(node.input[1])
-        if attribute(node, "axis", 0) or not isinstance(keys, Rows) or keys.table or keys.factors or keys.is_column:
+        if attribute(node, "axis", 0) or not isinstance(keys, _Rows) or keys.table or keys.factors or keys.is_column:
             raise NotABagError
         return replace(keys, table=str(node.input[0]))
 
@@ -240,7 +240,7 @@ def _either(condition: _Question, then: Value, other: Value) -> Value:
     if condition.kind == "is negative" and isinstance(then, _Question) and then.kind == "moved":
         is_moved = then.subject == other == subject
         found: Value = _Question("from the front", subject, then.number) if is_moved else None
-    elif condition.kind == "is kept" and isinstance(subject, Rows) and len(subject.positions) == 1:
+    elif condition.kind == "is kept" and isinstance(subject, _Rows) and len(subject.positions) == 1:
         found = _kept(subject, Padding(subject.rows, condition.key, condition.number), then, other)
     elif condition.kind == "is none" and isinstance(subject, _KeptPositions) and isinstance(then, np.ndarray):
         is_of_subject = isinstance(other, Bag) and (other.padding, other.positions) == (
@@ -255,7 +255,7 @@ def _either(condition: _Question, then: Value, other: Value) -> Value:
     return found
 
 
-def _kept(key: Rows, padding: Padding, then: Value, other: Value) -> _KeptPositions | None:
+def _kept(key: _Rows, padding: Padding, then: Value, other: Value) -> _KeptPositions | None:
     """One position more in a list of kept ones, if its key does not pad."""
     if isinstance(other, np.ndarray) and other.size == 0:
         before, after = _KeptPositions((), padding), _KeptPositions((), padding, tuple(_integers(then)))
@@ -280,14 +280,14 @@ def _copied(_node: NodeProto, values: Sequence[Value]) -> Value:
 def _sliced(_node: NodeProto, values: Sequence[Value]) -> Value:
     given, bounds = values[0], [_integers(value) for value in values[1:]]
     begins, ends, axes, steps = [*bounds, *([0], [1])[len(bounds) - 2 :]]
-    if not isinstance(given, Rows) or given.padding or axes != [0] or steps != [1] or min(*begins, *ends) < 0:
+    if not isinstance(given, _Rows) or given.padding or axes != [0] or steps != [1] or min(*begins, *ends) < 0:
         raise NotABagError
     return replace(given, positions=given.positions[begins[0] : ends[0]])
 
 
 def _gathered(node: NodeProto, values: Sequence[Value]) -> Value:
     given, places = values
-    if not isinstance(given, Rows) or attribute(node, "axis", 0) or given.padding:
+    if not isinstance(given, _Rows) or attribute(node, "axis", 0) or given.padding:
         raise NotABagError
     if isinstance(places, _KeptPositions) and not places.added:
         picked = places.positions
@@ -306,14 +306,14 @@ def _axes(node: NodeProto, values: Sequence[Value]) -> list[int] | None:
 
 def _as_column(node: NodeProto, values: Sequence[Value]) -> Value:
     axes = _axes(node, values)
-    if not isinstance(values[0], Rows) or values[0].is_column or values[0].table or axes not in ([1], [-1]):
+    if not isinstance(values[0], _Rows) or values[0].is_column or values[0].table or axes not in ([1], [-1]):
         raise NotABagError
     return replace(values[0], is_column=True)
 
 
 def _multiplied(_node: NodeProto, values: Sequence[Value]) -> Value:
-    rows, factors = values[::-1] if isinstance(values[0], Rows) and values[0].is_column else values
-    if not isinstance(rows, Rows) or not isinstance(factors, Rows) or rows.is_column or rows.factors:
+    rows, factors = values[::-1] if isinstance(values[0], _Rows) and values[0].is_column else values
+    if not isinstance(rows, _Rows) or not isinstance(factors, _Rows) or rows.is_column or rows.factors:
         raise NotABagError
     if not factors.is_column or factors.positions != rows.positions or factors.padding != rows.padding:
         raise NotABagError
@@ -322,7 +322,7 @@ def _multiplied(_node: NodeProto, values: Sequence[Value]) -> Value:
 
 def _reduced(node: NodeProto, values: Sequence[Value]) -> Value:
     rows, axes = values[0], _axes(node, values)
-    if not isinstance(rows, Rows) or rows.is_column or axes not in ([0], [-2]):
+    if not isinstance(rows, _Rows) or rows.is_column or axes not in ([0], [-2]):
         raise NotABagError
     keeps_dims = bool(attribute(node, "keepdims", 1))
     return Bag(node.op_type, rows.rows, rows.positions, rows.table, rows.factors, rows.padding, keeps_dims)
@@ -344,8 +344,8 @@ def _is_less(_node: NodeProto, values: Sequence[Value]) -> Value:
     return _Question("is negative", _key(values[0]))
 
 
-def _key(value: Value) -> Rows:
-    if not isinstance(value, Rows) or len(value.positions) != 1 or value.table or value.factors or value.padding:
+def _key(value: Value) -> _Rows:
+    if not isinstance(value, _Rows) or len(value.positions) != 1 or value.table or value.factors or value.padding:
         raise NotABagError
     return value
 

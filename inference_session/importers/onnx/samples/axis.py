@@ -22,7 +22,7 @@ from inference_session.importers.onnx.samples.kinds import (
     PerPlace,
     PerSample,
 )
-from inference_session.importers.onnx.samples.loops import follow_iterations, follow_varying
+from inference_session.importers.onnx.samples.loops import follow_iterations, follow_per_iteration
 from inference_session.importers.onnx.samples.places import follow_places
 from inference_session.importers.onnx.samples.rules import rule_of
 from inference_session.importers.onnx.samples.step import Step
@@ -63,9 +63,9 @@ class SampleAxis:
     def _follow(self, node: NodeProto) -> None:
         step = Step(node, self._observed, [self.kinds.get(name, CONSTANT) for name in node.input])
         around = [self.kinds.get(name, CONSTANT) for name in reads(node)]
-        is_varying = any(isinstance(kind, PerIteration) for kind in around)
+        is_per_iteration = any(isinstance(kind, PerIteration) for kind in around)
         is_free = all(isinstance(kind, Free) and kind.is_constant for kind in around)
-        if is_free and not is_varying and not is_random(node):
+        if is_free and not is_per_iteration and not is_random(node):
             found: Sequence[Kind] = [CONSTANT] * len(node.output)
         elif None in around:
             found = [None] * len(node.output)
@@ -86,4 +86,4 @@ class SampleAxis:
             return follow_iterations(step, self.kinds, lambda *of_body: SampleAxis(*of_body).kinds)
         if (rule := rule_of(step.node)) is None:
             return [None] * len(step.node.output)
-        return follow_varying(step, partial(follow_places, rule=rule))
+        return follow_per_iteration(step, partial(follow_places, rule=rule))

@@ -1,9 +1,9 @@
 """What a value of a network is to the samples of a batch, and where the samples are in it.
 
 Each value is one of four things: *free* of the samples (a constant, or computed from sizes alone), *per sample* (it
-holds a block for each sample, and each block depends on that sample alone), *placed* (each block depends on its sample
-and on the sample's place in the batch), or neither. Shapes, and the values of axes, come from two runs with different
-prime numbers of samples, so sizes do not match by chance.
+holds a block for each sample, and each block depends on that sample alone), *per place* (each block depends on its
+sample and on the sample's place in the batch), or neither. Shapes, and the values of axes, come from two runs with
+different prime numbers of samples, so sizes do not match by chance.
 
 A per-sample value is described by `before`: in row-major order, it is `before` times the sequence of all samples, each
 with an equal number of elements. Reshaping keeps that number, so samples can be located in any shape.

@@ -216,7 +216,7 @@ def _stacked(outside: Observations, inside: Observations, kind: Kind, name: str,
     return outside.per_sample(result, at.axis + 1, at.outer) if at else None
 
 
-def follow_varying(step: Step, rule: Callable[[Step], list[Kind]]) -> list[Kind]:
+def follow_per_iteration(step: Step, rule: Callable[[Step], list[Kind]]) -> list[Kind]:
     """The results of a node, of which some operands may differ between iterations."""
     varying = [i for i, kind in enumerate(step.kinds) if isinstance(kind, PerIteration)]
     if not varying:

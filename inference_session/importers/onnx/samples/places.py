@@ -31,7 +31,7 @@ def follow_places(step: Step, rule: Callable[[Step], list[Kind]]) -> list[Kind]:
         blocks = [kind.before for kind in found if isinstance(kind, PerSample)]
         is_placed = len(blocks) == len(found)
         return [Places(before=before, exact=is_moved) for before in blocks] if is_placed else rule(step)
-    return _at_own_places(step) or [_placed(step, kind) for kind in found]
+    return _at_own_places(step) or [_per_place(step, kind) for kind in found]
 
 
 def _is_exact(step: Step) -> bool:
@@ -42,7 +42,7 @@ def _as_sample(kind: Kind) -> Kind:
     return PerSample(kind.before) if isinstance(kind, Places | PerPlace) else kind
 
 
-def _placed(step: Step, kind: Kind) -> Kind:
+def _per_place(step: Step, kind: Kind) -> Kind:
     return PerPlace(kind.before, _column(step)) if isinstance(kind, PerSample) else kind
 
 
