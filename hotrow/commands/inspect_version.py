@@ -115,7 +115,7 @@ def _describe(spec: ModelSpec, version_dir: Path) -> dict[str, Any]:
         "outputs": [_tensor(tensor) for tensor in spec.outputs],
         "tasks": list(spec.labels),
         "dense_network": describe_dense_network(spec, version_dir),
-        "joinable": spec.batched and spec.joinable,
+        "joinable": spec.joins_requests,
         "context": list(spec.context),
         "ranking": _ranking(spec.ranking),
         "tables": [
@@ -178,6 +178,7 @@ def _show(description: dict[str, Any]) -> None:
     console.print(tables)
     console.print(f"Dense network: {_network(description['dense_network'])}")
     console.print(f"Tasks: {as_cell(', '.join(description['tasks'])) or 'none'}")
+    console.print(f"Requests: {'joined into batches' if description['joinable'] else 'computed one by one'}")
     console.print(f"Bytes of all tables: {description['total_table_bytes']}")
 
 

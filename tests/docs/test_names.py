@@ -73,7 +73,7 @@ FOREIGN = {
     *("--build-arg", "--restart", "--print", "HTTP/HOST", "--exchange", "--no-deps", "REQUESTS_CA_BUNDLE"),
     *("_HOTROW_COMPLETE", "bash_source"),
     # Keras and Kafka
-    *("IntegerLookup", "StringLookup", "LogAppendTime"),
+    *("IntegerLookup", "StringLookup", "get_vocabulary", "LogAppendTime"),
     # HugeCTR, TorchRec and NCCL
     *("slot_id", "HashZchManagedCollisionModule", "NCCL_MIN_P2P_NCHANNELS"),
     *("hierarchical_parameter_server", "sparse_operation_kit"),

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,8 @@ from hotrow import command_line
 from hotrow.command_line import main
 from inference_session.errors import UnavailableError
 from inference_session.tables.table_index import ensure_index
+from inference_session.version_directory.manifest import describe_version
+from inference_session.version_directory.session_file import read_spec
 from tests.testing import small_model
 from tests.testing.model_settings import add_settings
 from tests.testing.onnx_models import model_of, table
@@ -354,6 +357,20 @@ def test_inspect_tells_what_computes_the_network(run: Run, version_dir: Path) ->
     assert (described["engine"], described["precision"]) == ("OpenVINO", "bfloat16")
     products, num_all = described["matrix_products"], described["all_matrix_products"]
     assert f"Dense network: OpenVINO, bfloat16 for {products} of {num_all} matrix products" in shown
+
+
+@pytest.mark.parametrize(
+    ("layout", "batched", "shown"),
+    [("tensors", True, "joined into batches"), ("tensors", False, "computed one by one"), ("hps", False, "joined")],
+)
+def test_inspect_tells_whether_requests_are_joined(
+    run: Run, version_dir: Path, layout: str, batched: bool, shown: str
+) -> None:
+    """Those of HPS are, although they have no samples."""
+    describe_version(replace(read_spec(version_dir), layout=layout, batched=batched), version_dir)
+
+    assert f"Requests: {shown}" in run("inspect", version_dir)[1]
+    assert json.loads(run("inspect", version_dir, "--json")[1])["joinable"] == ("joined" in shown)
 
 
 def test_inspect_tells_how_a_table_is_mapped(run: Run, tmp_path: Path) -> None:

@@ -13,13 +13,12 @@ from inference_session.errors import UnsupportedModelError
 from inference_session.importers.onnx import TablePlace, import_draft
 from inference_session.importers.onnx.carve import CONSTANT_KEYS_ONLY
 from inference_session.importers.report import ImportReport
-from inference_session.model_spec import ModelSpec
 
 _TRACED_FILE = ".traced.onnx"
 
 
-def assemble(draft: Path, target: Path, network: ModelProto, files: Mapping[str, ExportedTable]) -> ModelSpec:
-    """Take the network apart and describe the result; the caller writes session.json and the manifest.
+def assemble(draft: Path, target: Path, network: ModelProto, files: Mapping[str, ExportedTable]) -> ImportReport:
+    """Take the network apart and report the result; the caller writes session.json and the manifest.
 
     Args:
         network: with the tables as external data.
@@ -38,7 +37,7 @@ def assemble(draft: Path, target: Path, network: ModelProto, files: Mapping[str,
     for file in files.values():
         if file.folder not in kept:
             shutil.rmtree((draft / file.location).parent)
-    return report.spec
+    return report
 
 
 def _check_cut(report: ImportReport, files: Mapping[str, ExportedTable]) -> None:

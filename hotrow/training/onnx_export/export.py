@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ from hotrow.training.ranks import Ranks
 from hotrow.training.tables import FileWriter, Table, as_vectors, chunks, create_file, write_table
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError
+from inference_session.importers.report import ImportReport
 from inference_session.model_source import local_folder
 from inference_session.model_spec import KEY_FILE, TABLES_FOLDER, VECTOR_FILE, ModelSpec, NamedArrays, folder_names
 from inference_session.platform.drafts import check_space, draft_version
@@ -45,6 +47,7 @@ from inference_session.version_directory.manifest import describe_version
 from inference_session.version_directory.publishing import check_networks, share_unchanged
 from triton_backend.repository.config_writer import write_model_config
 
+_LOG = logging.getLogger(__name__)
 _SHARED_FILE = ".ranks"
 _TOLERANCE = 1e-5
 """Tolerance of answers, absolute and relative: float32 sums in another order."""
@@ -333,7 +336,10 @@ class _Export:
         """Take the network apart, describe and verify, in the draft."""
         (draft / _SHARED_FILE).unlink()
         plan = self.plan
-        spec = self._spec(_assembled(draft, target, network, files), files)
+        report = _assembled(draft, target, network, files)
+        for note in report.notes:
+            _LOG.warning("%s: %s", target, note)
+        spec = self._spec(report.spec, files)
         _empty_files(draft, spec)
         describe_version(spec, draft, known=checksums)
         check_networks(draft, spec.source)  # training must not end with what a network may end
@@ -404,7 +410,7 @@ def _write_stored(draft: Path, file: ExportedTable, first: int) -> dict[str, str
         return {**checksums, file.location: writer.finish()}
 
 
-def _assembled(draft: Path, target: Path, network: ModelProto, files: Sequence[ExportedTable]) -> ModelSpec:
+def _assembled(draft: Path, target: Path, network: ModelProto, files: Sequence[ExportedTable]) -> ImportReport:
     try:
         return assemble(draft, target, network, dict(zip(table_names(files), files, strict=True)))
     except ModelFormatError as error:

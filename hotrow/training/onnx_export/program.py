@@ -76,9 +76,10 @@ def import_program(
         weights.fill(loaded, set(tables))
         with draft_version(repository, name, version) as (draft, target):
             files = _write_tables(draft, tables, weights, progress)
-            spec = replace(assemble(draft, target, _network(loaded, files), files), source=program.name)
+            report = assemble(draft, target, _network(loaded, files), files)
+            spec = replace(report.spec, source=program.name)
             finish_version(draft, spec, None, complete)
-    return ImportReport(target, spec, notes=weights.notes())
+    return ImportReport(target, spec, notes=(*report.notes, *weights.notes()))
 
 
 # The archive

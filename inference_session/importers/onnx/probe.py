@@ -347,8 +347,9 @@ class Prober:
             place = f"the first dimension of {shortened(fixed)}"
             return (f"{place} has a fixed size; requests are served one by one; {way_out}",)
         if not batched:
-            place = "the first dimension of some input or output"
-            return (f"{place} is not the number of samples; requests are served one by one",)
+            place = "the first dimension of some input or output is not the number of samples"
+            way_out = "where ids come with offsets or lengths, give each sample a row of them, filled up"
+            return (f"{place}; requests are served one by one; {way_out}",)
         if not joinable:
             return ("an answer depends on the other samples of its batch; requests are served one by one",)
         return ()

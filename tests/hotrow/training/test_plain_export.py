@@ -60,8 +60,11 @@ def test_a_tables_file_has_its_room_from_the_beginning(tmp_path: Path) -> None:
     assert stat.st_blocks * 512 >= 1 << 20
 
 
-def test_bags_with_offsets_of_any_number(tmp_path: Path) -> None:
-    """Neither the number of ids nor that of bags is the example's; requests are not joined, as offsets would shift."""
+def test_bags_with_offsets_of_any_number(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither the number of ids nor that of bags is the example's; requests are not joined, as offsets would shift.
+
+    The export says so, and what to do.
+    """
     model = _Bags()
 
     directory = models.export(model, tmp_path, example=_bags(0, 6), outputs=["vectors"])
@@ -73,6 +76,7 @@ def test_bags_with_offsets_of_any_number(tmp_path: Path) -> None:
         np.testing.assert_allclose(found, models.live(model, ids, offsets, weights), atol=EXACT)
     with InferenceSession.open(directory, device="cpu") as session:
         assert not session.spec.joins_requests
+    assert "requests are served one by one; where ids come with offsets or lengths, give each sample" in caplog.text
 
 
 def test_numbers_that_are_nearly_0_or_1_are_kept(tmp_path: Path) -> None:

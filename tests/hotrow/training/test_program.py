@@ -126,6 +126,16 @@ def test_inputs_of_a_dict_keep_the_names_of_the_program(tmp_path: Path) -> None:
     assert {"c1", "features_i2"} <= {tensor.name for tensor in report.spec.inputs}
 
 
+def test_a_fixed_number_of_samples_is_reported(tmp_path: Path) -> None:
+    """Such a program answers requests of that number only, one by one."""
+    given = {"C1": torch.tensor([1, 2]), "I1": torch.tensor([0.5, 3.0]), "c1": torch.tensor([3, 0])}
+    torch.export.save(torch.export.export(_Scores().eval(), (), given), tmp_path / "ctr.pt2")
+
+    report = import_program(tmp_path / "ctr.pt2", tmp_path, "ctr")
+
+    assert "Note: the first dimension of 'C1', 'I1', 'c1' has a fixed size; requests are served one by" in str(report)
+
+
 def test_weights_of_a_checkpoint_take_the_place_of_the_programs_own(tmp_path: Path) -> None:
     """One of ours, and one that torch alone wrote."""
     path = _program(_Network(), tmp_path / "ctr.pt2")
