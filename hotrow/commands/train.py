@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from hotrow.options.types import FILE
+from inference_session.errors import ConfigurationError
 
 
 @click.command()
@@ -28,4 +29,6 @@ def command(config: Path) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     from hotrow.training.hugectr.graph.json_config import read_configuration, train
 
+    if config.suffix == ".py":
+        raise ConfigurationError(f"{config}: a script is run by `python -m hotrow.training.hugectr {config}`")
     train(read_configuration(config))

@@ -22,6 +22,10 @@ def main() -> None:
     if not Path(script).exists():
         print(f"hotrow: {printable(script)}: no such script", file=sys.stderr)
         sys.exit(1)
+    if script.endswith(".json"):
+        name = printable(script)
+        print(f"hotrow: {name}: a JSON configuration is trained by `hotrow train {name}`", file=sys.stderr)
+        sys.exit(1)
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))  # noqa: PTH100, PTH120  as Python does it
     try:
         hugectr.install()

@@ -76,6 +76,7 @@ class Fitting:
             callback.on_training_end(self.iteration - 1)
         if is_complete:
             self.say(f"Finish {count} iterations with batchsize: {self.solver.batchsize} in {self._elapsed():.2f}s.")
+            self._tell_what_is_unsaved()
 
     def epochs(self, count: int, sources: Sequence[str], eval_source: str) -> None:
         """Train this many epochs, each of all sources."""
@@ -92,6 +93,15 @@ class Fitting:
             f"Finish {count} epochs {self.iteration} global iterations with batchsize {self.solver.batchsize} "
             f"in {self._elapsed():.2f}s."
         )
+        self._tell_what_is_unsaved()
+
+    def _tell_what_is_unsaved(self) -> None:
+        """Many scripts of HugeCTR train for fewer iterations than `snapshot`, and so would leave nothing to serve."""
+        if 0 < self.iteration <= self.snapshot:
+            self.say(
+                f"No snapshot was due in {self.iteration} iterations (snapshot={self.snapshot}): "
+                f"model.save_params_to_files({self.snapshot_prefix!r}, {self.iteration}) saves the weights."
+            )
 
     def _one_source(self, source: str, of: str) -> bool:
         """Train on all data of a source; whether the target of AUC is reached."""

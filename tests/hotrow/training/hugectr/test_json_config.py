@@ -37,6 +37,21 @@ def test_a_configuration_trains_and_its_files_are_imported(tmp_path: Path) -> No
     assert (report.version_dir / "dense.onnx").exists()
 
 
+def test_scripts_and_configurations_taken_for_each_other_are_told_apart(tmp_path: Path) -> None:
+    """Each is told the command that runs it."""
+    answers = []
+    for module, name in (("hotrow", "wdl.py"), ("hotrow.training.hugectr", "wdl.json")):
+        (tmp_path / name).write_text("{}")
+        command = [sys.executable, "-m", module, *(["train"] if module == "hotrow" else []), name]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+        answers.append((done.returncode, done.stderr))
+
+    assert answers == [
+        (1, "hotrow: wdl.py: a script is run by `python -m hotrow.training.hugectr wdl.py`\n"),
+        (1, "hotrow: wdl.json: a JSON configuration is trained by `hotrow train wdl.json`\n"),
+    ]
+
+
 def test_training_goes_on_from_the_files_that_the_solver_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make_data(SAMPLES["dcn"], tmp_path)

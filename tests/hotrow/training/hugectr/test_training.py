@@ -731,6 +731,7 @@ def test_epochs_end_with_the_data_and_drop_incomplete_batches(small: Path, capsy
     assert printed.count("train drop incomplete batch. batchsize:200") == 2
     assert printed.count("eval drop incomplete batch. batchsize:200") == 2
     assert re.search("Finish 2 epochs 12 global iterations with batchsize 300", printed)
+    assert "No snapshot was due in 12 iterations (snapshot=10000): model.save_params_to_files('s', 12) saves" in printed
     model.set_source(str(small / "eval.txt"), str(small / "eval.txt"))
     model.fit(num_epochs=1, display=1, eval_interval=0)
     assert len(losses(capsys.readouterr().out)) == 2
