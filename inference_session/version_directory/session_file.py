@@ -43,6 +43,10 @@ def read_spec(directory: Path) -> ModelSpec:
         document = parse_json(read_regular_file(path, max_bytes=MAX_JSON_BYTES))
     except FileNotFoundError as error:
         raise ModelFormatError(f"{path}: no such file; {_expected(directory)}") from error
+    except NotADirectoryError as error:
+        raise ModelFormatError(
+            f"{directory}: a file, not a version directory; `hotrow import` makes one of a model's file"
+        ) from error
     except (OSError, ValueError) as error:
         raise ModelFormatError(f"{path}: not readable as JSON: {why_unreadable(error)}") from error
     try:

@@ -320,3 +320,10 @@ def test_labels_are_distinct() -> None:
         "softmax_": ["softmax_"],
         "softmax__0": ["softmax__0"],
     }
+
+
+def test_a_file_in_place_of_a_version_directory_is_told_what_makes_one(tmp_path: Path) -> None:
+    """A model's file, as a trainer exported it."""
+    (tmp_path / "model.onnx").touch()
+    with pytest.raises(ModelFormatError, match=r"model\.onnx: a file, not a version directory; `hotrow import` makes"):
+        read_spec(tmp_path / "model.onnx")
