@@ -130,13 +130,20 @@ class _Reader:
         sizes = [0 if self.is_even else count * item.slot_num for item in shape.sparse]
         offsets = [np.zeros(size + 1, np.int64) for size in sizes]
         begins, result = _addresses(keys), np.zeros(5, np.int64)
-        next_keys = begins.copy()
-        kernel.read_records(
-            self.data.ctypes.data, len(self.data), self.at, count, 4 * shape.label_dim,
-            4 * (shape.label_dim + shape.dense_dim), shape.key_bytes, self.is_checked, self.is_even, shape.most_keys,
-            shape.slot_ends, labels.ctypes.data, dense.ctypes.data, next_keys, begins, _addresses(offsets) + 8, result,
-        )  # fmt: skip
-        found = [array[:end] for array, end in zip(keys, (next_keys - begins) // 8, strict=True)]
+        form = kernel.RecordFormat(
+            4 * shape.label_dim,
+            4 * (shape.label_dim + shape.dense_dim),
+            shape.key_bytes,
+            self.is_checked,
+            self.is_even,
+            shape.most_keys,
+            shape.slot_ends,
+        )
+        to = kernel.Target(
+            labels.ctypes.data, dense.ctypes.data, begins.copy(), keys_begin=begins, offsets=_addresses(offsets) + 8
+        )
+        kernel.read_records(self.data.ctypes.data, len(self.data), self.at, count, form, to, result)
+        found = [array[:end] for array, end in zip(keys, (to.keys - begins) // 8, strict=True)]
         bags = map(even_bags, shape.sparse, found) if self.is_even else map(Bags, found, offsets)
         return Block(labels, dense, tuple(bags)), result
 

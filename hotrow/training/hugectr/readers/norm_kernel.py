@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from inference_session.kernels.cpu.intrinsics import copy_bytes, kernel, load, store
 
@@ -12,6 +13,36 @@ WHOLE, ENDS_EARLY, BAD_LENGTH, BAD_CHECKSUM, BAD_COUNT, TOO_MANY_KEYS, UNEVEN = 
 """The result of `read_records`: all records read, or what is wrong with the one after the last whole one."""
 STATE, NUM_WHOLE, NEXT, SLOT, COUNT = range(5)
 """Elements of the `result` of `read_records`; the last two are of TOO_MANY_KEYS."""
+
+
+class RecordFormat(NamedTuple):
+    """How records are written, and what they may hold."""
+
+    label_bytes: int
+    head_bytes: int
+    """Of labels and dense features."""
+    key_bytes: int
+    is_checked: bool
+    """Records begin with their length, and end with the sum of their bytes."""
+    is_even: bool
+    """Reading stops with UNEVEN at a slot that has fewer keys than it may have. Else `Target.offsets` are written."""
+    most_keys: NDArray[np.int64]
+    """[slots]: the most keys of each slot."""
+    slot_ends: NDArray[np.int64]
+    """[inputs]: the slot behind the last one of each sparse input."""
+
+
+class Target(NamedTuple):
+    """Addresses to write to."""
+
+    labels: int
+    dense: int
+    keys: NDArray[np.int64]
+    """[inputs]: where int64 keys go; moved behind what was written."""
+    keys_begin: NDArray[np.int64]
+    """[inputs]: the same addresses, which stay."""
+    offsets: NDArray[np.int64]
+    """[inputs]: where the end of each list goes, int64; moved as `keys`."""
 
 
 @kernel
@@ -51,15 +82,12 @@ def _copy_keys(keys: int, source: int, count: int, key_bytes: int) -> None:
 
 
 @kernel
-def _read_slots(
-    data: int, at: int, end: int, key_bytes: int, is_even: bool, most: Any, slot_ends: Any, keys: Any, keys_begin: Any,
-    offsets: Any, result: Any,
-) -> Any:  # fmt: skip
+def _read_slots(data: int, at: int, end: int, form: RecordFormat, to: Target, result: Any) -> Any:
     """The slots of one record, which begin at a byte: the state, and the byte behind them."""
-    slot = 0
-    for number in range(len(slot_ends)):
-        target, offset = keys[number], offsets[number]
-        while slot < slot_ends[number]:
+    key_bytes, most_keys, slot = form.key_bytes, form.most_keys, 0
+    for number in range(len(form.slot_ends)):
+        target, offset = to.keys[number], to.offsets[number]
+        while slot < form.slot_ends[number]:
             if at + 4 > end:
                 return ENDS_EARLY, at
             count = np.int64(load(data + at, np.int32, 0))
@@ -68,43 +96,29 @@ def _read_slots(
                 return BAD_COUNT, at
             if count * key_bytes > end - at:
                 return ENDS_EARLY, at
-            if count > most[slot]:
+            if count > most_keys[slot]:
                 result[SLOT], result[COUNT] = slot, count
                 return TOO_MANY_KEYS, at
-            if is_even and count != most[slot]:
+            if form.is_even and count != most_keys[slot]:
                 return UNEVEN, at
             _copy_keys(target, data + at, count, key_bytes)
             target += 8 * count
             at += count * key_bytes
-            if not is_even:
-                store(offset, np.int64, 0, (target - keys_begin[number]) // 8)
+            if not form.is_even:
+                store(offset, np.int64, 0, (target - to.keys_begin[number]) // 8)
                 offset += 8
             slot += 1
-        keys[number], offsets[number] = target, offset
+        to.keys[number], to.offsets[number] = target, offset
     return WHOLE, at
 
 
 @kernel
-def read_records(
-    data: int, size: int, at: int, num_records: int, label_bytes: int, head_bytes: int, key_bytes: int,
-    is_checked: bool, is_even: bool, most: Any, slot_ends: Any, labels: int, dense: int, keys: Any, keys_begin: Any,
-    offsets: Any, result: Any,
-) -> None:  # fmt: skip
-    """Read up to `num_records` records from byte `at` on.
+def read_records(data: int, size: int, at: int, num_records: int, form: RecordFormat, to: Target, result: Any) -> None:
+    """Read up to `num_records` records from byte `at` on of `size` bytes at the address `data`.
 
-    Args:
-        data: address of the file's `size` bytes.
-        head_bytes: bytes of labels and dense features.
-        is_checked: records begin with their length and end with the sum of their bytes.
-        is_even: stop with UNEVEN at a slot that has fewer keys than allowed. Else `offsets` are written.
-        most: int64 [slots], the most keys of each slot.
-        slot_ends: int64 [inputs], the slot behind the last one of each sparse input.
-        labels, dense: addresses, [num_records] times their bytes.
-        keys: int64 [inputs], addresses where int64 keys go; moved behind what was written.
-        keys_begin: int64 [inputs], the same addresses, which stay.
-        offsets: int64 [inputs], addresses where the end of each list goes, int64; moved as `keys`.
-        result: int64 [5], takes state, whole records, the byte where the next record begins, and slot and keys.
+    `result`: int64 [5], takes state, whole records, the byte where the next record begins, and slot and keys.
     """
+    label_bytes, head_bytes, is_checked = form.label_bytes, form.head_bytes, form.is_checked
     state, dense_bytes = WHOLE, head_bytes - label_bytes
     result[NUM_WHOLE], result[NEXT] = num_records, at
     for i in range(num_records):
@@ -114,11 +128,9 @@ def read_records(
         elif begin + head_bytes > end:
             state = ENDS_EARLY
         if state == WHOLE:
-            copy_bytes(labels + i * label_bytes, data + begin, label_bytes)
-            copy_bytes(dense + i * dense_bytes, data + begin + label_bytes, dense_bytes)
-            state, at = _read_slots(
-                data, begin + head_bytes, end, key_bytes, is_even, most, slot_ends, keys, keys_begin, offsets, result
-            )
+            copy_bytes(to.labels + i * label_bytes, data + begin, label_bytes)
+            copy_bytes(to.dense + i * dense_bytes, data + begin + label_bytes, dense_bytes)
+            state, at = _read_slots(data, begin + head_bytes, end, form, to, result)
             if is_checked and (state == ENDS_EARLY or (state == WHOLE and at != end)):
                 state = BAD_LENGTH
         if state != WHOLE:
