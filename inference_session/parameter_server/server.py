@@ -354,17 +354,11 @@ class ParameterServer:
         keepers = [tier for tier in self.tiers if tier.store.keeps_rows]
         if tiers is None and not keepers:
             raise StoreError(f"table {table!r} cannot be written to: {self!r} has no writable store")
-        failures: dict[Tier, HotrowError] = {}
         # Rows that were fetched before the end of this must not be promoted after it, and keys that were requested
         # before the end must not be remembered as unknown.
         with self._writes.lock, self.log.writing(table, keys):
             try:
-                if not any(tier.volatile for tier in self.tiers):
-                    self._known.save_that_writes_are_missing()  # from a Redis that other processes have over this store
-                for tier in reversed(self.tiers if tiers is None else tiers):
-                    error = self._write_to(tier, table, keys, write, written_below=tiers is None)
-                    if error is not None:
-                        failures[tier] = error
+                failures = self._write_to_each(table, keys, write, tiers)
             finally:
                 self._unknown.forget(table, keys)
                 self._writes.keys.add(table, keys)
@@ -372,6 +366,22 @@ class ParameterServer:
                 self._writes.own.add(table, keys if written is None else written())
         if tiers is None and all(tier in failures for tier in keepers):
             raise fresh(failures[keepers[-1]])
+
+    def _write_to_each(
+        self,
+        table: str,
+        keys: NDArray[np.int64],
+        write: Callable[[EmbeddingStore], None],
+        tiers: Sequence[Tier] | None,
+    ) -> dict[Tier, HotrowError]:
+        """Write to these tiers, or to all, the lowest first; returns the errors of those that have not taken it."""
+        if not any(tier.volatile for tier in self.tiers):
+            self._known.save_that_writes_are_missing()  # from a Redis that other processes have over this store
+        failures = {}
+        for tier in reversed(self.tiers if tiers is None else tiers):
+            if error := self._write_to(tier, table, keys, write, written_below=tiers is None):
+                failures[tier] = error
+        return failures
 
     def _write_to(
         self,

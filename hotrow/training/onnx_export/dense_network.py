@@ -103,9 +103,9 @@ def flat_outputs(value: Any) -> list[Tensor]:
     value = waited(value)
     if isinstance(value, Tensor):
         return [value]
-    named = _named_parts(value)
-    if named or isinstance(value, (list, tuple)):
-        return [tensor for part in ([part for _, part in named] or value) for tensor in flat_outputs(part)]
+    parts = [part for _, part in _named_parts(value)] or (value if isinstance(value, (list, tuple)) else [])
+    if parts:
+        return [tensor for part in parts for tensor in flat_outputs(part)]
     if hasattr(value, "length_per_key") and hasattr(value, "values"):  # a KeyedTensor
         return [value.values()]
     return []

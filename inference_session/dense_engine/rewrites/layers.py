@@ -55,12 +55,14 @@ def divide_layers(model: ModelProto) -> Division:
     made = {name for node in layers for name in node.output}
     read = {name for node in layers for name in node.input if name} - made - network.constants
     border = [network.values[name] for name in sorted(read - given)]
-    left = [value for value in outputs if value.name not in made]
     own = [network.values[name] for name in sorted(read)]
-    others = [*left, *(value for value in border if value.name not in {each.name for each in left})]
+    of_layers = [value for value in outputs if value.name in made]
+    of_first = [value for value in outputs if value.name not in made]
+    names_of_first = {value.name for value in of_first}
+    before_layers = [*of_first, *(value for value in border if value.name not in names_of_first)]
     return Division(
-        part_of(network.model, inputs, others, ()) if first or left else None,
-        part_of(network.model, own, [value for value in outputs if value.name in made], read),
+        part_of(network.model, inputs, before_layers, ()) if first or of_first else None,
+        part_of(network.model, own, of_layers, read),
         {name: network.row_shape(name) or () for name in sorted(read)},
         *names,
         num_products,

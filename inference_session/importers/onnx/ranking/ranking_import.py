@@ -50,6 +50,31 @@ class RankingImport:
             ConfigurationError: a context input is unknown, or no input is left for the candidates.
             UnsupportedModelError: the model cannot be divided.
         """
+        recipe = self._recipe(spec)
+        slower: dict[Cut, Times] = {}
+        cuts = [Cut.NONE] if may_jump(self.whole.model.graph, context) else list(Cut)
+        for cut, split, merge in self._divisions(cuts, context):
+            if cut in slower:
+                continue
+            try:
+                carved = carve_tables(split.whole, list(self.folders), {}, merge=merge)
+            except StaysDenseError as error:
+                logger.debug("%s: table %s %s", cut.value, error.table, error.reason)
+                continue
+            self.write(carved)
+            divided = self._tried(self._spec(spec, context, carved, split), recipe)
+            if divided is None:
+                logger.debug("split %s, the model answers differently", cut.value)
+                continue
+            times = self._measure(spec, divided)
+            if times is None or not times.are_worse:
+                return divided
+            logger.debug("split %s, the model takes %s s", cut.value, times)
+            slower[cut] = times
+        return self._undivided(spec, context, split.costs.input_bytes, min(slower.values(), default=None))
+
+    def _recipe(self, spec: ModelSpec) -> Recipe:
+        """How to generate requests; UnsupportedModelError where the model cannot be divided and verified."""
         if CANDIDATES in {tensor.name for tensor in spec.inputs}:
             raise UnsupportedModelError(f"--context: the model already has an input {CANDIDATES!r}")
         if not spec.batched:
@@ -62,27 +87,7 @@ class RankingImport:
             raise UnsupportedModelError(
                 "--context: the original could not be run on generated inputs, so the result cannot be verified"
             )
-        slower: dict[Cut, Times] = {}
-        cuts = [Cut.NONE] if may_jump(self.whole.model.graph, context) else list(Cut)
-        for cut, split, merge in self._divisions(cuts, context):
-            if cut in slower:
-                continue
-            try:
-                carved = carve_tables(split.whole, list(self.folders), {}, merge=merge)
-            except StaysDenseError as error:
-                logger.debug("%s: table %s %s", cut.value, error.table, error.reason)
-                continue
-            self.write(carved)
-            divided = self._tried(self._spec(spec, context, carved, split), self.findings.recipe)
-            if divided is None:
-                logger.debug("split %s, the model answers differently", cut.value)
-                continue
-            times = self._measure(spec, divided)
-            if times is None or not times.are_worse:
-                return divided
-            logger.debug("split %s, the model takes %s s", cut.value, times)
-            slower[cut] = times
-        return self._undivided(spec, context, split.costs.input_bytes, min(slower.values(), default=None))
+        return self.findings.recipe
 
     def _divisions(self, cuts: Sequence[Cut], context: Sequence[str]) -> Iterator[tuple[Cut, ContextSplit, bool]]:
         """The ways to divide the model, the fastest first: how far, the result, and whether to merge look-ups."""
