@@ -102,14 +102,13 @@ def check_fits(path: Path, wanted: ModelConfig, *, packed: bool) -> None:
     )
     if present.backend != wanted.backend:
         hint = " (`hotrow import onnx --standalone` imports for 'python')" if present.backend == "python" else ""
-        differences = (
-            f"the backend is {present.backend!r}, but the model needs {wanted.backend!r}{hint}",
-            *differences,
-        )
+        found = repr(present.backend) if present.backend else "that of its `platform`"
+        differences = (f"the backend is {found}, but the model needs {wanted.backend!r}{hint}", *differences)
     if differences:
         raise ConfigurationError(
             f"{path} does not describe this model: {differences[0]}. All versions of a model share one "
-            f"{CONFIG_FILE}: import under another name, or remove the file to have it written again"
+            f"{CONFIG_FILE}: import under another name or into another repository, or remove the file to have it "
+            "written again"
         )
 
 

@@ -288,6 +288,15 @@ def test_a_broken_config_is_an_error(version_dir: Path) -> None:
         write_model_config(version_dir, spec_of([IDS], [CLICK]), "ctr")
 
 
+def test_a_model_of_tritons_own_backends_is_not_written_over(version_dir: Path) -> None:
+    """As a model of ONNX Runtime that is imported into its own repository: the error says where else it can go."""
+    path = version_dir.parent / "config.pbtxt"
+    path.write_text('platform: "onnxruntime_onnx"\nmax_batch_size: 8\n', encoding="utf-8")
+
+    with pytest.raises(ConfigurationError, match=r"backend is that of its `platform`, .* into another repository"):
+        write_model_config(version_dir, spec_of([IDS], [CLICK]), "ctr")
+
+
 def test_standalone_versions_bring_one_line_of_code(version_dir: Path) -> None:
     """For a Triton whose backend folder is not ours: its python backend and a model.py that imports."""
     config = ModelConfig.read(write_model_config(version_dir, spec_of([IDS], [CLICK]), "ctr", standalone=True))
