@@ -50,7 +50,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _inside(module: nn.Module) -> nn.Module:
-    if isinstance(module, DistributedDataParallel):
+    if isinstance(module, nn.DataParallel | DistributedDataParallel):
         return module.module
     if type(module).__name__ == "DistributedModelParallel" or type(module).__name__ == "DMPCollection":
         return module.module

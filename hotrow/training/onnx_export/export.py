@@ -127,6 +127,7 @@ class _Plan:
     def make(
         cls, model: nn.Module, example: Any, forms: Form | Mapping[str, Form] | None, outputs: Sequence[str]
     ) -> _Plan:
+        check(isinstance(model, nn.Module), "model", type(model).__name__, "a torch.nn.Module that has its weights")
         network = unwrapped(model)
         names = [outputs] if isinstance(outputs, str) else list(outputs or ())
         if not names or len(set(names)) < len(names) or not all(isinstance(name, str) and name for name in names):

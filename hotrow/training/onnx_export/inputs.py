@@ -284,6 +284,11 @@ def _check_names(known: Sequence[str], forms: Form | Mapping[str, Form] | None) 
         raise ConfigurationError(
             f"inputs is {forms!r}; give training.padded(max_len=...), training.lengths(), or a dict of these by feature"
         )
+    if isinstance(forms, (Padded, Lengths)) and not known:
+        raise ConfigurationError(
+            f"inputs is {forms!r}, which is for a KeyedJaggedTensor, and the example has none; leave it out: requests "
+            "have tensors as the example has them"
+        )
     unknown = sorted(set(forms) - set(known)) if isinstance(forms, Mapping) else []
     if unknown:
         has = ", ".join(map(repr, known)) or "none"

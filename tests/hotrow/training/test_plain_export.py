@@ -238,6 +238,27 @@ class _NamedOutputs(nn.Module):
         return self.kind(click=vectors[:, :1], buy=vectors[:, 1:2], loss=vectors.sum())
 
 
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: torch.compile(model, backend="eager")])
+def test_what_trains_a_model_faster_does_not_name_its_inputs(tmp_path: Path, wrap: Any) -> None:
+    """Inputs and tables are called as in the model itself."""
+    directory = models.export(wrap(_Bags()), tmp_path, example=_bags(0, 6), outputs=["vectors"])
+
+    with InferenceSession.open(directory, device="cpu") as session:
+        assert [tensor.name for tensor in session.spec.inputs] == ["ids", "offsets", "weights"]
+        assert "sums" in session.tables
+
+
+def test_a_form_of_lists_that_the_example_does_not_have_is_refused(tmp_path: Path) -> None:
+    """Else ids with offsets would be served as they are, where the caller means rows that are filled up."""
+    with pytest.raises(ConfigurationError, match=r"Padded\(max_len=5, pad=-1\), which is for a KeyedJaggedTensor"):
+        models.export(_Bags(), tmp_path, example=_bags(0, 6), outputs=["vectors"], inputs=training.padded(max_len=5))
+
+
+def test_weights_without_their_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"model.*OrderedDict.*torch\.nn\.Module"):
+        models.export(_Bags().state_dict(), tmp_path, example=_bags(0, 6), outputs=["vectors"])
+
+
 @pytest.mark.parametrize("kind", [dict, _Both, _BothAsFields])
 def test_outputs_are_found_by_their_keys(tmp_path: Path, kind: Any) -> None:
     """They were taken in the order of forward, so that each was served under the other's name."""
