@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, Literal, NamedTuple, NoReturn
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from typing import Any, Literal, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from hotrow.training.hash_embeddings.arguments import (
     padding_key,
     row_optimizer,
 )
+from hotrow.training.hash_embeddings.backward import ONE_THREAD, PendingGradients, find_backward
 from hotrow.training.hash_embeddings.key_exchange import KeyExchange, MessageExchange
 from hotrow.training.hash_embeddings.key_index import (
     HEADER,
@@ -45,41 +45,6 @@ from inference_session.errors import ConfigurationError
 
 _OPTIMIZER = "optimizer."
 """Begins the names of what the optimizer keeps, in checkpoints."""
-
-
-class _PendingGradients(NamedTuple):
-    """Gradients that wait for the end of backward."""
-
-    rows: Tensor
-    """int64 [n]"""
-    gradients: Tensor
-    """float32 [n, embedding_dim]"""
-    keys: Tensor
-    """int64 [n], of the rows"""
-    generation: int
-    """The generation of the row numbers."""
-
-
-class _Backward:
-    """The gradients that one backward finds for one table. It lasts as long as that backward, also if that fails."""
-
-    def __init__(self, table: HashTable) -> None:
-        self.gradients: list[_PendingGradients] = []
-        self.is_over = False
-        self._table = table
-
-    def learn(self) -> None:
-        """Learn them, at the end of backward."""
-        self.is_over = True
-        with torch.no_grad(), _ONE_THREAD:
-            self._table.learn(self.gradients)
-
-
-_ONE_THREAD = threading.RLock()
-"""Held by whoever adds rows or changes them: several threads of one rank may train one model."""
-_BACKWARDS: WeakValueDictionary[tuple[int, int], _Backward] = WeakValueDictionary()
-"""By the number of a backward that is under way, and the identity of its table. Autograd holds them until its end."""
-
 _MESSAGE_SIZES: WeakKeyDictionary[HashTable, int] = WeakKeyDictionary()
 """Numbers in each message of a table's next look-up, the same on all ranks. Not in the table: one rank may copy it."""
 
@@ -245,7 +210,7 @@ class HashTable(nn.Module):
         num_ranks = place_in_group().size
         if num_ranks == 1:
             found, places = distinct(keys)
-            with _ONE_THREAD:
+            with ONE_THREAD:
                 rows = self._rows_of(found)
                 return LookupResult(self._rows.vectors, rows, len(found), places, self._learner(rows, found))
         return self._look_up_by_messages(keys, num_ranks) or self._look_up_by_counts(keys, num_ranks)
@@ -255,7 +220,7 @@ class HashTable(nn.Module):
         size = _MESSAGE_SIZES.setdefault(self, message_size_for(0))
         exchange = self._exchange(keys, num_ranks, size)
         self._share_initial()
-        with _ONE_THREAD:
+        with ONE_THREAD:
             rows, wait_for_most = self._rows_of_requested(exchange.messages, size)
             try:
                 answers = exchange.answers(self._rows.vectors, rows)  # a GPU sends them while the host waits
@@ -285,7 +250,7 @@ class HashTable(nn.Module):
         found, places, counts = distinct_by_owner(keys, num_ranks)
         exchange = KeyExchange(counts)
         received = exchange.to_owners(found[: exchange.num_keys])
-        with _ONE_THREAD:
+        with ONE_THREAD:
             rows = self._rows_of(received)
             learn, vectors = self._learner(rows, received, self._scale(num_ranks)), self._rows.vectors
 
@@ -298,12 +263,12 @@ class HashTable(nn.Module):
         self, exchange: MessageExchange, rows: Tensor, learn: Callable[[Tensor], None], scale: float
     ) -> Callable[[Tensor], None]:
         """Takes the gradients of a look-up's slots."""
-        generation, current_backward = self._rows.generation, self._find_backward()
+        generation, current_backward = self._rows.generation, find_backward(self, learns=self._is_learning)
 
         def send(gradients: Tensor) -> None:
             is_sum_of_steps = type(self.optimizer) is SGD and not self._is_scaled()
             if isinstance(exchange, PeerExchange) and is_sum_of_steps and generation == self._rows.generation:
-                with _ONE_THREAD:
+                with ONE_THREAD:
                     exchange.learn(self._rows.vectors, rows, -self.optimizer.lr * scale)
                 current_backward()  # at its end, a step is counted
             else:
@@ -353,42 +318,24 @@ class HashTable(nn.Module):
 
     def _anchor(self) -> Tensor:
         """What autograd takes for the rows, which it does not know."""
-        return torch.zeros((), requires_grad=self.training and self._learns)
+        return torch.zeros((), requires_grad=self._is_learning)
+
+    @property
+    def _is_learning(self) -> bool:
+        return self.training and self._learns
 
     def _learner(self, rows: Tensor, keys: Tensor, scale: float = 1.0) -> Callable[[Tensor], None]:
         """Takes the gradients of rows that were just found, and multiplies them in place."""
-        generation, current_backward = self._rows.generation, self._find_backward()
+        generation, current_backward = self._rows.generation, find_backward(self, learns=self._is_learning)
 
         def learn(gradients: Tensor) -> None:
             if scale != 1:
                 gradients.mul_(scale)
-            current_backward().gradients.append(_PendingGradients(rows, gradients, keys, generation))
+            current_backward().gradients.append(PendingGradients(rows, gradients, keys, generation))
 
         return learn
 
-    def _find_backward(self) -> Callable[[], _Backward]:
-        """Finds the backward that goes through the look-up that is being made.
-
-        If the look-up is itself made in a backward, a checkpoint of torch repeats it, and may go through it in a
-        backward of its own (use_reentrant=True). The table then learns at the end of the outer one, like its other
-        look-ups.
-        """
-        is_repeated = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
-        if not (is_repeated and self.training and self._learns):
-            return self._backward
-        outer = self._backward()
-        return lambda: self._backward() if outer.is_over else outer
-
-    def _backward(self) -> _Backward:
-        """The one under way. The table learns at its end, because a batch may use an embedding more than once."""
-        number = torch._C._current_graph_task_id(), id(self)
-        backward = _BACKWARDS.get(number)
-        if backward is None:
-            backward = _BACKWARDS[number] = _Backward(self)
-            torch.autograd.Variable._execution_engine.queue_callback(backward.learn)
-        return backward
-
-    def learn(self, learning: Sequence[_PendingGradients]) -> None:
+    def learn(self, learning: Sequence[PendingGradients]) -> None:
         """Apply the optimizer to what one backward found; autograd calls it."""
         rows = [
             item.rows if item.generation == self._rows.generation else self._rows.find(item.keys).mul_(item.rows != 0)
