@@ -89,7 +89,7 @@ def command() -> None:
     """Import a trained model into a model repository that `hotrow serve` serves."""
 
 
-@command.command(short_help="Import an ONNX model, as of PyTorch, Keras or JAX.")
+@command.command(short_help="Import an ONNX model, as PyTorch, Keras and JAX export it.")
 @click.argument("model", type=OnnxFile(), metavar="MODEL.onnx")
 @name_option
 @repository_option

@@ -177,7 +177,7 @@ def _show(description: dict[str, Any]) -> None:
         tables.add_row(as_cell(row["name"]), row["folder"], *numbers, "-" if fraction is None else f"{fraction:.0%}")
     console.print(tables)
     console.print(f"Dense network: {_network(description['dense_network'])}")
-    console.print(f"Tasks: {as_cell(', '.join(description['tasks'])) or 'none'}")
+    console.print(f"Predictions: {as_cell(', '.join(description['tasks'])) or 'none'}")
     console.print(f"Requests: {'joined into batches' if description['joinable'] else 'computed one by one'}")
     console.print(f"Bytes of all tables: {description['total_table_bytes']}")
 
