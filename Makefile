@@ -51,6 +51,7 @@ $(VENV)/bin/python:
 
 # The server's wheel asks for NumPy 1, which has no wheels for Python 3.13 and later; models without strings work with NumPy 2.
 $(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
+	@echo "Installing 0.7 GB of packages into $(VENV), which takes some minutes."
 	@if $(BIN)/python -c "import sys; sys.exit(sys.version_info >= (3, 13))"; \
 	then $(BIN)/python $(INSTALL) --editable ".[server,client]"; \
 	else $(BIN)/python $(INSTALL) --editable ".[client]" && $(BIN)/python $(INSTALL) --no-deps "nvidia-pytriton>=0.7,<0.8"; fi
