@@ -142,7 +142,7 @@ def _as_array(what: str, value: ArrayLike) -> NDArray[Any]:
         raise InvalidRequestError(f"{what} has masked elements: fill them first, for example with `array.filled(0)`")
     try:
         return np.asarray(value)
-    except ValueError as error:  # rows of different lengths
+    except (ValueError, TypeError, RuntimeError) as error:  # rows of different lengths; a tensor that has a gradient
         raise InvalidRequestError(f"{what} cannot be converted to an array: {error}") from error
 
 

@@ -31,6 +31,18 @@ def test_without_cupy_the_input_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         copied_to_host("ids", OnGpu())
 
 
+@pytest.mark.parametrize("error", [RuntimeError, TypeError, ValueError])
+def test_what_does_not_become_an_array_is_named(error: type[Exception]) -> None:
+    """PyTorch's tensors raise these where they have a gradient, or a type that NumPy lacks."""
+
+    class Tensor:
+        def __array__(self, *_: object, **__: object) -> None:
+            raise error("call detach() first")
+
+    with pytest.raises(InvalidRequestError, match=r"input 'user' cannot be converted to an array: call detach\(\)"):
+        as_input("user", Tensor(), np.dtype(np.int64))  # type: ignore[arg-type]
+
+
 def test_what_lies_below_a_mask_is_no_value() -> None:
     """NumPy takes it as one."""
     masked = np.ma.masked_array([[1], [2]], mask=[[False], [True]])
