@@ -18,7 +18,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +39,8 @@ SHIPPED_FOLDER = "HOTROW_SHIPPED_KERNELS"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_CHECKS = ("BOUNDSCHECK", "DEBUGINFO_DEFAULT", "DISABLE_JIT")
+"""Settings of Numba, for all functions of a process, with which kernels compile to other code, or not at all."""
 _CHECKSUM_BYTES = 16
 _PAUSE_S = 0.05
 
@@ -223,12 +225,26 @@ class _KeptKernel(Kernel):
     _cache: KeptCode
 
     def compile(self, sig: Any) -> Any:
-        with global_compiler_lock:  # else another thread could begin its turn before this one gives up
+        # Without the lock, another thread could begin its turn before this one gives up.
+        with global_compiler_lock, _own_options():
             try:
                 return super().compile(sig)
             except BaseException:
                 self._cache.give_up()
                 raise
+
+
+@contextmanager
+def _own_options() -> Iterator[None]:
+    """Compile as if an application had not asked Numba to check its own functions, or not to compile them."""
+    numba.config.reload_config()
+    options = vars(numba.config)
+    asked = {name: options[name] for name in _CHECKS}
+    options.update(dict.fromkeys(_CHECKS, 0))
+    try:
+        yield
+    finally:
+        options.update(asked)
 
 
 def compiled(function: Callable[..., Any], signature: str | None = None, **options: Any) -> Any:

@@ -271,6 +271,23 @@ def test_nobody_waits_for_a_function_that_could_not_be_compiled(programs: Forked
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("setting", ["NUMBA_BOUNDSCHECK", "NUMBA_DEBUGINFO", "NUMBA_DISABLE_JIT"])
+def test_an_application_debugs_its_own_functions_only(setting: str, programs: ForkedPrograms, tmp_path: Path) -> None:
+    """Kernels raised an IndexError, or could not be compiled."""
+    (tmp_path / "outer.py").write_text(
+        f"{HEAD}@kernel\ndef outer(numbers):\n    return numbers[3] * max(numbers[0], 1)\n"
+    )
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "NUMBA_CACHE_DIR": str(tmp_path / "compiled")}
+    program = (
+        "import numba, numpy, outer; asked = {**vars(numba.config)}\n"
+        "print(outer.outer(numpy.arange(2, 9)[:2]), sum(outer.outer.stats.cache_hits.values()))\n"
+        "assert asked == vars(numba.config)\n"
+    )
+    for settings, found in (({setting: "1"}, "0"), ({}, "1")):
+        done = programs.run(program, {**environment, **settings})
+        assert (done.returncode, done.stdout) == (0, f"10 {found}\n"), done.stderr
+
+
 def test_a_full_disk_keeps_nothing_and_fails_nothing(programs: ForkedPrograms, tmp_path: Path) -> None:
     """Machine code that cannot be saved is used anyway."""
     full = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
