@@ -62,7 +62,9 @@ class InferenceSession:
             predictions = session.predict({"user_id": [[7]], "item_id": [[1]]})    # float32 [1, labels]
 
     Several threads may use a session at once. A process that is forked opens its own: in it, this one raises
-    SessionClosedError. Sizes and shapes are those of the original model; `hotrow inspect` shows them.
+    SessionClosedError. Threads that still predict as the process ends have to be joined first: Python before 3.14
+    ends daemon threads in the middle of ONNX Runtime, which aborts the process. Sizes and shapes are those of the
+    original model; `hotrow inspect` shows them.
     """
 
     @classmethod
@@ -108,7 +110,7 @@ class InferenceSession:
         self.spec = spec = version.spec
         self.config = config
         self.directory = version.path
-        self._closed = True  # until everything below is set
+        self._closed = self._is_closing = True  # until everything below is set
         self._process_id = os.getpid()
         cpu.compile_kernels()
         self._model = model = open_model(version, config, devices)
@@ -122,7 +124,7 @@ class InferenceSession:
         self._rows_before: RowStats | None = None
         self.upkeep = SessionUpkeep(version, config, self.rows)
         """What goes on besides requests."""
-        self._closed = False
+        self._closed = self._is_closing = False
         _sessions.add(self)
 
     @property
@@ -284,7 +286,10 @@ class InferenceSession:
         return dump(self.rows, self.spec, target, progress)
 
     def stats(self) -> dict[str, Any]:
-        """Counters since `open`. The reference page "Statistics" (docs/reference/statistics.md) defines each key."""
+        """Counters since `open`, also after `close`.
+
+        The reference page "Statistics" (docs/reference/statistics.md) defines each key.
+        """
         return self.snapshot().as_dict()
 
     def snapshot(self) -> SessionSnapshot:
@@ -298,12 +303,18 @@ class InferenceSession:
         """Stop answering: later requests and changes raise SessionClosedError. May be called twice.
 
         Without stores, running requests finish; with stores, those that still miss rows raise SessionClosedError.
+        Where Ctrl-C interrupts it, the next call closes what is left.
         """
-        if not self._closed:
-            self._closed = True
+        if self._is_closing:
+            return
+        self._closed = self._is_closing = True
+        try:
             self.upkeep.close()
             self.rows.close()
             self.replicas.close()
+        except BaseException:
+            self._is_closing = False
+            raise
 
     def __enter__(self) -> InferenceSession:
         return self
@@ -377,7 +388,7 @@ def _leave_to_parent() -> None:
     None of them is ever freed, as ONNX Runtime and RocksDB would end those threads, and crash.
     """
     for session in tuple(_sessions):
-        session._closed = True
+        session._closed = session._is_closing = True
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
 
 

@@ -105,6 +105,17 @@ def test_row_numbers_from_before_the_first_row_are_unknown(tmp_path: Path) -> No
             assert not vectors[keys < -50].any()
 
 
+def test_a_closed_session_still_has_statistics(version: tuple[Path, small_model.Arrays]) -> None:
+    """As one without stores; they were an error."""
+    with InferenceSession.open(version[0], persistent_store=url_of(version[0]), cache_bytes=1 << 20) as session:
+        session.lookup("code", [1, 2, 3])
+        last = session.stats()
+
+    session.close()
+
+    assert session.stats() == last
+
+
 def test_rows_are_written_by_row_numbers_from_0(tmp_path: Path) -> None:
     """A row under a number from the end would be in the store, and never be found."""
     directory = tmp_path / "repository" / "small" / "1"

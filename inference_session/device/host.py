@@ -18,6 +18,8 @@ from inference_session.kernels.records import address_of
 Reader: TypeAlias = tuple[int, object]
 
 LINE_BYTES = 64
+_WAIT_S = 0.1
+"""After this time a writer looks again: an interrupted look-up may not have woken it."""
 _NOTHING_HELD = contextlib.nullcontext()
 _NO_KEYS = np.empty(0, np.int64)
 
@@ -79,39 +81,49 @@ HOST = HostDevice()
 
 
 class Readers:
-    """The look-ups that read some memory now. They enter and leave without a lock; one writer at a time may wait."""
+    """The look-ups that read some memory now. They enter and leave without a lock; one writer at a time may wait.
+
+        reader = new_reader()
+        try:
+            readers.under_way.add(reader)       # what it reads from here on stays unchanged until it leaves
+            ...
+        finally:
+            readers.under_way.discard(reader)
+            readers.wake_writer()
+
+    Ctrl-C may interrupt a call of Python's, but not one of these methods of a set: a look-up that did not leave would
+    have writers wait for ever.
+    """
 
     def __init__(self) -> None:
-        self._readers: set[Reader] = set()
+        self.under_way: set[Reader] = set()
         self._left = Event()
         self.writer_waits = False
         """Whether a writer waits for look-ups to end."""
 
-    def enter(self) -> Reader:
-        """A look-up begins: what it reads from here on stays unchanged until it leaves."""
-        reader = get_ident(), object()
-        self._readers.add(reader)
-        return reader
-
-    def leave(self, reader: Reader) -> None:
+    def wake_writer(self) -> None:
         """A look-up has ended."""
-        self._readers.discard(reader)
         if self.writer_waits:
             self._left.set()
 
     @property
     def includes_this_thread(self) -> bool:
         """Whether this thread is among them: then it would wait for itself, and never end."""
-        return any(thread == get_ident() for thread, _ in self._readers.copy())
+        return any(thread == get_ident() for thread, _ in self.under_way.copy())
 
     def wait_for_those_under_way(self) -> None:
         """Wait until the look-ups that are running now have ended; later ones see what was written before."""
-        under_way = self._readers.copy()
+        waited_for = self.under_way.copy()
         self.writer_waits = True
-        while not under_way.isdisjoint(self._readers):
-            self._left.wait()
+        while not waited_for.isdisjoint(self.under_way):
+            self._left.wait(_WAIT_S)
             self._left.clear()
         self.writer_waits = False
+
+
+def new_reader() -> Reader:
+    """A look-up that has not begun."""
+    return get_ident(), object()
 
 
 def concatenated_keys(parts: Sequence[NDArray[Any]]) -> NDArray[np.int64]:

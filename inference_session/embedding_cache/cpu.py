@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from inference_session.device.host import HOST, Readers, zeros_at_line
+from inference_session.device.host import HOST, Readers, new_reader, zeros_at_line
 from inference_session.embedding_cache import cpu_budget
 from inference_session.embedding_cache.base import EmbeddingCache, Misses
 from inference_session.embedding_cache.missing_rows import MissingRows, empty_tables
@@ -126,13 +126,15 @@ class CpuEmbeddingCache(HostCache):
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[NDArray[np.void]]:
-        reader = self.readers.enter()
+        reader = new_reader()
         try:
+            self.readers.under_way.add(reader)
             # Checked after we enter the set: `close` sets it, then waits for all look-ups in the set.
             self._check_open()
             yield self.records
         finally:
-            self.readers.leave(reader)
+            self.readers.under_way.discard(reader)
+            self.readers.wake_writer()
 
     def insert(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
         self._write(table, keys, vectors, may_insert=True)

@@ -162,21 +162,20 @@ class FastPath:
         except IndexError:
             staging = pool.new()
         num_requests = num_requests or num_parts
-        held = staging.held
+        held, answer = staging.held, None
         try:
             if held is None:
                 joined = self._computed(staging, arrays, num_parts, outputs, num_requests, on_phase=on_phase)
             else:
                 with held:
                     joined = self._computed(staging, arrays, num_parts, outputs, num_requests, on_phase=on_phase)
-            if joined is None:
-                return None
-            on_phase("answer")
-            return finish(joined)
+            if joined is not None:
+                on_phase("answer")
+                answer = finish(joined)
         except HotrowError:
-            return None
-        finally:
-            pool.free.append(staging)
+            pass
+        pool.free.append(staging)  # not after Ctrl-C, or an error of another kind, which may leave it half changed
+        return answer
 
     def _computed(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -14,7 +15,7 @@ from inference_session.device.host import HOST
 from inference_session.embedding_cache.base import EmbeddingCache, Misses
 from inference_session.embedding_cache.missing_rows import MissingRows
 from inference_session.embedding_cache.stats import CacheStats
-from inference_session.errors import HotrowError
+from inference_session.errors import HotrowError, SessionClosedError
 from inference_session.kernels.cpu.lookup import NO_POSITIONS
 from inference_session.kernels.records import Lookup
 from inference_session.model_spec import TableSpec
@@ -65,6 +66,7 @@ class StoredRows(Rows):
         self.server = server
         """The source of missing rows."""
         self.writer = StoredWriter(specs, caches, server, refresh_interval_s=refresh_interval_s)
+        self._last_stats: RowStats | None = None
         self.readers = [StoredReader(specs, cache, server, self.writer, async_from) for cache in caches]
 
     def scan(self, table: str) -> Iterator[RowBatch]:
@@ -76,6 +78,15 @@ class StoredRows(Rows):
         return {table: interleaved([cache.hottest(table) for cache in self.caches]) for table in tables}
 
     def stats(self) -> RowStats:
+        """See Rows. After `close`, those at its end."""
+        try:
+            return self._current_stats()
+        except SessionClosedError:
+            if self._last_stats is None:
+                raise
+            return self._last_stats
+
+    def _current_stats(self) -> RowStats:
         dropped = [reader.late.num_dropped for reader in self.readers if reader.late is not None]
         return RowStats(
             cache=CacheStats.added([cache.stats() for cache in self.caches]),
@@ -88,6 +99,8 @@ class StoredRows(Rows):
         for reader in self.readers:
             reader.close()
         self.server.close()
+        with contextlib.suppress(HotrowError):  # a GPU that has failed
+            self._last_stats = self._current_stats()
         for cache in self.caches:
             cache.close()
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.device.base import Device
-from inference_session.device.host import HOST, Readers
+from inference_session.device.host import HOST, Readers, new_reader
 from inference_session.kernels.cpu import lookup as cpu
 from inference_session.kernels.cpu.lookup import NO_POSITIONS
 from inference_session.kernels.cpu.updated_table import UpdatedArrays, count_deleted
@@ -49,11 +49,13 @@ class UpdatedRowWriter(RowWriter):
     @contextlib.contextmanager
     def reading(self) -> Iterator[_UpdatedState]:
         """What a look-up reads, as long as the context lasts."""
-        reader = self._readers.enter()
+        reader = new_reader()
         try:
+            self._readers.under_way.add(reader)
             yield self._state
         finally:
-            self._readers.leave(reader)
+            self._readers.under_way.discard(reader)
+            self._readers.wake_writer()
 
     def update(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         rows = UpdatedRows(keys, vectors, np.zeros(len(keys), np.bool_))
