@@ -101,7 +101,8 @@ def check_numpy() -> Iterator[Finding]:
         bundled = False
     if bundled and not np.__version__.startswith("1."):
         message = f"{np.__version__}, but the bundled server is built for NumPy 1: models with strings cannot be loaded"
-        yield Finding("NumPy", "warning", message, "if you have such models: pip install 'numpy<2'")
+        fix = "if you have such models: pip install 'numpy<2', with Python 3.12 or earlier"
+        yield Finding("NumPy", "warning", message, fix)
     else:
         yield Finding("NumPy", "ok", np.__version__)
 

@@ -411,3 +411,15 @@ def test_every_command_that_needs_the_client_is_named() -> None:
 
     assert "load" in asking
     assert [name for name in sorted(asking) if not re.search(rf"\b{name}\b", purpose)] == []
+
+
+def test_numpy_1_is_advised_for_pythons_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip would compile it for Python 3.13."""
+    monkeypatch.setattr(machine, "find_installation", lambda: None)
+    monkeypatch.setattr(machine, "_is_bundled", lambda _: True)
+    monkeypatch.setattr(machine.np, "__version__", "2.5.0")
+
+    (finding,) = machine.check_numpy()
+
+    assert finding.level == "warning"
+    assert finding.fix.endswith("pip install 'numpy<2', with Python 3.12 or earlier")

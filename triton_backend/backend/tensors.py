@@ -49,7 +49,7 @@ def check_types(tensors: Iterable[TensorSpec]) -> None:
         if tensor.dtype == "object" and not knows_numpy():
             raise UnsupportedModelError(
                 f"tensor {tensor.name!r} holds strings, for which this tritonserver needs NumPy 1, but NumPy "
-                f"{np.__version__} is installed: pip install 'numpy<2' for the server's Python"
+                f"{np.__version__} is installed: pip install 'numpy<2' for the server's Python, 3.12 or earlier"
             )
 
 
