@@ -414,10 +414,10 @@ def test_every_command_that_needs_the_client_is_named() -> None:
 
 
 def test_numpy_1_is_advised_for_pythons_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pip would compile it for Python 3.13."""
+    """It has no wheels for Python 3.13."""
     monkeypatch.setattr(machine, "find_installation", lambda: None)
     monkeypatch.setattr(machine, "_is_bundled", lambda _: True)
-    monkeypatch.setattr(machine.np, "__version__", "2.5.0")
+    monkeypatch.setattr("numpy.__version__", "2.5.0")
 
     (finding,) = machine.check_numpy()
 
