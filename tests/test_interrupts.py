@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 
 from inference_session import InferenceSession
+from inference_session.embedding_cache.cpu import CpuEmbeddingCache
+from inference_session.rows.updated import UpdatedRowWriter
 from tests.testing import small_model
 from tests.testing.servers import PATIENCE_S
 from tests.testing.stored_model import assert_answers, url_of, write_stored
@@ -46,12 +48,13 @@ def stored_session(
         yield opened, version[1]
 
 
-def interrupted(call: Callable[[int], object]) -> Iterator[int]:
+def interrupted(call: Callable[[int], object], calls_apart: int = 1) -> Iterator[int]:
     """Make a call, given 1, 2 and so on, and interrupt it where Python raises what a signal handler does: as a function
-    begins, and behind a call of code in C; each time later, until nothing is left. Yields the number after each.
+    begins, and behind a call of code in C; each time later, until nothing is left. Yields the number after each, while
+    the traceback is kept, as notebooks do.
     """
     for number in itertools.count(1):
-        left = number * _CALLS_APART
+        left = number * calls_apart
 
         def count(_: FrameType, event: str, __: object) -> None:
             nonlocal left
@@ -82,12 +85,22 @@ def test_requests_after_an_interrupt_are_answered(kind: str, request: pytest.Fix
         return small_model.random_inputs(number, np.random.default_rng(number))
 
     with ThreadPoolExecutor(1) as other:
-        for number in interrupted(lambda number: session.run(inputs(number))):
+        for number in interrupted(lambda number: session.run(inputs(number)), _CALLS_APART):
             assert_answers(session.run(inputs(number)), small_model.expected(tables, inputs(number)))
             keys = rng.permutation(tables["hashed/key"])
             found = other.submit(session.lookup, "hashed", keys).result(PATIENCE_S)
             rows = dict(zip(tables["hashed/key"].tolist(), tables["hashed"], strict=True))
             np.testing.assert_array_equal(found, [rows[key] for key in keys.tolist()])
+
+
+def test_no_writer_waits_for_a_look_up_that_was_interrupted() -> None:
+    """Wherever that was: a look-up must leave the set of those under way."""
+    cache = CpuEmbeddingCache({"t": 2}, 1000)
+    updated = UpdatedRowWriter([])
+    for _ in interrupted(lambda _: cache.read(len)):
+        assert not cache.readers.includes_this_thread
+    for _ in interrupted(lambda _: updated.read(lambda _: None)):
+        assert not updated._readers.includes_this_thread
 
 
 def test_an_interrupted_close_is_made_good_by_the_next(version: tuple[Path, small_model.Arrays]) -> None:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from threading import Event, get_ident
-from typing import Any, TypeAlias
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from inference_session.device.base import Columns, Device
 from inference_session.kernels.records import address_of
 
-Reader: TypeAlias = tuple[int, object]
+_Result = TypeVar("_Result")
 
 LINE_BYTES = 64
 _WAIT_S = 0.1
@@ -81,49 +81,42 @@ HOST = HostDevice()
 
 
 class Readers:
-    """The look-ups that read some memory now. They enter and leave without a lock; one writer at a time may wait.
-
-        reader = new_reader()
-        try:
-            readers.under_way.add(reader)       # what it reads from here on stays unchanged until it leaves
-            ...
-        finally:
-            readers.under_way.discard(reader)
-            readers.wake_writer()
-
-    Ctrl-C may interrupt a call of Python's, but not one of these methods of a set: a look-up that did not leave would
-    have writers wait for ever.
-    """
+    """The look-ups that read some memory now. They enter and leave without a lock; one writer at a time may wait."""
 
     def __init__(self) -> None:
-        self.under_way: set[Reader] = set()
+        self._under_way: set[tuple[int, object]] = set()
         self._left = Event()
         self.writer_waits = False
         """Whether a writer waits for look-ups to end."""
 
-    def wake_writer(self) -> None:
-        """A look-up has ended."""
-        if self.writer_waits:
-            self._left.set()
+    def read(self, use: Callable[[], _Result]) -> _Result:
+        """Call `use`: what it reads stays unchanged until it returns.
+
+        This is no context manager, because Ctrl-C may come between the calls of one, or inside them. A look-up that did
+        not leave would have writers wait for ever.
+        """
+        reader = get_ident(), object()
+        try:
+            self._under_way.add(reader)
+            return use()
+        finally:
+            self._under_way.discard(reader)  # in one step, as all methods of a set
+            if self.writer_waits:
+                self._left.set()
 
     @property
     def includes_this_thread(self) -> bool:
         """Whether this thread is among them: then it would wait for itself, and never end."""
-        return any(thread == get_ident() for thread, _ in self.under_way.copy())
+        return any(thread == get_ident() for thread, _ in self._under_way.copy())
 
     def wait_for_those_under_way(self) -> None:
         """Wait until the look-ups that are running now have ended; later ones see what was written before."""
-        waited_for = self.under_way.copy()
+        waited_for = self._under_way.copy()
         self.writer_waits = True
-        while not waited_for.isdisjoint(self.under_way):
+        while not waited_for.isdisjoint(self._under_way):
             self._left.wait(_WAIT_S)
             self._left.clear()
         self.writer_waits = False
-
-
-def new_reader() -> Reader:
-    """A look-up that has not begun."""
-    return get_ident(), object()
 
 
 def concatenated_keys(parts: Sequence[NDArray[Any]]) -> NDArray[np.int64]:

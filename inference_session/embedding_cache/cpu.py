@@ -7,17 +7,15 @@ were running have ended. So a look-up never waits for a writer, and a writer wai
 
 from __future__ import annotations
 
-import contextlib
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from threading import Lock
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from inference_session.device.host import HOST, Readers, new_reader, zeros_at_line
+from inference_session.device.host import HOST, Readers, zeros_at_line
 from inference_session.embedding_cache import cpu_budget
 from inference_session.embedding_cache.base import EmbeddingCache, Misses
 from inference_session.embedding_cache.missing_rows import MissingRows, empty_tables
@@ -32,6 +30,7 @@ from inference_session.kernels.cpu.lookup import NO_POSITIONS
 from inference_session.kernels.records import MAX_MARK, TABLE, Lookup, PoolingCode, address_of, table_record
 from inference_session.platform.memory import total_bytes
 
+_Result = TypeVar("_Result")
 _AS_COMPILED: tuple[Literal["C"], Literal["A"], Literal["W"]] = ("C", "A", "W")
 """Arrays of any other kind, such as views of a message's bytes, would make Numba compile the kernels again."""
 
@@ -49,16 +48,16 @@ class HostCache(EmbeddingCache):
         missing.compile_kernels(gpu=False)
 
     @abstractmethod
-    def reading(self) -> AbstractContextManager[NDArray[np.void]]:
-        """TABLE records, in the order of `dims`, for calls of the look-up kernel while the context lasts.
+    def read(self, use: Callable[[NDArray[np.void]], _Result]) -> _Result:
+        """Call `use` with TABLE records, in the order of `dims`, for calls of the look-up kernel until it returns.
 
-        Keep the context short, and do not write to the cache inside it: writers wait for it to end.
+        It should be short, and must not write to the cache: writers wait for it to end.
         """
 
     def look_up(self, lookup: Lookup) -> int:
         positions = np.empty(lookup.num_keys.sum(), np.int64)
-        with self.reading() as records:
-            num_missing = cpu.look_up(records, lookup.segments, lookup.num_unknown, positions, self.num_threads)
+        arguments = lookup.segments, lookup.num_unknown, positions, self.num_threads
+        num_missing = self.read(lambda records: cpu.look_up(records, *arguments))
         lookup.missing_positions = positions[:num_missing]
         self._count(lookup, num_missing)
         return num_missing
@@ -124,17 +123,13 @@ class CpuEmbeddingCache(HostCache):
         for arrays in self.arrays.values():
             cpu_cache.compile_kernels(arrays)
 
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[NDArray[np.void]]:
-        reader = new_reader()
-        try:
-            self.readers.under_way.add(reader)
+    def read(self, use: Callable[[NDArray[np.void]], _Result]) -> _Result:
+        def use_if_open() -> _Result:
             # Checked after we enter the set: `close` sets it, then waits for all look-ups in the set.
             self._check_open()
-            yield self.records
-        finally:
-            self.readers.under_way.discard(reader)
-            self.readers.wake_writer()
+            return use(self.records)
+
+        return self.readers.read(use_if_open)
 
     def insert(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
         self._write(table, keys, vectors, may_insert=True)
@@ -172,11 +167,10 @@ class CpuEmbeddingCache(HostCache):
 
     def close(self) -> None:
         with self._write_lock:
-            if self._closed:
-                return
             self._closed = True
-            self._await_readers()
-            self.arrays = {}
+            if self.arrays:  # else it has been closed before, and to its end
+                self._await_readers()
+                self.arrays = {}
 
     def _write(self, table: str, keys: ArrayLike, vectors: ArrayLike, *, may_insert: bool) -> None:
         checked, floats = self._checked_rows(table, keys, vectors)
@@ -201,7 +195,7 @@ class CpuEmbeddingCache(HostCache):
         Must be called while holding the write lock.
         """
         if self.readers.includes_this_thread:
-            raise InvalidRequestError("a thread cannot write to or close an embedding cache that it is reading()")
+            raise InvalidRequestError("a thread cannot write to or close an embedding cache that it is reading")
         self.readers.wait_for_those_under_way()
 
     def _row_counts(self, table: str) -> RowCounts:
@@ -234,11 +228,14 @@ class _HostMisses(Misses):
         """Look pooled segments up again, now with the missing rows; returns how many keys are still missing, because
         the cache has dropped their rows meanwhile.
         """
-        with self._cache.reading() as records:
+
+        def look_up(records: NDArray[np.void]) -> int:
             tables = np.concatenate([records, self.rows.records])
             tables["next_table"][: len(records)] = np.arange(len(records), len(tables))
             num_missing = np.zeros(len(segments), np.int64)
             return cpu.look_up(tables, segments, num_missing, NO_POSITIONS, self._cache.num_threads)
+
+        return self._cache.read(look_up)
 
 
 class _PooledMisses(Misses):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -12,14 +12,15 @@ from inference_session.embedding_cache.cpu import HostCache
 from inference_session.embedding_cache.missing_rows import empty_tables
 from inference_session.embedding_cache.stats import RowCounts
 
+_Result = TypeVar("_Result")
+
 
 class NullEmbeddingCache(HostCache):
     """Takes rows and forgets them; every look-up misses. It refuses only what every cache refuses."""
 
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[NDArray[np.void]]:
+    def read(self, use: Callable[[NDArray[np.void]], _Result]) -> _Result:
         self._check_open()
-        yield empty_tables(self._dims)
+        return use(empty_tables(self._dims))
 
     def insert(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
         self._checked_rows(table, keys, vectors)

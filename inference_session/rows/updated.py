@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.device.base import Device
-from inference_session.device.host import HOST, Readers, new_reader
+from inference_session.device.host import HOST, Readers
 from inference_session.kernels.cpu import lookup as cpu
 from inference_session.kernels.cpu.lookup import NO_POSITIONS
 from inference_session.kernels.cpu.updated_table import UpdatedArrays, count_deleted
@@ -46,16 +46,9 @@ class UpdatedRowWriter(RowWriter):
         self._writing = threading.Lock()
         count_deleted(np.zeros(0, SEGMENT), self._records, self._state.deleted_addresses, NO_POSITIONS)  # compiles
 
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[_UpdatedState]:
-        """What a look-up reads, as long as the context lasts."""
-        reader = new_reader()
-        try:
-            self._readers.under_way.add(reader)
-            yield self._state
-        finally:
-            self._readers.under_way.discard(reader)
-            self._readers.wake_writer()
+    def read(self, use: Callable[[_UpdatedState], None]) -> None:
+        """Call `use` with what a look-up reads; it stays unchanged until that returns."""
+        self._readers.read(lambda: use(self._state))
 
     def update(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         rows = UpdatedRows(keys, vectors, np.zeros(len(keys), np.bool_))
@@ -116,10 +109,12 @@ class UpdatedTables(DeviceTables):
 
     def look_up(self, lookup: Lookup) -> None:
         self._row_numbers.count_from_start(lookup)
-        with self._writer.reading() as state:
-            cpu.look_up(state.records, lookup.segments, lookup.num_unknown, NO_POSITIONS, self._num_threads)
-            if state.deleted_addresses.any():
-                count_deleted(lookup.segments, state.records, state.deleted_addresses, lookup.num_unknown)
+        self._writer.read(lambda state: self._look_up(state, lookup))
+
+    def _look_up(self, state: _UpdatedState, lookup: Lookup) -> None:
+        cpu.look_up(state.records, lookup.segments, lookup.num_unknown, NO_POSITIONS, self._num_threads)
+        if state.deleted_addresses.any():
+            count_deleted(lookup.segments, state.records, state.deleted_addresses, lookup.num_unknown)
 
     def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:  # noqa: ARG002
         map_files(self._writer.files, deadline)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -164,7 +165,7 @@ def test_vectors_are_pooled_from_the_cache() -> None:
 
 
 def test_a_row_is_not_written_to_while_it_may_be_read() -> None:
-    """Rows that could be read when `reading` began stay unchanged until it ends, however much is written meanwhile."""
+    """Rows that could be read when `read` began stay unchanged until it ends, however much is written meanwhile."""
     cache = cache_of(8, dim=2)
     cache.insert("t", np.arange(8), vectors_of(np.arange(8), 2))
     written = threading.Event()
@@ -174,15 +175,17 @@ def test_a_row_is_not_written_to_while_it_may_be_read() -> None:
             cache.update("t", np.arange(8), vectors_of(np.arange(8), 2, version))
         written.set()
 
-    arrays = cache.arrays["t"]
-    with cache.reading():
+    arrays, writer = cache.arrays["t"], threading.Thread(target=write)
+
+    def read(_: object) -> None:
         cached = np.flatnonzero(arrays.lists >= 2)
         before = arrays.vectors[cached].copy()
-        writer = threading.Thread(target=write)
         writer.start()
         while not cache.readers.writer_waits:
             assert not written.is_set()
         assert np.array_equal(arrays.vectors[cached], before)
+
+    cache.read(read)
     writer.join()
 
     assert look_up(cache, {"t": [3]}).vectors["t"].tolist() == [[52.0, 52.0]]
@@ -205,13 +208,10 @@ def test_no_write_waits_for_a_compiler() -> None:
 
 
 def test_a_thread_does_not_wait_for_itself() -> None:
-    """Writing under one's own `reading` until the spare rows are used up is an error, not a deadlock."""
+    """Writing under one's own `read` until the spare rows are used up is an error, not a deadlock."""
     cache = cache_of(8)
-    with (
-        cache.reading(),
-        pytest.raises(InvalidRequestError, match=r"cannot write to or close an embedding cache that it is reading\(\)"),
-    ):
-        cache.insert("t", np.arange(100), vectors_of(np.arange(100), 1))
+    with pytest.raises(InvalidRequestError, match="cannot write to or close an embedding cache that it is reading"):
+        cache.read(lambda _: cache.insert("t", np.arange(100), vectors_of(np.arange(100), 1)))
 
     cache.insert("t", np.arange(100), vectors_of(np.arange(100), 1))
     assert cache.stats().rows == cache.stats().capacity
@@ -220,16 +220,33 @@ def test_a_thread_does_not_wait_for_itself() -> None:
 def test_closing_waits_for_readers() -> None:
     """The memory stays until the last look-up has ended."""
     cache = cache_of(8)
-    with cache.reading():
-        closer = threading.Thread(target=cache.close)
+    closer = threading.Thread(target=cache.close)
+
+    def read(_: object) -> None:
         closer.start()
         while not cache.readers.writer_waits:
             assert closer.is_alive()
         assert cache.arrays
+
+    cache.read(read)
     closer.join()
 
     assert not cache.arrays
     assert repr(cache) == "<CpuEmbeddingCache closed>"
+
+
+def test_what_an_interrupted_close_has_left_is_freed_by_the_next() -> None:
+    """Ctrl-C may come while it waits for look-ups."""
+    cache = cache_of(8)
+    with (
+        patch.object(cache.readers, "wait_for_those_under_way", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        cache.close()
+
+    cache.close()
+
+    assert not cache.arrays
 
 
 def test_more_memory_than_the_machine_has_is_refused() -> None:
