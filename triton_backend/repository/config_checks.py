@@ -102,8 +102,8 @@ def check_fits(path: Path, wanted: ModelConfig, *, packed: bool) -> None:
     )
     if present.backend != wanted.backend:
         hint = " (`hotrow import onnx --standalone` imports for 'python')" if present.backend == "python" else ""
-        found = repr(present.backend) if present.backend else "that of its `platform`"
-        differences = (f"the backend is {found}, but the model needs {wanted.backend!r}{hint}", *differences)
+        found = f"the backend is {present.backend!r}" if present.backend else "it names no backend"
+        differences = (f"{found}, but the model needs {wanted.backend!r}{hint}", *differences)
     if differences:
         raise ConfigurationError(
             f"{path} does not describe this model: {differences[0]}. All versions of a model share one "

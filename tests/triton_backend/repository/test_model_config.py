@@ -288,12 +288,16 @@ def test_a_broken_config_is_an_error(version_dir: Path) -> None:
         write_model_config(version_dir, spec_of([IDS], [CLICK]), "ctr")
 
 
-def test_a_model_of_tritons_own_backends_is_not_written_over(version_dir: Path) -> None:
-    """As a model of ONNX Runtime that is imported into its own repository: the error says where else it can go."""
-    path = version_dir.parent / "config.pbtxt"
-    path.write_text('platform: "onnxruntime_onnx"\nmax_batch_size: 8\n', encoding="utf-8")
+@pytest.mark.parametrize("named", ["", 'platform: "onnxruntime_onnx"'])
+def test_a_model_of_tritons_own_backends_is_not_written_over(version_dir: Path, named: str) -> None:
+    """As a model of ONNX Runtime that is imported into its own repository: the error says where else it can go.
 
-    with pytest.raises(ConfigurationError, match=r"backend is that of its `platform`, .* into another repository"):
+    Triton may find the backend by the name of the model's file.
+    """
+    path = version_dir.parent / "config.pbtxt"
+    path.write_text(f"{named}\nmax_batch_size: 8\n", encoding="utf-8")
+
+    with pytest.raises(ConfigurationError, match=r"names no backend, but .* needs 'hotrow'.* into another repository"):
         write_model_config(version_dir, spec_of([IDS], [CLICK]), "ctr")
 
 
