@@ -92,6 +92,8 @@ class Model:
         self._lr = solver.lr
         self.num_fitted = 0
         """Iterations of the last `fit`."""
+        self.is_saved_later = False
+        """Whether the caller of `fit` saves the weights afterwards in any case."""
         self._last_eval: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None
 
     def add(
@@ -186,7 +188,7 @@ class Model:
         callbacks = self._solver.training_callbacks if self._solver.repeat_dataset else ()
         run = Fitting(
             self, self._solver, self._say, display, eval_interval, snapshot, snapshot_prefix, data_source_params,
-            export_predictions_prefix, callbacks, self._processes.any,
+            export_predictions_prefix, callbacks, self._processes.any, self.is_saved_later,
         )  # fmt: skip
         if self._solver.repeat_dataset:
             run.iterations(max_iter)

@@ -87,6 +87,7 @@ def train(configuration: Configuration) -> Model:
     model.compile()
     _load(model, settings)
     model.summary()
+    model.is_saved_later = True
     model.fit(
         num_epochs=settings.get("num_epochs", 0),
         max_iter=settings.get("max_iter", 0),

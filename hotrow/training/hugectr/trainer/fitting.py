@@ -56,6 +56,8 @@ class Fitting:
     callbacks: Sequence[TrainingCallback] = ()
     agree: Callable[[bool], bool] = bool
     """Whether something holds for any process of the job."""
+    is_saved_later: bool = False
+    """See `Model.is_saved_later`."""
 
     def __post_init__(self) -> None:
         for name in ("display", "eval_interval", "snapshot"):
@@ -97,7 +99,7 @@ class Fitting:
 
     def _tell_what_is_unsaved(self) -> None:
         """Many scripts of HugeCTR train for fewer iterations than `snapshot`, and so would leave nothing to serve."""
-        if 0 < self.iteration <= self.snapshot:
+        if 0 < self.iteration <= self.snapshot and not self.is_saved_later:
             self.say(
                 f"No snapshot was due in {self.iteration} iterations (snapshot={self.snapshot}): "
                 f"model.save_params_to_files({self.snapshot_prefix!r}, {self.iteration}) saves the weights."
