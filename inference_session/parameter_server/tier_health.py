@@ -9,6 +9,7 @@ import time
 
 from inference_session.errors import HotrowError, UnavailableError
 from inference_session.parameter_server.base import LateError
+from inference_session.platform.log_records import warn
 
 STEADY_S = 10.0
 """A tier that was back for less than this is unsteady, and left out for longer each time."""
@@ -85,7 +86,7 @@ class TierHealth:
             if is_out and is_new:
                 self.begin_outage(str(error))
         if is_new:
-            _log.warning("tier %s of the parameter server failed: %s", self._name, error)
+            warn(_log, "tier %s of the parameter server failed: %s", self._name, error)
 
     def _is_new(self, failure: str) -> bool:
         """Whether it is still unreported. Must be called while holding `_lock`."""
@@ -112,13 +113,13 @@ class TierHealth:
             if self.failure is None:
                 self.begin_outage(str(error))
             self.failure = self.last_error = str(error)
-        _log.warning("tier %s of the parameter server is left out: %s", self._name, error)
+        warn(_log, "tier %s of the parameter server is left out: %s", self._name, error)
 
     def end_outage(self) -> None:
         """Use the tier again."""
         # Logged before a call can find it failing again, so that log lines are in order.
         # A warning, like the one it resolves: a reader who saw that one must see this one too.
-        _log.warning("tier %s of the parameter server answers again", self._name)
+        warn(_log, "tier %s of the parameter server answers again", self._name)
         with self._lock:
             self.failure, self.is_returning, self.back_since = None, False, time.monotonic()
 

@@ -32,6 +32,7 @@ from inference_session.parameter_server.promotions import (
 )
 from inference_session.parameter_server.tier import Tier
 from inference_session.parameter_server.write_log import TierWrites
+from inference_session.platform.log_records import log_error
 from inference_session.platform.pacing import rest_after
 
 ROUND_INTERVAL_S = 0.5
@@ -126,7 +127,7 @@ class TierUpkeep:
         except Exception as error:  # it is logged; the next piece does not depend on it
             if isinstance(error, SessionClosedError) and self._closing.is_set():
                 raise  # to a caller's `refresh`: this class's own thread ends before stores are closed
-            _log.exception("background work of the parameter server failed")
+            log_error(_log, "background work of the parameter server failed")
             self._closing.wait(ROUND_INTERVAL_S)  # an error that comes back in each turn must not fill the log
 
     def _promote(self) -> None:

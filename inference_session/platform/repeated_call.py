@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from inference_session.platform.log_records import log_error
+
 _log = logging.getLogger(__name__)
 
 
@@ -49,6 +51,6 @@ class RepeatedCall:
                 has_failed = False
             except Exception:  # noqa: BLE001 - whatever it was, the next call does not depend on it
                 if not has_failed:
-                    _log.exception(self._failure)
+                    log_error(_log, self._failure)
                 has_failed = True
             pause_s = max(self._interval_s, (time.thread_time() - begin) / self._max_load)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from inference_session.embedding_cache.missing_rows import MissingRows
 from inference_session.errors import HotrowError
+from inference_session.platform.log_records import log_error
 
 MAX_WAITING = 256
 """Requests whose missing rows may wait. The rows of further requests are dropped and counted; the next request that
@@ -74,4 +75,4 @@ class LateInserts:
         except HotrowError as error:
             _log.debug("fetched rows could not be cached: %s", error)
         except Exception:  # noqa: BLE001 - any error is logged; the next rows do not depend on it
-            _log.exception("fetched rows could not be cached")
+            log_error(_log, "fetched rows could not be cached")

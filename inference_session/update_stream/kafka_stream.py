@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 from inference_session.errors import StoreError, UnavailableError
 from inference_session.model_spec import TableSpec
+from inference_session.platform.log_records import log_error
 from inference_session.platform.pacing import Rests
 from inference_session.rows.base import RowWriter
 from inference_session.update_stream.followed_partitions import FollowedPartitions
@@ -231,7 +232,7 @@ class KafkaUpdateStream:
             self._stats.fail(str(error))
         except Exception as error:  # noqa: BLE001 - any error is logged, and the same messages come again
             self._stats.fail(f"{type(error).__name__}: {error}")
-            _log.exception("the update stream of model %r failed and is trying again", self._model)
+            log_error(_log, "the update stream of model %r failed and is trying again", self._model)
             self._followed.suspect_all()
             self._closing.wait(LONGEST_PAUSE_S)
 

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from inference_session.platform.log_records import warn
 from inference_session.stats import gauge
 from inference_session.update_stream.encodings import REASONS
 from inference_session.update_stream.positions import Partition
@@ -89,7 +90,7 @@ class StreamStats:
             self._rejected[reason] += 1
             self._set_aside.append(f"{reason}: {text}")
         if is_first:
-            _log.warning("an update was rejected (%s; further ones are only counted): %s", reason, text)
+            warn(_log, "an update was rejected (%s; further ones are only counted): %s", reason, text)
 
     def fail(self, failure: str) -> None:
         """The stream cannot go on at present."""
@@ -98,7 +99,7 @@ class StreamStats:
             self._counts["failures"] += 1
             self._failure = failure
         if is_new:
-            _log.warning("the update stream of model %r is waiting: %s", self._model, failure)
+            warn(_log, "the update stream of model %r is waiting: %s", self._model, failure)
 
     def recover(self) -> None:
         """The stream goes on again, if it had stopped."""
@@ -106,7 +107,7 @@ class StreamStats:
             was_down, self._failure = self._failure is not None, None
         if was_down:
             # A warning, like the one it resolves: a reader who saw that one must see this one too.
-            _log.warning("the update stream of model %r continues", self._model)
+            warn(_log, "the update stream of model %r continues", self._model)
 
     @property
     def blocked(self) -> Set[Partition]:
@@ -120,14 +121,14 @@ class StreamStats:
             self._counts["failures"] += 1
             self._blocked[one] = f"topic {one[0]!r}, partition {one[1]}, cannot be read: {why}"
         if is_new:
-            _log.warning("topic %r, partition %d, cannot be read: %s", *one, why)
+            warn(_log, "topic %r, partition %d, cannot be read: %s", *one, why)
 
     def unblock(self, partitions: Iterable[Partition]) -> None:
         """These partitions are read, or exist no more."""
         with self._lock:
             read = [one for one in {*partitions} if self._blocked.pop(one, None)]
         for one in read:
-            _log.warning("topic %r, partition %d, continues", *one)
+            warn(_log, "topic %r, partition %d, continues", *one)
 
     def snapshot(self, topics: Sequence[str] = ()) -> StreamSnapshot:
         """All of it at one moment; `topics`: those that are followed."""

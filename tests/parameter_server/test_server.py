@@ -26,6 +26,7 @@ from inference_session.parameter_server.promotions import MAX_PENDING_PROMOTIONS
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
 from inference_session.tables.ordered_updates import OrderedUpdates, Outcome, SourceProgress, Status
+from tests.testing.broken_handler import BrokenHandler
 from tests.testing.memory_store import MemoryStore
 from tests.testing.server_calls import await_promotions, fetch_any
 from tests.testing.servers import PATIENCE_MS, PATIENCE_S, RedisServer, wait_until
@@ -373,6 +374,22 @@ def test_without_a_store_that_takes_writes_a_write_is_an_error() -> None:
     with pytest.raises(StoreError, match="'user' cannot be written to"):
         server.insert("user", KEYS, VECTORS)
     server.close()
+
+
+def test_a_tier_comes_back_though_that_cannot_be_logged(make: Callable[..., Stack]) -> None:
+    """The error failed a request, and ended the background work, and with it the return of any tier."""
+    stack, handler = make(), BrokenHandler()
+    stack.volatile.insert("user", KEYS, VECTORS)
+    logging.getLogger("inference_session").addHandler(handler)
+    try:
+        for _ in range(2):
+            stack.faults["volatile"] = UnavailableError("Redis is gone")
+            assert stack.fetch(KEYS)[0].all()
+            assert stack.tier("volatile")["failure"] == "Redis is gone"
+            del stack.faults["volatile"]
+            wait_until(lambda: stack.tier("volatile")["failure"] is None, "the tier to come back")
+    finally:
+        logging.getLogger("inference_session").removeHandler(handler)
 
 
 def test_a_tier_that_is_down_is_left_out_and_comes_back(

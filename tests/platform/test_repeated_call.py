@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 import weakref
+from unittest.mock import Mock
 
 import pytest
 
@@ -91,3 +92,18 @@ def test_long_calls_are_followed_by_long_pauses(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(time, "thread_time", iter([0.0, 0.1, 0.1, 2.1]).__next__)
     calls._work(lambda: None)
     assert pauses == [1.0, 1.0, 4.0]
+
+
+def test_an_error_that_cannot_be_logged_ends_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a handler of the application raises."""
+    monkeypatch.setattr(repeated_call._log, "exception", Mock(side_effect=OSError("no log server")))
+    outcomes = [True, True, False]
+
+    def call() -> bool:
+        if outcomes.pop(0):
+            raise ValueError
+        return False
+
+    calls = RepeatedCall("calls", call, 0.001, failure="it failed")
+    wait_until(lambda: not outcomes, "all calls")
+    calls.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import logging
 import shutil
 import signal
 import threading
@@ -28,6 +29,7 @@ from inference_session.update_stream import Publisher, followed_partitions, kafk
 from inference_session.update_stream.encodings import encode_batch
 from inference_session.versions import VersionManager
 from tests.testing import small_model
+from tests.testing.broken_handler import BrokenHandler
 from tests.testing.broker import Broker
 from tests.testing.clocks import ConsumerWhileSetBack
 from tests.testing.proxy import Network, Proxy
@@ -87,6 +89,22 @@ def test_requests_see_updates_and_count_deleted_keys(broker: Broker, small: Smal
         inputs["items"][:] = next(key for key in tables["hashed/key"][4:] if abs(key) < 2**31)
         session.run(inputs)
         assert session.stats()["tables"]["hashed"]["default_vectors"] == before
+
+
+def test_updates_go_on_though_one_that_is_rejected_cannot_be_logged(broker: Broker, small: SmallVersion) -> None:
+    """A handler of the application that raises ended the stream."""
+    handler = BrokenHandler()
+    logging.getLogger("inference_session").addHandler(handler)
+    try:
+        with InferenceSession.open(small.directory, update_stream=broker.url) as session:
+            broker.send(small.topic("user_weight", "hctr_et"), (b"abc", vectors(5).tobytes()))
+            wait_until(lambda: any(rejected(session).values()), "it to be rejected")
+            with Publisher(broker.url, small.model) as publisher:
+                publisher.publish("user.weight", [3], vectors(7))
+
+            await_rows(session, "user.weight", [3], 7)
+    finally:
+        logging.getLogger("inference_session").removeHandler(handler)
 
 
 def test_updates_never_tear_or_hide_rows(broker: Broker, small: SmallVersion) -> None:
