@@ -113,3 +113,15 @@ def test_an_interrupted_close_is_made_good_by_the_next(version: tuple[Path, smal
     session.close()
 
     assert {*threading.enumerate()} <= before
+
+
+@pytest.mark.parametrize("step", ["rows.stored_writer.RepeatedCall", "execution.model.create_staging_pool"])
+def test_what_an_interrupted_open_has_opened_is_closed(version: tuple[Path, small_model.Arrays], step: str) -> None:
+    """The parameter server stayed open until the process ended."""
+    before, url = {*threading.enumerate()}, url_of(version[0])
+    interrupt = patch(f"inference_session.{step}", side_effect=KeyboardInterrupt)
+
+    with interrupt, pytest.raises(KeyboardInterrupt):
+        InferenceSession.open(version[0], persistent_store=url, refresh_interval_s=60)
+
+    assert {*threading.enumerate()} <= before

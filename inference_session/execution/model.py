@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -86,15 +87,18 @@ def open_model(version: VersionDirectory, config: SessionConfig, devices: Sequen
     )
     for each, own in zip(specs, engines[0], strict=True):
         check_network(each.spec_for(own.dense), version.path, layout.values, own, (each.dense, each.keys))
-    rows = create_rows(version, config, [thread.device for thread in threads])
-    replicas = []
-    for thread, on_device, reader in zip(threads, engines, rows.readers, strict=True):
-        networks = [
-            Network(each.spec_for(own.dense), reader, *own, keys_follow_inputs=layout.keys_follow_inputs)
-            for each, own in zip(specs, on_device, strict=True)
-        ]
-        replicas.append(_replica(networks, thread, layout, may_rank_at_once=not config.context_cache_bytes))
-    kept_contexts = _keep_contexts(version, config, rows, layout)
+    with contextlib.ExitStack() as opened:
+        rows = create_rows(version, config, [thread.device for thread in threads])
+        opened.callback(rows.close)
+        replicas = []
+        for thread, on_device, reader in zip(threads, engines, rows.readers, strict=True):
+            networks = [
+                Network(each.spec_for(own.dense), reader, *own, keys_follow_inputs=layout.keys_follow_inputs)
+                for each, own in zip(specs, on_device, strict=True)
+            ]
+            replicas.append(_replica(networks, thread, layout, may_rank_at_once=not config.context_cache_bytes))
+        kept_contexts = _keep_contexts(version, config, rows, layout)
+        opened.pop_all()
     return Model(spec, layout, rows, Replicas(replicas), kept_contexts, config.unknown_keys == "reject")
 
 

@@ -64,10 +64,12 @@ def _stored_rows(version: VersionDirectory, config: SessionConfig, devices: Sequ
     with contextlib.ExitStack() as opened:
         caches = [opened.enter_context(create_cache(version.spec, config, device)) for device in devices]
         server = create_parameter_server(version, config)
+        opened.callback(server.close)
+        rows = StoredRows(
+            version.spec.tables, caches, server, refresh_interval_s=config.refresh_interval_s, async_from=async_from
+        )
         opened.pop_all()
-    return StoredRows(
-        version.spec.tables, caches, server, refresh_interval_s=config.refresh_interval_s, async_from=async_from
-    )
+    return rows
 
 
 def _updated_rows(files: Sequence[TableFile], config: SessionConfig, devices: Sequence[Device]) -> Rows:
