@@ -31,7 +31,7 @@ def test_pieces_are_apart_and_come_again(requests: list[list[int]]) -> None:
 
 
 @given(sizes=st.lists(st.integers(0, 5000), max_size=6), more=st.lists(st.integers(0, 5000), max_size=6))
-def test_what_is_taken_since_a_mark_is_free_again(sizes: list[int], more: list[int]) -> None:
+def test_what_is_taken_behind_a_position_is_free_again(sizes: list[int], more: list[int]) -> None:
     """Memory for something in between does not move the pieces after it."""
     arena = Arena(bytearray, 1024)
     for _ in range(2):  # the second time all blocks are there
