@@ -33,7 +33,11 @@ class RepeatedCall:
         # Only the running thread holds the function, which often leads to the owner of this object: once it has ended,
         # both are gone without the garbage collector.
         self._thread = threading.Thread(target=self._work, args=(call,), name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # Ctrl-C, while this waits for the thread to begin: nobody could close it
+            self.closing.set()
+            raise
 
     def close(self, timeout_s: float | None = None) -> None:
         """Begin no more calls, and wait for one that is under way. May be called more than once."""

@@ -107,3 +107,20 @@ def test_an_error_that_cannot_be_logged_ends_no_calls(monkeypatch: pytest.Monkey
     calls = RepeatedCall("calls", call, 0.001, failure="it failed")
     wait_until(lambda: not outcomes, "all calls")
     calls.close()
+
+
+def test_an_interrupted_start_leaves_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C, while the new thread begins: nobody has anything to close."""
+    start, started = threading.Thread.start, []
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        started.append(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        RepeatedCall("calls", lambda: None, PATIENCE_S, failure="failed")
+
+    started[0].join(PATIENCE_S / 2)
+    assert not started[0].is_alive()
