@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +16,7 @@ from inference_session import InferenceSession
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache
 from inference_session.rows.updated import UpdatedRowWriter
 from tests.testing import small_model
+from tests.testing.interrupts import interrupted
 from tests.testing.servers import PATIENCE_S
 from tests.testing.stored_model import assert_answers, url_of, write_stored
 
@@ -46,32 +44,6 @@ def stored_session(
     """The cache has room for few rows: most requests write to it."""
     with InferenceSession.open(version[0], persistent_store=url_of(version[0]), cache_bytes=2000) as opened:
         yield opened, version[1]
-
-
-def interrupted(call: Callable[[int], object], calls_apart: int = 1) -> Iterator[int]:
-    """Make a call, given 1, 2 and so on, and interrupt it where Python raises what a signal handler does: as a function
-    begins, and behind a call of code in C; each time later, until nothing is left. Yields the number after each, while
-    the traceback is kept, as notebooks do.
-    """
-    for number in itertools.count(1):
-        left = number * calls_apart
-
-        def count(_: FrameType, event: str, __: object) -> None:
-            nonlocal left
-            left -= event in ("call", "c_return")
-            if left == 0:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
-
-        sys.setprofile(count)
-        try:
-            call(number)
-        except KeyboardInterrupt:
-            yield number
-        finally:
-            sys.setprofile(None)
-        if left > 0:
-            return
 
 
 @pytest.mark.parametrize("kind", ["files_session", "stored_session"])

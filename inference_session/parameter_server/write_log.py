@@ -14,6 +14,7 @@ beginning.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -38,7 +39,8 @@ class WriteLog:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # of threads that write
-        self._num_begun = self._moment = 0
+        self._numbers = itertools.count(1)
+        self._num_begun = 0
         self._under_way: set[int] = set()
         """The numbers of writes that have begun and not ended."""
         self._all_written_at = 0
@@ -47,7 +49,8 @@ class WriteLog:
     @property
     def moment(self) -> int:
         """All writes up to this number have ended: rows read from now on include them."""
-        return self._moment
+        num_begun = self._num_begun  # read first, as writes may begin meanwhile
+        return min(self._under_way, default=num_begun + 1) - 1
 
     @property
     def num_begun(self) -> int:
@@ -57,15 +60,15 @@ class WriteLog:
     @contextlib.contextmanager
     def writing(self, table: str, keys: NDArray[np.int64]) -> Iterator[None]:
         """Within the context, the rows of these keys, int64 [n], are written, also where it ends by an error."""
-        slots = self.slots(table, keys)
-        with self._lock:
-            number = self._begin()
-            self._written_at[slots] = number
+        slots, number = self.slots(table, keys), 0
         try:
+            with self._lock:
+                number = next(self._numbers)
+                self._under_way.add(number)
+                self._written_at[slots] = self._num_begun = number
             yield
         finally:
-            with self._lock:
-                self._end(number)
+            self._under_way.discard(number)  # also if Ctrl-C came between any two of these steps
 
     def add(self, table: str, keys: NDArray[np.int64]) -> None:
         """The rows of these keys, int64 [n], have been written."""
@@ -75,8 +78,7 @@ class WriteLog:
     def add_all(self) -> None:
         """Any rows of any table may have been written."""
         with self._lock:
-            self._all_written_at = self._begin()
-            self._end(self._all_written_at)
+            self._all_written_at = self._num_begun = next(self._numbers)
 
     def any_since(self, moment: int) -> bool:
         """Whether any write has begun since a moment, or after so many writes."""
@@ -100,17 +102,6 @@ class WriteLog:
     def any_written(self, slots: NDArray[np.int64], since: int) -> bool:
         """Whether a row of these slots [n] may have been written since a moment."""
         return bool(len(slots)) and (self._all_written_at > since or int(self._written_at[slots].max()) > since)
-
-    def _begin(self) -> int:
-        """The number of a write that begins. Must be called while holding `_lock`."""
-        self._num_begun += 1
-        self._under_way.add(self._num_begun)
-        return self._num_begun
-
-    def _end(self, number: int) -> None:
-        """Must be called while holding `_lock`."""
-        self._under_way.remove(number)
-        self._moment = min(self._under_way, default=self._num_begun + 1) - 1
 
 
 class KeysByTable:

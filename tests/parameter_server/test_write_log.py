@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_session.parameter_server.write_log import KeysByTable, WriteLog
+from tests.testing.interrupts import interrupted
 
 TABLES = st.sampled_from(["user", "item"])
 KEYS = st.lists(st.integers(-5, 5) | st.integers(-(2**63), 2**63 - 1), max_size=6).map(
@@ -85,6 +86,17 @@ def test_writers_at_the_same_time_are_all_counted() -> None:
     assert log.moment == 2000
     assert log.written("user", keys, 1999).all()
     assert not log.written("user", keys, 2000).any()
+
+
+def test_an_interrupted_write_has_ended() -> None:
+    """Else the rows of later writes would count as outdated ever after, and no cache would get them."""
+    log = WriteLog()
+    for _ in interrupted(lambda _: log.add("user", np.arange(4))):
+        pass
+    for _ in interrupted(lambda _: log.add_all()):
+        pass
+
+    assert log.moment == log.num_begun > 0
 
 
 @given(steps=st.lists(st.integers(0, 4), max_size=24))
