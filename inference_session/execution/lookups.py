@@ -302,15 +302,20 @@ def _shape(parts: list[Part], lookup: LookupSpec) -> tuple[int, ...]:
 
 def _cut(batch: JoinedBatch, lookup: LookupSpec) -> RaggedBags:
     """Cut a list of keys into bags as ONNX's Slice does: negative positions count from the end, larger ones are it."""
-    keys, *offsets = (batch.array(name) for name in (lookup.keys, *(lookup.bags or ())))
-    begins, ends = (np.where(at < 0, at + len(keys), at).clip(0, len(keys)) for at in offsets)
+    keys, begins, ends = (batch.array(name) for name in (lookup.keys, *(lookup.bags or ())))
     if begins.ndim != 1 or begins.shape != ends.shape:
         raise InvalidRequestError(
             f"the bags of {lookup.keys!r} have begins of shape {list(begins.shape)} and ends of shape"
             f" {list(ends.shape)}, expected one begin and one end for each bag, [n]"
         )
-    ends = np.maximum(begins, ends)
-    num_keys = int((ends - begins).sum())
+    sizes = ends - begins
+    if len(sizes) and (
+        begins.min() < 0 or ends.max() > len(keys) or sizes.min() < 0
+    ):  # no positions, or bags, as usual
+        begins, ends = (np.where(at < 0, at + len(keys), at).clip(0, len(keys)) for at in (begins, ends))
+        ends = np.maximum(begins, ends)
+        sizes = ends - begins
+    num_keys = int(sizes.sum())
     if num_keys > len(keys):
         raise InvalidRequestError(
             f"the bags of {lookup.keys!r} overlap: they hold {num_keys} keys, but the list has {len(keys)}"

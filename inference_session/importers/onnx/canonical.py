@@ -16,7 +16,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, inliner
 
 from inference_session.importers.onnx.evaluation import fixed_value
 from inference_session.importers.onnx.model_file import Blob
-from inference_session.importers.onnx.types import Types
+from inference_session.importers.onnx.types import Types, value_type
 from inference_session.importers.onnx.weights import Weight, weight_of
 from inference_session.onnx_graphs import (
     NO_END,
@@ -92,6 +92,7 @@ def to_canonical(path: Path, model: ModelProto, blobs: dict[int, Blob]) -> Canon
     _capture_invariants(graph)
     _name_axis_zero(graph, weights)
     _skip_whole_slices(graph)
+    _skip_flattened_lists(graph)
     _gather_instead_of_gather_nd(model, weights)
     _gather_instead_of_gather_elements(model, weights)
     _gather_instead_of_slice(model, weights)
@@ -250,6 +251,16 @@ def _skip_whole_slices(graph: GraphProto) -> None:
         if begins and ends and steps and not any(begins) and min(ends) >= NO_END and {*steps} == {1}:
             node.op_type = "Identity"
             del node.input[1:]
+
+
+def _skip_flattened_lists(graph: GraphProto) -> None:
+    """Let a Reshape of an input of one dimension to one be a copy: PyTorch writes one for each list of ids."""
+    lists = {value.name for value in graph.input if len(value_type(value).dims or ()) == 1}
+    known = constants(graph)
+    for node in all_nodes(graph):
+        if node.op_type == "Reshape" and node.input[0] in lists and integers(known.get(node.input[1])) == [-1]:
+            node.op_type = "Identity"
+            del node.input[1:], node.attribute[:]
 
 
 def _gather_instead_of_gather_nd(model: ModelProto, weights: dict[str, Weight]) -> None:

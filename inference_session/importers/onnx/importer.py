@@ -23,6 +23,7 @@ from inference_session.importers.onnx.computed_tables import compute_tables
 from inference_session.importers.onnx.empty_lists import guard_empty_lists, may_meet_empty_lists
 from inference_session.importers.onnx.evaluation import open_network, save_network
 from inference_session.importers.onnx.loops.bag_loops import bags_instead_of_loops
+from inference_session.importers.onnx.loops.bounded_bags import cut_bags_by_bounds
 from inference_session.importers.onnx.model_file import Blob, read_skeleton
 from inference_session.importers.onnx.probe import PRIME_SIZES, Findings, Prober, close
 from inference_session.importers.onnx.ranking.ranking_import import RankingImport
@@ -257,6 +258,7 @@ class _Import:
         whole = to_canonical(self.source.path, *self.source.skeleton())
         self._check_places(whole.weights)
         bags_instead_of_loops(whole)
+        cut_bags_by_bounds(whole)
         if not self.places:  # whose tables change by rows
             compute_tables(whole, self.min_rows)
         carved = carve(whole, self.min_rows, merge=True)

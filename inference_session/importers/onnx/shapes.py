@@ -24,14 +24,21 @@ class Shapes:
 
     Args:
         shapes: of the graph's inputs, without an open size.
+        known: the values of some of these inputs.
     """
 
-    def __init__(self, model: ModelProto, weights: Mapping[str, Weight], shapes: Mapping[str, Shape]) -> None:
+    def __init__(
+        self,
+        model: ModelProto,
+        weights: Mapping[str, Weight],
+        shapes: Mapping[str, Shape],
+        known: Mapping[str, NDArray[Any]] | None = None,
+    ) -> None:
         self._opsets = {item.domain or "ai.onnx": int(item.version) for item in model.opset_import}
         self._model = model
         self.types: dict[str, TypeProto] = {}
-        self.known: dict[str, NDArray[Any]] = {}
-        """Values that constants and shapes alone determine, where they are small."""
+        self.known: dict[str, NDArray[Any]] = dict(known or {})
+        """Values that constants, shapes and known inputs alone determine, where they are small."""
         for name, weight in weights.items():
             self.types[name] = _type(weight.elem_type, weight.dims)
             if np.prod(weight.dims, dtype=np.int64) <= _MAX_KNOWN_ELEMENTS:

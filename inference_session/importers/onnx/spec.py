@@ -177,9 +177,8 @@ def _notes(spec: ModelSpec, carved: CarvedModel) -> list[str]:
         notes.append(f"no table was taken out; everything is in the dense network{_largest_weight(carved)}")
     if not spec.labels:
         notes.append(f"there is no {PREDICTIONS}: no output is a float tensor of shape [batch] or [batch, k]")
-    poolings = {
-        lookup.pooling for lookup in carved.lookups if lookup.keys_dims and not isinstance(lookup.keys_dims[-1], int)
-    }
+    may_be_empty = (each for each in carved.lookups if each.keys_dims and not isinstance(each.keys_dims[-1], int))
+    poolings = {lookup.pooling for lookup in may_be_empty if not lookup.was_zero_if_empty}
     return notes + [
         f"the {pooling} over an empty bag is zero here; ONNX Runtime gives NaN, -inf or an error"
         for pooling in sorted(poolings & {"mean", "max"})

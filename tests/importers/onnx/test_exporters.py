@@ -177,6 +177,8 @@ def test_bags_by_offsets(export: Export, mode: str, last: bool) -> None:
 
     assert len(report.tables) == 1
     assert not report.spec.batched
+    if mode == "sum" or (mode == "mean" and not last):
+        assert [lookup.pooling for lookup in report.spec.lookups] == [mode]
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])

@@ -1,8 +1,8 @@
 """Moves the pooling of bags that a Loop cuts out of one list of keys into the look-up.
 
-PyTorch's legacy exporter writes EmbeddingBag with offsets this way: iteration i slices the vectors from `begins[i]`
-up to `ends[i]`, and the Loop stacks their sums or means. A Loop that does anything else stays unchanged, and so do
-maxima, for which ONNX Runtime returns a value even for an empty bag.
+PyTorch's legacy exporter writes EmbeddingBag with offsets this way, and loops/bounded_bags.py what the newer one
+writes: iteration i slices the vectors from `begins[i]` up to `ends[i]`, and the Loop stacks their sums or means. A Loop
+that does anything else stays unchanged, and so do maxima, for which ONNX Runtime returns a value even for an empty bag.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from inference_session.importers.onnx.lookups.graph_lookups import EditedModel, 
 from inference_session.importers.onnx.lookups.vector_values import values_of_vectors
 from inference_session.model_spec import Pooling
 from inference_session.onnx_graphs import (
+    NO_END,
+    NodeBuilder,
     attribute,
     bodies,
     integers_attribute,
@@ -31,7 +33,8 @@ _POOLINGS: dict[str, Pooling] = {"ReduceSum": "sum", "ReduceMean": "mean"}
 class _Cut(NamedTuple):
     """What a Loop does to the vectors of one look-up."""
 
-    reduction: str
+    pooling: Pooling
+    is_zero_if_empty: bool
     begins: str
     """A list of the main graph: where the bag of each iteration begins."""
     ends: str
@@ -53,14 +56,36 @@ def _pool(edited: EditedModel, lookup: GraphLookup, vectors: set[str]) -> None:
     if values_of_vectors(edited.graph, vectors).intersection((loop.input[0], cut.begins, cut.ends)):
         return
     builder = edited.builder(lookup.vectors)
-    # One bag per iteration of the Loop.
-    count, zero = builder.add("Reshape", [loop.input[0], builder.integers([1])]), builder.integers([0])
     begins, ends = (edited.names.fresh(f"{lookup.vectors}_{part}") for part in ("begins", "ends"))
-    for offsets, name in ((cut.begins, begins), (cut.ends, ends)):
-        builder.add("Cast", [builder.add("Slice", [offsets, zero, count, zero])], name, to=TensorProto.INT64)
+    for offsets, name in zip(_for_iterations(edited, builder, loop, cut), (begins, ends), strict=True):
+        builder.add("Cast", [offsets], name, to=TensorProto.INT64)
     builder.add("Identity", [lookup.vectors], loop.output[0])
-    lookup.pooling, lookup.bags, lookup.keys_dims = _POOLINGS[cut.reduction], (begins, ends), (None, None)
+    lookup.pooling, lookup.was_zero_if_empty = cut.pooling, cut.is_zero_if_empty
+    lookup.bags, lookup.keys_dims = (begins, ends), (None, None)
     replace_node(edited.graph, loop, builder.nodes)
+
+
+def _for_iterations(edited: EditedModel, builder: NodeBuilder, loop: NodeProto, cut: _Cut) -> tuple[str, str]:
+    """Where the bags begin and end, without those after the last iteration."""
+    if _are_of_one_list(edited, loop, cut):
+        return cut.begins, cut.ends
+    count, zero = builder.add("Reshape", [loop.input[0], builder.integers([1])]), builder.integers([0])
+    return (
+        builder.add("Slice", [cut.begins, zero, count, zero]),
+        builder.add("Slice", [cut.ends, zero, count, zero]),
+    )
+
+
+def _are_of_one_list(edited: EditedModel, loop: NodeProto, cut: _Cut) -> bool:
+    """Whether each bag ends where the next one begins, and has an iteration, as loops/bounded_bags.py writes it."""
+    made_by = producers(edited.graph)
+    count, begins, ends = (made_by.get(name) for name in (loop.input[0], cut.begins, cut.ends))
+    if count is None or count.op_type != "Size" or count.input[0] != cut.begins:
+        return False
+    if begins is None or ends is None or not begins.op_type == ends.op_type == "Slice":
+        return False
+    limits = [[_constant(edited, edited.graph, name) for name in node.input[1:]] for node in (begins, ends)]
+    return begins.input[0] == ends.input[0] and limits == [[[0], [-1], [0]], [[1], [NO_END], [0]]]
 
 
 def _only_loop(graph: GraphProto, vectors: str) -> NodeProto | None:
@@ -75,16 +100,44 @@ def _only_loop(graph: GraphProto, vectors: str) -> NodeProto | None:
 
 def _cut(edited: EditedModel, loop: NodeProto, lookup: GraphLookup) -> _Cut | None:
     (body,) = bodies(loop)
-    reduce = producers(body).get(body.output[1].name)
-    if reduce is None or reduce.op_type not in _POOLINGS or not _runs_to_the_end(edited, loop, body):
+    found = _reduction(edited, body)
+    if found is None or not _runs_to_the_end(edited, loop, body):
         return None
+    reduce, pooling, is_divided = found
     if attribute(reduce, "keepdims", 1) or _axes(edited, body, reduce) not in ([0], [-2]):
         return None
     cutter = _slice_behind(edited, body, reduce.input[0], lookup)
     if cutter is None:
         return None
     begins, ends = (_offsets_behind(edited, body, name) for name in cutter.input[1:3])
-    return _Cut(reduce.op_type, begins, ends) if begins and ends else None
+    return _Cut(pooling, is_divided, begins, ends) if begins and ends else None
+
+
+def _reduction(edited: EditedModel, body: GraphProto) -> tuple[NodeProto, Pooling, bool] | None:
+    """The node that reduces the rows of a bag, how they are pooled, and whether that is a sum divided by their number,
+    or by 1 if it is 0.
+    """
+    made_by = producers(body)
+    node = made_by.get(body.output[1].name)
+    if node is None or node.op_type != "Div":
+        return None if node is None or node.op_type not in _POOLINGS else (node, _POOLINGS[node.op_type], False)
+    total, divisor = (made_by.get(name) for name in node.input)
+    if total is None or total.op_type != "ReduceSum" or divisor is None or divisor.op_type != "Max":
+        return None
+    numbers = [name for name in divisor.input if _constant(edited, body, name) != [1]]
+    counted = _counted(edited, body, numbers[0]) if len(numbers) == 1 == len(divisor.input) - 1 else None
+    return (total, "mean", True) if counted == total.input[0] else None
+
+
+def _counted(edited: EditedModel, body: GraphProto, number: str) -> str | None:
+    """The value whose first size a number is."""
+    made_by = producers(body)
+    cast = made_by.get(number)
+    size = made_by.get(cast.input[0]) if cast is not None and cast.op_type == "Cast" else None
+    if size is None or size.op_type != "Gather" or _constant(edited, body, size.input[1]) != [0]:
+        return None
+    shape = made_by.get(size.input[0])
+    return str(shape.input[0]) if shape is not None and shape.op_type == "Shape" and not shape.attribute else None
 
 
 def _runs_to_the_end(edited: EditedModel, loop: NodeProto, body: GraphProto) -> bool:

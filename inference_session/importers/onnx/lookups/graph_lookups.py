@@ -51,6 +51,8 @@ class GraphLookup:
     weights: str | None = None
     bags: tuple[str, str] | None = None
     """For pooled keys that are one list: the values that say where each bag begins and ends in it."""
+    was_zero_if_empty: bool = False
+    """Whether the model's own mean over an empty bag is zero, as the look-up's is."""
     columns: tuple[int, int] | None = None
     """Columns of a matrix of keys: from the first up to, not including, the second."""
     matrix: str | None = None

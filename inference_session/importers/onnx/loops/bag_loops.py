@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from onnx import ModelProto, NodeProto, TensorProto, TypeProto
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto
 
 from inference_session.importers.onnx.canonical import CanonicalModel
 from inference_session.importers.onnx.loops.symbolic_loop import Bag, NotABagError, SymbolicLoop
@@ -72,7 +72,7 @@ class _Replacement:
 
     def try_loop(self, loop: NodeProto) -> None:
         """Change the graph, unless the Loop does anything other than pool bags of equal size."""
-        output = self._result(loop)
+        output = result_of(self.model.graph, loop)
         if output is None:
             return
         try:
@@ -80,24 +80,7 @@ class _Replacement:
             self._write(found, output)
         except NotABagError:
             return
-        graph = self.model.graph
-        after = next(node for node in graph.node if output in node.output)
-        replace_node(graph, after, self.builder.nodes)
-        set_nodes(graph, needed_nodes(graph.node, [value.name for value in graph.output]))
-
-    def _result(self, loop: NodeProto) -> str | None:
-        """The result of a Loop: its only output that is read, or the matrix made from a sequence."""
-        uses = use_counts(self.model.graph)
-        read = [name for name in loop.output if uses[name]]
-        if len(read) != 1:
-            return None
-        if list(loop.output).index(read[0]) >= len(loop.input) - 2:
-            return str(read[0])  # one row of each iteration
-        readers = [node for node in self.model.graph.node if read[0] in node.input]
-        if uses[read[0]] != 1 or len(readers) != 1 or readers[0].op_type != "ConcatFromSequence":
-            return None
-        joins = attribute(readers[0], "axis", -1) == 0 and not attribute(readers[0], "new_axis", 0)
-        return str(readers[0].output[0]) if joins else None
+        replace_loop(self.model.graph, self.builder.nodes, output)
 
     def _bags(self, loop: NodeProto, output: str) -> _Bags:
         patterns, widths = set[Bag](), list[int]()
@@ -147,7 +130,7 @@ class _Replacement:
 
     def _rows(self, pattern: Bag, bags: _Bags) -> tuple[str, str | None]:
         """The rows, [samples, width, columns], and the factors, [samples, width]."""
-        table, keys, factor = self._behind_product(pattern)
+        table, keys, factor = looked_up(self.model.graph, self.probes, pattern)
         if table not in self.weights:
             raise NotABagError
         self._check_padding(pattern, table)
@@ -164,34 +147,12 @@ class _Replacement:
         if pattern.padding.num_rows != dims[0] or not is_float or not np.isfinite(np.asarray(row, np.float32)).all():
             raise NotABagError
 
-    def _behind_product(self, pattern: Bag) -> tuple[str, str, str | None]:
-        """Table, keys and factors of the rows that a Loop is given, looked up in it or before it."""
-        if pattern.table:
-            return pattern.table, pattern.rows, pattern.factors or None
-        made_by = producers(self.model.graph)
-        node, factor = made_by.get(pattern.rows), pattern.factors or None
-        while node is not None and node.op_type == "Identity":
-            node = made_by.get(node.input[0])
-        if node is not None and node.op_type == "Mul" and factor is None:
-            sides = [made_by.get(name) for name in node.input]
-            if sides[0] is None or sides[1] is None or sides[1].op_type != "Unsqueeze":
-                raise NotABagError
-            factor = None if self._is_one(sides[1].output[0]) else str(sides[1].input[0])
-            node = sides[0]
-        if node is None or node.op_type != "Gather" or attribute(node, "axis", 0):
-            raise NotABagError
-        return str(node.input[0]), str(node.input[1]), factor
-
-    def _is_one(self, name: str) -> bool:
-        values = [shapes.known.get(name) for shapes in self.probes]
-        return all(value is not None and bool((value == 1).all()) for value in values)
-
     def _mask(self, pattern: Bag, bags: _Bags) -> str:
         """Whether a key is not a padding key, [samples, width]."""
         if pattern.padding is None:
             raise NotABagError
         keys = self._matrix(pattern.padding.keys, bags)
-        if keys != self._matrix(self._behind_product(pattern)[1], bags):
+        if keys != self._matrix(looked_up(self.model.graph, self.probes, pattern)[1], bags):
             raise NotABagError
         dtype = np.int32 if self.probes[0].elem_type(keys) == TensorProto.INT32 else np.int64
         found = [
@@ -230,3 +191,53 @@ class _Replacement:
 
     def _float(self, number: float) -> str:
         return self.builder.constant(np.array(number, np.float32))
+
+
+def result_of(graph: GraphProto, loop: NodeProto) -> str | None:
+    """The result of a Loop: its only output that is read, or the matrix made from a sequence."""
+    uses = use_counts(graph)
+    read = [name for name in loop.output if uses[name]]
+    if len(read) != 1:
+        return None
+    if list(loop.output).index(read[0]) >= len(loop.input) - 2:
+        return str(read[0])  # one row of each iteration
+    readers = [node for node in graph.node if read[0] in node.input]
+    if uses[read[0]] != 1 or len(readers) != 1 or readers[0].op_type != "ConcatFromSequence":
+        return None
+    joins = attribute(readers[0], "axis", -1) == 0 and not attribute(readers[0], "new_axis", 0)
+    return str(readers[0].output[0]) if joins else None
+
+
+def replace_loop(graph: GraphProto, nodes: list[NodeProto], output: str) -> None:
+    """Let these nodes compute the result of a Loop."""
+    after = next(node for node in graph.node if output in node.output)
+    replace_node(graph, after, nodes)
+    set_nodes(graph, needed_nodes(graph.node, [value.name for value in graph.output]))
+
+
+def looked_up(graph: GraphProto, probes: Sequence[Shapes], bag: Bag) -> tuple[str, str, str | None]:
+    """Table, keys and factors of the rows that a Loop is given, looked up in it or before it.
+
+    Raises:
+        NotABagError: they are made in another way.
+    """
+    if bag.table:
+        return bag.table, bag.rows, bag.factors or None
+    made_by = producers(graph)
+    node, factor = made_by.get(bag.rows), bag.factors or None
+    while node is not None and node.op_type == "Identity":
+        node = made_by.get(node.input[0])
+    if node is not None and node.op_type == "Mul" and factor is None:
+        sides = [made_by.get(name) for name in node.input]
+        if sides[0] is None or sides[1] is None or sides[1].op_type != "Unsqueeze":
+            raise NotABagError
+        factor = None if _is_one(probes, sides[1].output[0]) else str(sides[1].input[0])
+        node = sides[0]
+    if node is None or node.op_type != "Gather" or attribute(node, "axis", 0):
+        raise NotABagError
+    return str(node.input[0]), str(node.input[1]), factor
+
+
+def _is_one(probes: Sequence[Shapes], name: str) -> bool:
+    values = [shapes.known.get(name) for shapes in probes]
+    return all(value is not None and bool((value == 1).all()) for value in values)

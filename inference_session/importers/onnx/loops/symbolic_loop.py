@@ -65,6 +65,10 @@ class Bag:
         return replace(self, positions=())
 
 
+_NO_ROWS = Bag("", "", (), "", "", None, keeps_dims=True)
+"""What is a row of zeros."""
+
+
 @dataclass(frozen=True)
 class _KeptPositions:
     """Positions that are kept unless their key pads; the last ones, `added`, whatever their key is."""
@@ -385,9 +389,16 @@ def _cast_like(_node: NodeProto, values: Sequence[Value]) -> Value:
 
 
 def _inserted(_node: NodeProto, values: Sequence[Value]) -> Value:
-    if len(values) != 2 or not isinstance(values[0], tuple) or not isinstance(values[1], Bag):
+    if len(values) != 2 or not isinstance(values[0], tuple):
         raise NotABagError
-    return (*values[0], values[1])
+    bag = _NO_ROWS if _are_zeros(values[1]) else values[1]
+    if not isinstance(bag, Bag):
+        raise NotABagError
+    return (*values[0], bag)
+
+
+def _are_zeros(value: Value) -> bool:
+    return isinstance(value, np.ndarray) and value.ndim > 1 and len(value) == 1 and not value.any()
 
 
 _RULES: dict[str, Callable[[NodeProto, Sequence[Value]], Value]] = {
