@@ -308,14 +308,10 @@ def _cut(batch: JoinedBatch, lookup: LookupSpec) -> RaggedBags:
             f"the bags of {lookup.keys!r} have begins of shape {list(begins.shape)} and ends of shape"
             f" {list(ends.shape)}, expected one begin and one end for each bag, [n]"
         )
-    sizes = ends - begins
-    if len(sizes) and (
-        begins.min() < 0 or ends.max() > len(keys) or sizes.min() < 0
-    ):  # no positions, or bags, as usual
+    if len(begins) and (begins.min() < 0 or ends.max() > len(keys) or (begins > ends).any()):  # unusual
         begins, ends = (np.where(at < 0, at + len(keys), at).clip(0, len(keys)) for at in (begins, ends))
         ends = np.maximum(begins, ends)
-        sizes = ends - begins
-    num_keys = int(sizes.sum())
+    num_keys = int((ends - begins).sum())
     if num_keys > len(keys):
         raise InvalidRequestError(
             f"the bags of {lookup.keys!r} overlap: they hold {num_keys} keys, but the list has {len(keys)}"

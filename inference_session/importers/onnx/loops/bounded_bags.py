@@ -26,6 +26,8 @@ from inference_session.onnx_graphs import NO_END, NodeBuilder, bodies, needed_no
 _LISTS = ((0, 2, 3), (0, 0, 4, 4), (1, 2), (0, 3), (0, 1, 1, 6, 6))
 """Offsets of bags, or lengths. Some bags are empty, also the first and the last. The sums are the numbers of keys."""
 _INNER_SIZE = 2
+_NUMBERS = (-1, 0, 1, 2, NO_END)
+"""What the exporter's Loop computes with. Others may be limits that no list above reaches, such as of rows in a bag."""
 _KEY_TYPES = (TensorProto.INT32, TensorProto.INT64)
 
 
@@ -101,7 +103,9 @@ def _write(canonical: CanonicalModel, builder: NodeBuilder, loop: NodeProto, run
     is_plain = factor is None and pattern.padding is None and pattern.reduction in ("ReduceSum", "ReduceMean")
     if not is_plain or table not in canonical.weights or canonical.weights[table].elem_type != TensorProto.FLOAT:
         raise NotABagError
-    bounds = builder.add("Cast", [_bounds(loop, runs)], to=TensorProto.INT64)
+    found = _bounds(loop, runs)
+    _check_numbers(canonical, loop, runs[0], {found, pattern.rows, table})
+    bounds = builder.add("Cast", [found], to=TensorProto.INT64)
     begins, ends = (
         builder.add("Slice", [bounds, *map(builder.integers, ([begin], [end], [0]))])
         for begin, end in ((0, -1), (1, NO_END))
@@ -110,6 +114,17 @@ def _write(canonical: CanonicalModel, builder: NodeBuilder, loop: NodeProto, run
     body = _body(canonical, vectors, (begins, ends), pattern.reduction)
     always = builder.constant(np.array(True))
     builder.add("Loop", [builder.add("Size", [begins]), always], output, body=body)
+
+
+def _check_numbers(canonical: CanonicalModel, loop: NodeProto, run: _Run, kept: set[str]) -> None:
+    """Raise NotABagError if a Loop depends on an unexpected constant, other than by these values."""
+    read = reads(loop) - kept
+    read = read.union(*map(reads, needed_nodes(canonical.model.graph.node, read)))
+    fixed = {tensor.name for tensor in canonical.model.graph.initializer} | canonical.weights.keys()
+    for name in read & fixed - kept:
+        value = run.shapes.known.get(name)
+        if value is None or not np.isin(value, _NUMBERS).all():
+            raise NotABagError
 
 
 def _bounds(loop: NodeProto, runs: Sequence[_Run]) -> str:

@@ -22,6 +22,7 @@ CONSTANTS = {
     "axis": np.array([0]),
     "first": np.array(0),
     "next": np.array(1),
+    "limit": np.array(20),
     "zeros": np.zeros((1, 4), np.float32),
     "factor": np.ones((1, 4), np.float32),
 }
@@ -96,6 +97,36 @@ def test_other_loops_stay(tmp_path: Path, graph: str) -> None:
     report = check(tmp_path, model_of(graph, CONSTANTS), request(0, 3, 4), request(0, 0, 5, 9))
 
     assert [lookup.pooling for lookup in report.spec.lookups] == ["none"]
+
+
+LIMITED = "short = Add(a, limit)  to = Min(e, short)  few = Slice(vectors, a, to)  r = ReduceSum(few, axis)"
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        bags(LIMITED),
+        bags().replace("Size(offsets)", "Size(offsets)  most = Min(num_bags, limit)").replace("Loop(,", "Loop(most,"),
+    ],
+    ids=["rows of a bag", "bags"],
+)
+def test_limits_stay(tmp_path: Path, graph: str) -> None:
+    """A Loop that takes the first 20 rows of a bag, or the first 20 bags, is none that cuts bags."""
+    report = check(tmp_path, model_of(graph, CONSTANTS), request(0, 30, num_keys=60), request(*range(25), num_keys=30))
+
+    assert [lookup.pooling for lookup in report.spec.lookups] == ["none"]
+
+
+def test_the_smallest_offset(tmp_path: Path) -> None:
+    """Its distance from another offset is beyond 64 bits; such a bag is empty."""
+    graph = bags().replace("Concat<axis = 0>(offsets, n_keys)", "Identity(offsets)")
+    graph = graph.replace("num_bags = Size(offsets)", "n_bounds = Size(offsets)  num_bags = Sub(n_bounds, next)")
+    graph = graph.replace("=> (float[b, 4] y)", "=> (float[c, 4] y)")
+    smallest = np.iinfo(np.int64).min
+
+    report = check(tmp_path, model_of(graph, CONSTANTS), request(0, 5, smallest), request(5, smallest))
+
+    assert [lookup.pooling for lookup in report.spec.lookups] == ["sum"]
 
 
 @pytest.fixture(scope="module", params=[SUM, MEAN], ids=["sum", "mean"])
