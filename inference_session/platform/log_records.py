@@ -15,4 +15,5 @@ def warn(log: logging.Logger, message: str, *arguments: object) -> None:
 def log_error(log: logging.Logger, message: str, *arguments: object) -> None:
     """As `log.exception`, for the error that is being handled; one of a handler is dropped."""
     with contextlib.suppress(Exception):
-        log.exception(message, *arguments, stacklevel=2)
+        # `exception` of Python 3.10 would count itself as a level, and name this function.
+        log.error(message, *arguments, exc_info=True, stacklevel=2)

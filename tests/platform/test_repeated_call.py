@@ -96,7 +96,7 @@ def test_long_calls_are_followed_by_long_pauses(monkeypatch: pytest.MonkeyPatch)
 
 def test_an_error_that_cannot_be_logged_ends_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a handler of the application raises."""
-    monkeypatch.setattr(repeated_call._log, "exception", Mock(side_effect=OSError("no log server")))
+    monkeypatch.setattr(repeated_call._log, "error", Mock(side_effect=OSError("no log server")))
     outcomes = [True, True, False]
 
     def call() -> bool:

@@ -124,9 +124,14 @@ def _reduction(edited: EditedModel, body: GraphProto) -> tuple[NodeProto, Poolin
     total, divisor = (made_by.get(name) for name in node.input)
     if total is None or total.op_type != "ReduceSum" or divisor is None or divisor.op_type != "Max":
         return None
-    numbers = [name for name in divisor.input if _constant(edited, body, name) != [1]]
+    numbers = [name for name in divisor.input if not _is_one(edited, body, name)]
     counted = _counted(edited, body, numbers[0]) if len(numbers) == 1 == len(divisor.input) - 1 else None
     return (total, "mean", True) if counted == total.input[0] else None
+
+
+def _is_one(edited: EditedModel, body: GraphProto, name: str) -> bool:
+    value = fixed_value(edited.model, body, name)
+    return value is not None and value.size == 1 and value.ndim <= 1 and bool((value == 1).all())
 
 
 def _counted(edited: EditedModel, body: GraphProto, number: str) -> str | None:

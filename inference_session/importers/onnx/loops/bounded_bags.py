@@ -81,6 +81,9 @@ def _run(
 ) -> _Run:
     dims = {value.name: value_type(value).dims or () for value in piece.graph.input}
     sizes = {dims[name][0]: len(values)}
+    others = [of_input[0] for of_input in dims.values() if of_input and of_input[0] not in {*sizes}]
+    if len({*others}) > 1 or (None in others and len(others) > 1):  # which of them counts keys could not be told
+        raise NotABagError
     given = {each: _sized(of_input, sizes, int(values.sum())) for each, of_input in dims.items()}
     elem_type = next(value.type.tensor_type.elem_type for value in piece.graph.input if value.name == name)
     known = {name: values.astype(helper.tensor_dtype_to_np_dtype(elem_type))}
@@ -95,8 +98,9 @@ def _sized(dims: Sequence[int | str | None], sizes: Mapping[int | str | None, in
 
 
 def _write(canonical: CanonicalModel, builder: NodeBuilder, loop: NodeProto, runs: Sequence[_Run], output: str) -> None:
-    patterns = {bag.rows_of_all() for run in runs for bag in run.bags if bag.positions}
-    if len(patterns) != 1:
+    bags = [bag for run in runs for bag in run.bags]
+    patterns = {bag.rows_of_all() for bag in bags if bag.positions}
+    if len(patterns) != 1 or any(bag.reduction == "ReduceMean" and not bag.positions for bag in bags):  # that is NaN
         raise NotABagError
     (pattern,) = patterns
     table, keys, factor = looked_up(canonical.model.graph, [run.shapes for run in runs], pattern)

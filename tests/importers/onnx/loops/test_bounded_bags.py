@@ -129,6 +129,25 @@ def test_the_smallest_offset(tmp_path: Path) -> None:
     assert [lookup.pooling for lookup in report.spec.lookups] == ["sum"]
 
 
+def test_a_loop_that_ends_with_another_list_stays(tmp_path: Path) -> None:
+    """The last bag ends with a list that may be shorter than that of the keys."""
+    graph = bags().replace("int64[n] x,", "int64[n] x, int64[m] other,").replace("Shape(x)", "Shape(other)", 1)
+    longer, shorter = (request(0, 3, 4) | {"other": np.arange(size)} for size in (10, 6))
+
+    report = check(tmp_path, model_of(graph, CONSTANTS), longer, shorter)
+
+    assert [lookup.pooling for lookup in report.spec.lookups] == ["none"]
+
+
+def test_means_that_are_not_a_number_stay(tmp_path: Path) -> None:
+    """Those over no rows, which look-ups give as zeros."""
+    graph = bags("r = ReduceMean(rows, axis)").replace("is_empty = Equal(a, e)", "is_empty = Less(e, flat)")
+
+    report = check(tmp_path, model_of(graph, CONSTANTS), request(0, 3, 4))
+
+    assert [lookup.pooling for lookup in report.spec.lookups] == ["none"]
+
+
 @pytest.fixture(scope="module", params=[SUM, MEAN], ids=["sum", "mean"])
 def pooled(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
